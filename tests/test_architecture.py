@@ -52,6 +52,7 @@ OWNERS = {
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
         "calibration/gptq_weights.py",
+        "calibration/layer_tokens.py",
         "calibration/smoothing.py",
     },
 }

@@ -7,8 +7,9 @@ Gate and up see the same input, so they share one second moment, one correction 
 its own: its inputs are the expert's inner activations, times the router's weight p, as the converted gate and up make
 them. Each one is corrected for what all experts before it left over.
 
-Gate and up of the experts are dealt out to the devices; the first one has everything else. The large matrices are cut
-into tiles (quantize/gptq/tiles.py) and sums are made in a fixed order, so the number of workers does not change them.
+Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
+token is in files if that is a CPU (layer_tokens.py). The large matrices are cut into tiles (quantize/gptq/tiles.py) and
+sums are made in a fixed order, so the number of workers does not change them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -34,8 +36,10 @@ from k2convert.calibration.gptq_weights import (
     shared_scale,
 )
 from k2convert.calibration.layer_files import Write
+from k2convert.calibration.layer_tokens import LayerInputs, Scratch, output_errors
 from k2convert.forward.moe import Mlp, Routing, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer
+from k2convert.models import read_architecture
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature, make_curvature
 from k2convert.quantize.gptq.moments import Missing, Moments, Ridge, WeightedTokens, correct
@@ -55,43 +59,7 @@ MIN_TOKENS: Final = 64
 """With fewer tokens a down projection is converted by rule `mse`. With 64 tokens in all, rule `imatrix` gave those
 of k2-tiny 12 % more error on other tokens."""
 
-_CHUNK_ROWS: Final = 256
 _TOKENS: Final = 256  # that a thread computes at a time
-_NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
-
-
-@dataclass(slots=True, eq=False)
-class LayerInputs:
-    """What T tokens bring to a MoE layer, all on one device; smoothing is not in them yet.
-
-    `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
-    without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two
-    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, and of what x
-    lacks, with these weights.
-    """
-
-    x: Tensor
-    residual: Tensor
-    routing: Routing
-    token_weights: Tensor
-    halves: Tensor
-    gate_up: tuple[Moments, Missing] | None
-
-    @property
-    def first_measured(self) -> int:
-        """The first of the tokens that errors are measured on: those kept out of the fit, and as many before them.
-
-        Without any that are kept out, all are measured.
-        """
-        fitted = self.halves.shape[0]
-        held_out = self.x.shape[0] - fitted
-        return max(0, fitted - held_out) if held_out else 0
-
-    def take_gate_up(self) -> tuple[Moments, Missing]:
-        """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
-        taken, self.gate_up = self.gate_up, None
-        assert taken is not None
-        return taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,11 +99,13 @@ class _Down:
 class LayerConverter:
     """Converts the routed experts of a layer. `write` gets every projection, `advance` the share that is done.
 
+    `scratch` gives the tensors that have a row for each token, on the first device.
     If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
     """
 
     weights: ExpertWeights
     devices: tuple[str, ...]
+    scratch: Scratch
     workers: int
     team: Team
     is_varied: bool
@@ -156,25 +126,28 @@ class LayerConverter:
         residual_TK = inputs.residual
         moments, missing = inputs.take_gate_up()
         if (exponents := self.weights.exponents) is not None:
-            inputs.x.mul_(torch.exp2(torch.as_tensor(exponents).to(inputs.x)))
+            factors_K = torch.exp2(torch.as_tensor(exponents).to(moments.forms))
+            for rows in self.scratch.pieces(inputs.x.shape[0]):
+                inputs.x[rows].mul_(factors_K)
             for sums in (moments, missing):
                 sums.scale(torch.as_tensor(exponents))
         num_experts = inputs.routing.scores.shape[1]
         shrinkage, ridge, gate_up = self._prepare_gate_up(moments, missing, num_experts)
         del moments, missing
         first = inputs.first_measured
-        exact_mK, mse_mK = residual_TK[first:].clone(), residual_TK[first:].clone()
+        exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
+        inputs.inner = self._room_for_inner(inputs.routing)
         experts: list[_Routed] = []
         for expert in self._gates_and_ups(num_experts, inputs, gate_up):
             for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
                 self.write(self.weights.module(len(experts), kind), codes)
-            residual_TK.index_add_(0, expert.routed.tokens, expert.output, alpha=-1)
+            self.scratch.subtract(residual_TK, expert.routed.tokens, expert.output)
             for left, output in zip((exact_mK, mse_mK), expert.measured, strict=True):
                 places = expert.routed.tokens[expert.routed.tokens.shape[0] - output.shape[0] :] - first
-                left.index_add_(0, places, output, alpha=-1)
+                self.scratch.subtract(left, places, output)
             experts.append(expert.routed)
             self.advance(0.5 * len(experts) / num_experts)
-        inherited, mse = _errors(exact_mK, inputs), _errors(mse_mK, inputs)
+        inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, gate_up
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
@@ -183,7 +156,7 @@ class LayerConverter:
             shrinkages.append(None if down.trusted is None else down.trusted[1])
             ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
             self.advance(0.5 + 0.5 * (number + 1) / num_experts)
-        fitted, held_out = map(OutputErrors, inherited, mse, _errors(residual_TK[first:], inputs))
+        fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
         decided = GptqLayer(
             ridge=ridge.strength,
             ridge_gain=ridge.gain,
@@ -204,6 +177,14 @@ class LayerConverter:
         calls = (partial(self._convert_group, group, inputs, copies[on], self.devices[on]) for group, on in dealt)
         for group in run_in_order(lambda call: call(), calls, workers=self.workers):
             yield from group
+
+    def _room_for_inner(self, routing: Routing) -> list[Tensor]:
+        """Return room for the inner activations f32 [t, I] of every expert."""
+        num_experts = routing.scores.shape[1]
+        stops = np.bincount(routing.experts.flatten().cpu().numpy(), minlength=num_experts).cumsum().tolist()
+        width = read_architecture(self.weights.reader.checkpoint).moe_intermediate_size
+        room = self.scratch.empty(stops[-1], width)
+        return [room[start:stop] for start, stop in pairwise([0, *stops])]
 
     def _sample(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return rows f32 [n, K] of gate and up of some experts, evenly spread, and the global scale [n] of each."""
@@ -265,17 +246,20 @@ class LayerConverter:
         """Compute what an expert makes of its tokens, by these codes of gate and up, in the source, and by a rule."""
         tokens, p = inputs.routing.tokens_of(number)
         device = str(source[0].values.device)
-        x, p_t1 = inputs.x[tokens].to(device), p[:, None].to(device)
         down = self.weights.read(number, DOWN, device)
         exact = [LinearLayer(DenseWeight(weight.values)) for weight in (*source, down)]
         mlp = Mlp(decoded(gate, device), decoded(up, device), exact[2])
-        inner = mlp.inner(x) * p_t1
         without_data.append(by_mse(down, *shared_scale([down])))
         others = (Mlp(*exact), Mlp(*(decoded(codes, device) for codes in without_data)))
+        inner, output = inputs.inner[number], self.scratch.empty(tokens.shape[0], inputs.x.shape[1])
+        for rows in self.scratch.pieces(tokens.shape[0]):
+            x = self.scratch.take(inputs.x, tokens[rows]).to(device)
+            activations = mlp.inner(x) * p[rows, None].to(device)
+            inner[rows], output[rows] = activations, mlp.outer(activations)
         last = slice(int((tokens < inputs.first_measured).sum()), None)
-        of_source, of_mse = ((other(x[last]) * p_t1[last]).to(self.device) for other in others)
-        routed = _Routed(tokens, inner.to(self.device))
-        return _Expert(gate, up, routed, mlp.outer(inner).to(self.device), (of_source, of_mse))
+        x, weights = self.scratch.take(inputs.x, tokens[last]).to(device), p[last, None].to(device)
+        of_source, of_mse = ((other(x) * weights).to(self.device) for other in others)
+        return _Expert(gate, up, _Routed(tokens, inner), output, (of_source, of_mse))
 
     def _prepare_down(self, number: int, expert: _Routed, inputs: LayerInputs) -> _Down:
         """Do what converting a down projection needs and no other expert changes."""
@@ -285,7 +269,8 @@ class LayerConverter:
         if fitted < MIN_TOKENS or not self.is_varied:
             return _Down(down, magnitude, global_scale, None)
         moments = Moments.start(expert.inner.shape[1], device=self.device)
-        moments.add(expert.inner[:fitted], _halves(expert.tokens[:fitted], inputs))
+        for rows in self.scratch.pieces(fitted):
+            moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
         moments.complete()
         shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel_for(self.device))
         if shrinkage is None:
@@ -302,10 +287,10 @@ class LayerConverter:
             codes = by_mse(down.weight, down.magnitude, down.global_scale)
         else:
             moments, _, curvature = down.trusted
-            fitted = _fitted(expert, inputs)
-            tokens, inner = expert.tokens[:fitted], expert.inner[:fitted]
-            missing = Missing.start(inner.shape[1], residual_TK.shape[1], device=self.device)
-            missing.add(inner, residual_TK[tokens], _halves(tokens, inputs), self.team)
+            missing = Missing.start(moments.forms.shape[1], residual_TK.shape[1], device=self.device)
+            for rows in self.scratch.pieces(_fitted(expert, inputs)):
+                left, halves = self.scratch.take(residual_TK, expert.tokens[rows]), _halves(expert.tokens[rows], inputs)
+                missing.add(expert.inner[rows], left, halves, self.team)
             correction, ridge = correct(moments, missing, team=self.team)
             strength = ridge.strength
             target = down.weight.values if correction is None else down.weight.values + correction
@@ -314,7 +299,7 @@ class LayerConverter:
         change = DenseWeight(decoded(codes, self.device).weight.decode() - down.weight.values)
 
         def update(rows: slice) -> None:
-            residual_TK.index_add_(0, expert.tokens[rows], change.linear(expert.inner[rows]), alpha=-1)
+            self.scratch.subtract(residual_TK, expert.tokens[rows], change.linear(expert.inner[rows]))
 
         self.team.run([partial(update, rows) for rows in cut(expert.tokens.shape[0], _TOKENS, residual_TK)])
         return strength
@@ -327,19 +312,3 @@ def _fitted(expert: _Routed, inputs: LayerInputs) -> int:
 
 def _halves(tokens: Tensor, inputs: LayerInputs) -> tuple[WeightedTokens, WeightedTokens]:
     return WeightedTokens.by_halves(inputs.token_weights[tokens], inputs.halves[tokens])
-
-
-def _errors(residual_mK: Tensor, inputs: LayerInputs) -> tuple[float, float]:
-    """Return the mean of ||R||^2 / ||h||^2 over the measured tokens that were fitted to, and over the others."""
-    weights, fitted = inputs.token_weights[inputs.first_measured :], inputs.halves.shape[0] - inputs.first_measured
-    end = residual_mK.shape[0]
-    return _error(residual_mK, weights, range(fitted)), _error(residual_mK, weights, range(fitted, end))
-
-
-def _error(residual_mK: Tensor, weights: Tensor, tokens: range) -> float:
-    total = 0.0
-    for start in tokens[::_CHUNK_ROWS]:
-        rows = slice(start, min(start + _CHUNK_ROWS, tokens.stop))
-        total += float((residual_mK[rows].double().square().sum(dim=1) * weights[rows]).sum())
-    mean = total / max(len(tokens), 1)
-    return mean if mean > _NOISE else 0.0

@@ -1,12 +1,14 @@
 """Rule `gptq`: calibration and conversion in one walk, layer by layer.
 
-    embedding ->  h of the INT4 model             -> layer -> ... -> statistics
-              ->  hh of what is converted so far  -> layer -> ... -> codes
+    embedding ->  h of the INT4 model                     -> layer -> ... -> statistics
+              ->  h - missing: what is converted so far   -> layer -> ... -> codes
 
-Every layer reads both streams. The INT4 stream is the walk of `calibrate`, with the same statistics. In a MoE layer the
-experts are then converted so that the other stream comes out as this one (gptq_layer.py). Attention, router and
-shared experts are the source's in both streams, and no activation is quantized: one result serves W4A16 and W4A4. All
-tokens of a layer are on the first device at a time.
+Every layer reads both streams. What is missing is small, so this difference is what is kept: rounded to BF16 on their
+own, the two streams would differ by more than that. The INT4 stream is the walk of `calibrate`, with the same
+statistics. In a MoE layer the experts are then converted so that the other stream comes out as this one
+(gptq_layer.py). Attention, router and shared experts are the source's in both streams, and no activation is quantized:
+one result serves W4A16 and W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU
+(layer_tokens.py).
 
 Some windows are kept out of everything that is fitted, the statistics too. They are the last ones of both streams, and
 each layer's error is measured on them.
@@ -25,10 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens, Save, token_weights
-from k2convert.calibration.gptq_layer import LayerConverter, LayerInputs
+from k2convert.calibration.gptq_layer import LayerConverter
 from k2convert.calibration.gptq_weights import DOWN, GATE, UP, ExpertWeights
-from k2convert.calibration.layer_files import CODES, CONVERTED, GPTQ, writing_quantized_layers
+from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
 from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.text import held_out
 from k2convert.errors import CalibrationError
 from k2convert.forward.attention import CachedValues
@@ -74,6 +77,7 @@ class _LayerConversion:
     def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events, team: Team) -> None:
         self._layer, self._options, self._work, self._events = layer, options, work, events
         self._walk, self._decoder = layer.walk, layer.decoder
+        self._scratch = Scratch(work.folder, self._walk.devices[0])
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
         self._team = team
@@ -91,35 +95,36 @@ class _LayerConversion:
         statistics = self._accumulator.finish()
         residual_TK = self._convert(collected.finish(), statistics)
         if not self._layer.is_last:
-            self._write_converted(residual_TK, kept)
+            self._write_missing(residual_TK, kept)
         return statistics
 
     def _chunks(self) -> Iterator[tuple[int, HiddenStates, HiddenStates]]:
         """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
-        for chunk in self._layer.chunks((HIDDEN, CONVERTED), apart=self._held_out):
+        streams = (HIDDEN, MISSING) if self._layer.number else (HIDDEN,)  # nothing is missing in the embedding
+        for chunk in self._layer.chunks(streams, apart=self._held_out):
             self._options.check_stop()
-            states, converted = chunk.streams
+            states, *missing = chunk.streams
+            converted = np.subtract(states, missing[0], out=missing[0]) if missing else states.copy()
             states[~finite_windows(converted)] = np.nan
             yield chunk.first, states, converted
 
     def _run_dense(self) -> None:
         """Run both streams through a dense layer, which is not converted with gptq."""
         layer = self._layer
-        with layer.writing() as write, layer.writing(CONVERTED) as write_converted:
+        with layer.writing() as write, layer.writing(MISSING) as write_missing:
             for first, states, converted in self._chunks():
                 layer.run(first, states, self._tee(first))
                 kept = finite_windows(states)
                 if kept.any():
                     converted[kept] = self._decoder.run(torch.as_tensor(converted[kept])).cpu().numpy()
-                converted[~kept] = np.nan
                 write(states)
-                write_converted(converted)
+                write_missing(states - converted)  # NaN where a window is dropped
         layer.progress.reach(self._walk.ids.size)
 
     def _collect(self, kept: NDArray[np.bool_]) -> _CollectedTokens:
         """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
         walk, layer = self._walk, self._layer
-        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._team)
+        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
         with layer.writing() as write:
             for first, states, converted in self._chunks():
                 tee = self._tee(first)
@@ -162,6 +167,7 @@ class _LayerConversion:
                     self._layer.reader, self._mlp, statistics.smoothing_exponents if is_scaled else None
                 ),
                 devices=self._walk.devices,
+                scratch=self._scratch,
                 workers=self._walk.workers,
                 team=self._team,
                 is_varied=self._tokens.are_varied,
@@ -196,20 +202,17 @@ class _LayerConversion:
         inner = {f"{stem}.{kind}": (width, hidden) for stem in stems for kind in (GATE, UP)}
         return inner | {f"{stem}.{DOWN}": (hidden, width) for stem in stems}
 
-    def _write_converted(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
-        """Write what the next layer reads: the INT4 stream, less what the converted layer lacks."""
+    def _write_missing(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
+        """Write what the converted layer lacks, which the next layer reads; NaN for dropped windows."""
         walk, done = self._walk, 0
-        with (
-            self._work.reading(HIDDEN, self._layer.number + 1, walk.shape) as read,
-            self._layer.writing(CONVERTED) as write,
-        ):
-            for first in range(0, walk.shape[0], walk.chunk):
-                states = read(first, min(first + walk.chunk, walk.shape[0])).copy()
-                chunk = kept[first : first + walk.chunk]
-                count = int(np.count_nonzero(chunk)) * walk.shape[1]
-                states[chunk] -= residual_TK[done : done + count].cpu().numpy().reshape(-1, *walk.shape[1:])
-                write(states)
-                done += count
+        with self._layer.writing(MISSING) as write:
+            for is_kept in kept.tolist():
+                missing = np.full((1, *walk.shape[1:]), np.nan, dtype=np.float32)
+                if is_kept:
+                    missing[0] = residual_TK[done : done + walk.shape[1]].cpu().numpy()
+                    done += walk.shape[1]
+                write(missing)
+                self._scratch.release()
 
 
 @dataclass(slots=True)
@@ -243,9 +246,9 @@ class _Tee:
 class _CollectedTokens:
     """What all chunks of a layer bring, on one device. It has room for `tokens` of them."""
 
-    def __init__(self, tokens: int, hidden_size: int, device: str, team: Team) -> None:
-        self._x = torch.empty(tokens, hidden_size, device=device)
-        self._residual = torch.empty_like(self._x)
+    def __init__(self, tokens: int, hidden_size: int, device: str, scratch: Scratch, team: Team) -> None:
+        self._scratch = scratch
+        self._x, self._residual = (scratch.empty(tokens, hidden_size) for _ in range(2))
         self._routings: list[Routing] = []
         self._weights: list[Tensor] = []
         self._halves: list[Tensor] = []
@@ -267,7 +270,8 @@ class _CollectedTokens:
         places = slice(self._count, self._count + x_TK.shape[0])
         self._x[places], self._residual[places] = x_TK, residual_TK
         self._count = places.stop
-        self._routings.append(routing)
+        self._scratch.release()
+        self._routings.append(replace(routing, scores=routing.scores.new_empty(0, routing.scores.shape[1])))
         self._weights.append(weights)
         if halves is not None:
             halves = halves.to(x_TK.device)

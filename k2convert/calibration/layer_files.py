@@ -6,7 +6,7 @@
         MODULE.packed            U8 [N, K/2]
         MODULE.block_scales      U8 [N, K/16]
         MODULE.global_scale      F32 [1]
-    converted-004.safetensors    the hidden states that layer 4 reads in the model as it is converted so far
+    missing-004.safetensors      what the converted model lacks of the hidden states that layer 4 reads
 
 Each is complete or absent, and its blake3 is kept by the work folder (forward/work.py), which checks it.
 """
@@ -43,7 +43,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.document import read_document
 
-CONVERTED: Final = "converted"
+MISSING: Final = "missing"
 CODES: Final = "codes"
 GPTQ: Final = "gptq.json"
 
@@ -63,7 +63,7 @@ def statistics_work(statistics: Path) -> WorkFolder:
 def conversion_work(destination: Path) -> WorkFolder:
     """Return the work folder of a conversion with a text, DEST/.k2convert/calibration.work."""
     folder = destination / WORK_FOLDER / f"{WALK_NAME}{WORK_SUFFIX}"
-    return WorkFolder(folder, streams=(HIDDEN, CONVERTED), others=(GPTQ, CODES))
+    return WorkFolder(folder, streams=(HIDDEN, MISSING), others=(GPTQ, CODES))
 
 
 def write_layer(work: WorkFolder, layer: LayerStatistics, header: StatisticsHeader) -> None:

@@ -24,6 +24,7 @@ from blake3 import blake3
 from k2convert import __version__
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
+from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import DestinationError, DiskFullError, quoted
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
 _LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
-_STATE_BYTES: Final = 4
+_STATE_BYTES: Final = 2
 _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
 _EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
 _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
@@ -54,8 +55,9 @@ _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arra
 class CalibrationText:
     """What is walked over, and how this machine does it.
 
-    `tokens` and `window` are what was asked for. `chunk` windows are computed at a time, unless an earlier run of the
-    same job decided otherwise, by `threads` threads. `saved` is the statistics file to write, if any.
+    `tokens` and `window` are what was asked for; with `by_default`, nobody asked for `tokens`. `chunk` windows are
+    computed at a time, unless an earlier run of the same job decided otherwise, by `threads` threads. `saved` is the
+    statistics file to write, if any.
     """
 
     windows: Windows
@@ -65,6 +67,7 @@ class CalibrationText:
     chunk: int
     threads: int
     saved: Path | None = None
+    by_default: bool = False
 
     def identity(self, device: str) -> dict[str, Any]:
         """Return what the results depend on, field by field, as the fingerprint has it."""
@@ -263,6 +266,7 @@ def plan_calibration(
     if needs is not None:
         disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
+        disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads) * (devices == ("cpu",))
     fetched = None
     if source.remote is not None:
         remote = RemoteShards(source.hub, source.remote, work.downloads)

@@ -4,9 +4,11 @@ The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations
 
     attention   3 C K of states, and what one window needs in every thread
     MLP         4 C K of states, the inner activations of all experts of the chunk
-    collecting  a walk's second stream; 4 K K of moments and 2 T K of tokens stay for the layer
+    collecting  a walk's second stream; 4 K K of moments stay for the layer, and 2 T K of tokens
     correcting  10 K K: moments, what is missing, and a factor in FP64 while the shrinkage is chosen
     converting  3 K K of correction and curvature, 2 T K of tokens, and the experts in work
+
+On a CPU, what grows with T is in files (layer_tokens.py): only the rows that are being computed are in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from k2convert.buffers import POOL_BYTES
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS, SAMPLED_ROWS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import STEPS
+from k2convert.calibration.token_counts import experts_per_token
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
 from k2convert.forward.walk import DENSE_TOKENS
@@ -34,6 +37,8 @@ _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
 _SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
 _CUDA_EXPERT_FLOATS: Final = 15
+_COPIES: Final = 3  # of an expert's tokens, while it is in work
+_MAPPED_COPIES: Final = 8  # with those that are files
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4
 _HIDDEN_COPIES: Final = 6
@@ -133,7 +138,7 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
         num_layers=architecture.num_layers,
         moe_layers=architecture.moe_layers,
         num_experts=architecture.num_experts,
-        experts_per_token=_field(text, "num_experts_per_tok") or 1,
+        experts_per_token=experts_per_token(source),
         head_floats=heads * keys,
         scores=heads * (keys + (_field(text, "v_head_dim") or one_head)),
         other_weights=tuple(weights),
@@ -167,19 +172,25 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     """Return what a walk of rule gptq holds at its peak, without the buffers that it shares with the conversion."""
-    square, tokens = 4 * model.hidden**2, 4 * size.num_tokens * model.hidden
+    square, part = 4 * model.hidden**2, model.width * model.hidden
     states = 4 * size.chunk_windows * size.window * model.hidden
-    part = model.width * model.hidden
-    inner = 4 * size.num_tokens * model.experts_per_token * model.width
     chosen = size.num_tokens * model.experts_per_token // max(model.num_experts, 1)
-    experts, floats = (1, _EXPERT_FLOATS) if size.on_cpu else (GROUPED_EXPERTS, _CUDA_EXPERT_FLOATS)
-    in_work = 4 * experts * (size.workers * floats * part + (size.workers + 1) * 3 * chosen * model.hidden)
+    if size.on_cpu:
+        tokens = inner = 0
+        chosen, mapped, copies = min(chosen, PIECE_TOKENS), 2 * states, _MAPPED_COPIES
+        experts, floats = 1, _EXPERT_FLOATS
+    else:
+        tokens = 4 * size.num_tokens * model.hidden
+        inner, mapped, copies = 4 * size.num_tokens * model.experts_per_token * model.width, 0, _COPIES
+        experts, floats = GROUPED_EXPERTS, _CUDA_EXPERT_FLOATS
+    pieces = 4 * copies * chosen * model.hidden
+    in_work = 4 * experts * (size.workers * floats * part) + experts * (size.workers + 1) * pieces
     phases = (
         4 * square + 2 * tokens + _layer_bytes(model, size) + states,
-        4 * square + 2 * tokens + model.attention_bytes + 9 * states,
+        4 * square + 2 * tokens + model.attention_bytes + 9 * states + mapped,
         10 * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
         3 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
-        2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2,
+        2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2 + pieces,
     )
     return _memory(model, size, max(phases), streams=2)
 

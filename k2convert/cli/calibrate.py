@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from k2convert.calibration.statistics import open_statistics
 from k2convert.cli import console
-from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast, plan_document, plan_line
+from k2convert.cli.forecast import (
+    Computer,
+    Forecast,
+    check_time,
+    choose_computer,
+    expert_tokens_line,
+    forecast,
+    plan_document,
+    show_text,
+)
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
@@ -76,7 +86,7 @@ def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Foreca
         document = plan_document(plan, finished_layers=plan.num_finished) | {"disk_needed": plan.disk_needed}
         console.print_json(document | found.document(time, needed))
     else:
-        console.print_line(plan_line(plan))
+        show_text(plan)
         needs, allowed = console.format_bytes(plan.disk_needed), console.format_bytes(plan.disk_allowed)
         console.print_line(f"disk: needs {needs} at once, may use {allowed}")
         for line in (*found.memory_lines(needed), found.time_line(time)):
@@ -85,8 +95,7 @@ def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Foreca
 
 def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> None:
     if not options.quiet:
-        span = console.format_span(time.least, time.most)
-        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
+        show_text(plan, time)
     display = Display("calibrate", plan.extent(plan.num_finished), quiet=options.quiet)
     display.tally.expected_seconds["calibrate"] = time.middle
     from k2convert.calibration.accumulate import calibrate as do_calibration
@@ -110,4 +119,7 @@ def _show_result(plan: "CalibrationPlan", header: "StatisticsHeader", options: C
     dropped = f", {header.dropped:,} windows dropped" if header.dropped else ""
     size = console.format_bytes(path.stat().st_size)
     console.print_line(f"{path}: {size}, {plan.num_layers} layers, {header.tokens:,} tokens{dropped}")
+    statistics = open_statistics(path)
+    layers = {number: statistics.layer(number).tokens.tolist() for number in plan.architecture.moe_layers}
+    console.print_line(expert_tokens_line(plan, layers, option="--tokens "))
     console.print_next(console.command("k2convert", "run", options.source, "DEST", "--statistics", path))

@@ -112,7 +112,7 @@ def _read_text(options: CompareOptions) -> "Windows":
     with Waiting("reads the text", quiet=options.quiet):
         if options.tokenizer is None:
             windows = read_windows(
-                files, tokenizer=None, vocab_size=_ANY_ID, tokens=use.tokens, window=use.window, seed=use.seed
+                files, tokenizer=None, vocab_size=_ANY_ID, tokens=options.tokens, window=use.window, seed=use.seed
             )
         else:
             with open_source(options.tokenizer, hub=Hub(notify=notify)) as source:

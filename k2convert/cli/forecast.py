@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -205,7 +205,16 @@ def layers_left(job: Job, plan: CalibrationPlan) -> int:
     return plan.num_layers - plan.num_finished
 
 
-def plan_line(plan: CalibrationPlan) -> str:
+def show_text(plan: CalibrationPlan, time: Time | None = None) -> None:
+    """Print layers and text of a calibration, and why there are so many tokens; at the start, with the time."""
+    lines = [_plan_line(plan), *filter(None, (_default_line(plan),))]
+    if time is not None:
+        lines[0] += f": {console.format_span(time.least, time.most)} (an estimate from one expert on this machine)"
+    for line in lines:
+        (console.print_line if time is None else console.print_event)(line)
+
+
+def _plan_line(plan: CalibrationPlan) -> str:
     """Return layers and text of a calibration, in a line."""
     windows = plan.text.windows
     names = ", ".join(name for name, _ in windows.texts)
@@ -218,6 +227,34 @@ def plan_line(plan: CalibrationPlan) -> str:
         verb = "is" if count == 1 else "are"
         held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
     return f"calibrates while it converts: {line}; {held_out} is measured"
+
+
+def _default_line(plan: CalibrationPlan) -> str | None:
+    """Return why a calibration has its number of tokens, in a line; None if it was asked for."""
+    if not plan.text.by_default:
+        return None
+    from k2convert.calibration.token_counts import TOKENS_PER_INPUT, experts_per_token
+
+    experts, inputs = plan.architecture.num_experts, plan.architecture.moe_intermediate_size
+    each = plan.text.tokens * experts_per_token(plan.source) // max(experts, 1)
+    return (
+        f"{plan.text.tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
+        f"{inputs:,} inputs, and {TOKENS_PER_INPUT} for each input are enough"
+    )
+
+
+def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]], *, option: str) -> str:
+    """Return how many tokens the median expert got, in a line; if they are few, with what to give for `option`."""
+    from k2convert.calibration.token_counts import TOKENS_PER_INPUT, fewest_tokens, tokens_for
+
+    (layer, got), inputs = fewest_tokens(layers), plan.architecture.moe_intermediate_size
+    line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
+    if got >= TOKENS_PER_INPUT * inputs:
+        return line
+    used, window = plan.num_tokens, plan.text.windows.ids.shape[1]
+    enough = tokens_for(plan.architecture, used=used, got=got, window=window)
+    text = ", and a longer text" if used < plan.text.tokens else ""
+    return f"{line}. {TOKENS_PER_INPUT} for each of its {inputs:,} inputs lose less: use {option}{enough}{text}"
 
 
 def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) -> None:
@@ -242,6 +279,8 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, o
     return {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
         "tokens": windows.ids.size,
+        "tokens_asked": text.tokens,
+        "tokens_reason": _default_line(plan),
         "window": windows.ids.shape[1],
         "windows": windows.ids.shape[0],
         "held_out_windows": plan.held_out_windows,
@@ -259,8 +298,11 @@ def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 
 
-def show_outputs(found: CalibrationRecord) -> None:
-    """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs."""
+def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:
+    """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs.
+
+    With the `plan` of its walk, also how many tokens the experts got.
+    """
     if not found.gptq:
         if found.imatrix:
             console.print_line(IMATRIX_NOTE)
@@ -274,5 +316,8 @@ def show_outputs(found: CalibrationRecord) -> None:
         )
     console.print_line(line)
     console.print_line("rule gptq keeps outputs, so its error of weights is larger than that of rule mse")
+    if plan is not None:
+        tokens = {number: layer.tokens for number, layer in found.layers.items()}
+        console.print_line(expert_tokens_line(plan, tokens, option="--set calibration.tokens="))
     if found.warning is not None:
         console.print_note(f"warning: {found.warning}")

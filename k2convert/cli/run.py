@@ -20,8 +20,8 @@ from k2convert.cli.forecast import (
     forecast,
     job_document,
     layers_left,
-    plan_line,
     show_outputs,
+    show_text,
     show_walk,
 )
 from k2convert.cli.options import command_words, parse_device, parse_size
@@ -196,7 +196,7 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     else:
         show_plan(job, source=options.source)
         if job.gptq is not None and walk is not None and time is not None:
-            console.print_line(plan_line(job.gptq))
+            show_text(job.gptq)
             smoothing = "on" if job.plan.recipe.smoothing else "off"
             console.print_line(f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)")
             show_walk(walk, time, estimated, needed=needed)
@@ -308,8 +308,7 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float
         time = walk.time()
     check_time(time, source=options.source, yes=options.yes)
     if not options.quiet:
-        span = console.format_span(time.least, time.most)
-        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
+        show_text(plan, time)
     return time.middle
 
 
@@ -332,7 +331,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         check_budget(job.destination.folder, job.plan.recipe, missed)
         return
     if outcome.calibrated is not None:
-        show_outputs(outcome.calibrated)
+        show_outputs(outcome.calibrated, job.gptq)
     show_run(job, totals, seconds)
     if outcome.evaluation is not None:
         from k2convert.cli.evaluation_view import show_evaluation

@@ -147,7 +147,9 @@ class CalibrateOptions:
         ),
     ]
     text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
-    tokens: Annotated[int, option("Tokens to use.", "N", min=1)] = 131_072
+    tokens: Annotated[
+        int | None, option("Tokens to use [default: 2 for each input of an expert, at least 131072].", "N", min=1)
+    ] = None
     window: Annotated[int, option("Tokens that are seen together.", "N", min=1)] = 2048
     seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
     device: DeviceOption = "auto"

@@ -6,7 +6,8 @@
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
     NAME.work/layer-000.safetensors         what was found in layer 0: the only claim that the layer is done
-    NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, f32 [windows, tokens, hidden]
+    NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
+                                            evaluation, BF16 (nearest, ties to even) in a calibration
 
 A layer's other files are complete before that claim is written, and the hidden states that it read are removed after
 that. A file is compared with its blake3 whenever it is read. A run that finds a damaged one begins with the last layer
@@ -38,6 +39,7 @@ from k2convert.checkpoint.names import (
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
+from k2convert.quantize.formats.int4 import bf16_bits, bf16_values
 from k2convert.records.command import say_own_command
 from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
@@ -79,6 +81,8 @@ _JOBS: Final[dict[Purpose, tuple[str, str]]] = {
     "evaluation": (EVALUATION_NAME, "name a different file with --out"),
 }
 """The name of a walk's description, and how to choose another folder."""
+_STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "evaluation": ("F32", 4)}
+"""The dtype of hidden states on disk, and its bytes."""
 
 
 class WorkFolder:
@@ -238,15 +242,19 @@ class WorkFolder:
     @contextmanager
     def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:
         """Yield a function that reads windows of the hidden states that a layer reads; raises CheckpointError."""
-        path = self.path(stream, layer)
+        path, (dtype, size) = self.path(stream, layer), _STATES[self._purpose]
         self.check(path)
         info = read_header(path).tensors[HIDDEN_STATES]
-        window_bytes = prod(shape[1:]) * 4
+        window_bytes = prod(shape[1:]) * size
         with ShardReader(lambda _: path) as reader:
 
             def read(first: int, stop: int) -> HiddenStates:
-                data = reader.read(info, begin=first * window_bytes, end=stop * window_bytes)
-                return data.view(np.float32).reshape(stop - first, *shape[1:])
+                states = np.empty((stop - first, *shape[1:]), dtype=np.float32)
+                for place, window in enumerate(range(first, stop)):
+                    data = reader.read(info, begin=window * window_bytes, end=(window + 1) * window_bytes)
+                    values = data.view(np.float32) if dtype == "F32" else bf16_values(data.view(np.uint16))
+                    states[place] = values.reshape(shape[1:])
+                return states
 
             yield read
 
@@ -256,9 +264,16 @@ class WorkFolder:
 
         Raises DiskFullError, DestinationWriteError.
         """
-        path, num_bytes = self.path(stream, layer), prod(shape) * 4
-        header = encode_header([(HIDDEN_STATES, "F32", shape, num_bytes)], metadata={}, alignment=ALIGNMENT)
+        path, (dtype, size) = self.path(stream, layer), _STATES[self._purpose]
+        num_bytes = prod(shape) * size
+        header = encode_header([(HIDDEN_STATES, dtype, shape, num_bytes)], metadata={}, alignment=ALIGNMENT)
         with ShardWriter(path, len(header) + num_bytes) as writer:
             writer.write(header)
-            yield lambda states: writer.write(np.ascontiguousarray(states).reshape(-1).view(np.uint8).data)
+
+            def write(states: HiddenStates) -> None:
+                for window in states:
+                    values = np.ascontiguousarray(window) if dtype == "F32" else bf16_bits(window)
+                    writer.write(values.reshape(-1).view(np.uint8).data)
+
+            yield write
             writer.commit(accept=lambda digest: self.record(path, digest))

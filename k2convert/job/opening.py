@@ -126,7 +126,8 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "Calib
     for note in windows.notes:
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
-    return CalibrationText(windows, use.tokens, use.window, use.seed, chunk, text.threads, use.save_statistics)
+    tokens, saved = _tokens(source.checkpoint, use), use.save_statistics
+    return CalibrationText(windows, tokens, use.window, use.seed, chunk, text.threads, saved, use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
@@ -137,10 +138,20 @@ def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> 
         files,
         tokenizer=source.folder,
         vocab_size=vocabulary_size(source),
-        tokens=use.tokens,
-        window=min(use.window, max_positions(source.config) or use.window),
+        tokens=_tokens(source, use),
+        window=_window(source, use),
         seed=use.seed,
     )
+
+
+def _window(source: Checkpoint, use: TextUse) -> int:
+    return min(use.window, max_positions(source.config) or use.window)
+
+
+def _tokens(source: Checkpoint, use: TextUse) -> int:
+    from k2convert.calibration.token_counts import default_tokens
+
+    return use.tokens or default_tokens(source, window=_window(source, use))
 
 
 def inspect_source(source: str, *, hub: Hub) -> "Inspection":

@@ -67,10 +67,11 @@ class Budget(_Part):
 class TextUse(_Part):
     """How the text of `run --calibrate` is used: how many tokens of it, in windows drawn by a seed.
 
-    `save_statistics` is the path of a statistics file to write.
+    Without `tokens` there are as many as the model's experts need (calibration/token_counts.py). `save_statistics` is
+    the path of a statistics file to write.
     """
 
-    tokens: Annotated[int, Field(ge=1)] = 131_072
+    tokens: Annotated[int, Field(ge=1)] | None = None
     window: Annotated[int, Field(ge=1)] = 2048
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     save_statistics: Path | None = None

@@ -73,7 +73,7 @@ def walked(
     header = begun(work, walk.ids)
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        for path in (work.path("hidden", layer.layer + 1), work.path("converted", layer.layer + 1)):
+        for path in (work.path("hidden", layer.layer + 1), work.path("missing", layer.layer + 1)):
             if path.exists():
                 shutil.copy(path, path.with_suffix(".kept"))
         write_layer(work, layer, header)
@@ -98,7 +98,9 @@ def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactor
 
 
 def states(path: Path) -> torch.Tensor:
-    return load_file(path.with_suffix(".kept"))["hidden_states"]
+    found = load_file(path.with_suffix(".kept"))["hidden_states"]
+    assert found.dtype == torch.bfloat16
+    return found.float()
 
 
 def decoded(weight: Nvfp4Weight) -> LinearLayer:
@@ -126,13 +128,18 @@ def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_o
 def test_the_second_stream_is_what_the_converted_layer_gives(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int
 ) -> None:
-    """The walk keeps what is lacking and updates it; here the converted layer is computed from its codes."""
+    """The walk keeps what is lacking and updates it; here both layers are computed, the converted one from its codes.
+
+    The streams share the INT4 model's states, which are rounded to BF16; what is lacking is rounded only once.
+    """
     walk, work = planned(tiny, tiny_ids), tiny_walk
     exponents = Calibration(LayerFiles(work), weighted=True, smoothing=True).exponents(layer)
     factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
         decoder = DecoderLayer(reader, layer)
-        after, x, routing = decoder.attend(states(work.path("converted", layer)))
+        hidden = states(work.path("hidden", layer))
+        exact = decoder.run(hidden).flatten(0, 1)
+        after, x, routing = decoder.attend(hidden - states(work.path("missing", layer)))
         assert routing is not None
         result = after + decoder.shared_output(x)
         scaled = x * torch.as_tensor(factors.astype(np.float32))
@@ -142,8 +149,9 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
             assert found[0].global_scale == found[1].global_scale
             mlp = Mlp(*map(decoded, found))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
-    expected = states(work.path("converted", layer + 1)).flatten(0, 1)
-    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    found = states(work.path("missing", layer + 1)).flatten(0, 1)
+    torch.testing.assert_close(exact - result, found, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
+    assert torch.equal(exact.bfloat16().float(), states(work.path("hidden", layer + 1)).flatten(0, 1))
 
 
 def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_walk: WorkFolder) -> None:
@@ -161,13 +169,13 @@ def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_
     tiny_walk: WorkFolder, layer: int
 ) -> None:
     """The streams are equal before the first layer with experts."""
-    torch.testing.assert_close(*(states(tiny_walk.path(kind, 1)) for kind in ("hidden", "converted")), rtol=0, atol=0)
+    assert not states(tiny_walk.path("missing", 1)).any()
     found = read_gptq(tiny_walk, layer)
-    exact, converted = (states(tiny_walk.path(kind, layer + 1)).double() for kind in ("hidden", "converted"))
-    errors = (exact - converted).square().sum(dim=2) / exact.square().sum(dim=2)
+    exact, missing = (states(tiny_walk.path(kind, layer + 1)).double() for kind in ("hidden", "missing"))
+    errors = missing.square().sum(dim=2) / exact.square().sum(dim=2)
     assert found.held_out is not None
-    assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-4)
-    assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-4), "as many as kept out"
+    assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
+    assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
 
 
 def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, tmp_path: Path) -> None:

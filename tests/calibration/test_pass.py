@@ -80,7 +80,9 @@ def test_every_layer_is_in_the_file_and_the_work_folder_is_gone(
 ) -> None:
     out = tmp_path / "out.safetensors"
     done = calibrate(cut, out, "--text", text, *SMALL)
-    assert (done.returncode, done.stdout) == (0, f"{out}: {out.stat().st_size / 1000:.2f} kB, 2 layers, 256 tokens\n")
+    size = f"{out}: {out.stat().st_size / 1000:.2f} kB, 2 layers, 256 tokens\n"
+    median = "tokens of the median expert: 256, in layer 1, where they are fewest\n"
+    assert (done.returncode, done.stdout) == (0, size + median)
     assert said(done.stderr) == f"next: k2convert run {cut} DEST --statistics {out}\n"
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert out.read_bytes() == whole.read_bytes()

@@ -15,6 +15,7 @@ from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from k2convert.job.prepare import Job, check_room
 from k2convert.records.command import read_command
@@ -239,8 +240,14 @@ def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Pa
 def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
     few, many = (text_of(short, [text], tokens=tokens) for tokens in (64, 512))
     jobs = [planned(short, tmp_path / "out", of) for of in (few, many)]
-    states = (512 - 64) * 256 * 4
-    assert jobs[1].limits.disk_needed - jobs[0].limits.disk_needed == 4 * states, "two streams, two layers"
+    tokens, config = 512 - 64, open_checkpoint(short).config
+    hidden, chosen = config["hidden_size"], config["num_experts_per_tok"]
+    states = 2 * tokens * hidden
+    busy = min(3 * 4 * tokens * chosen // config["n_routed_experts"], chosen * tokens)  # two workers, and one waits
+    inner = tokens * chosen * config["moe_intermediate_size"]
+    mapped = 4 * (4 * tokens * hidden + inner + 3 * busy * hidden)
+    expected = 4 * states + mapped  # two streams, two layers
+    assert jobs[1].limits.disk_needed - jobs[0].limits.disk_needed == expected
     needed = jobs[1].limits.disk_needed
     check_room(planned(short, tmp_path / "out", many, max_disk=needed))
     with pytest.raises(DiskFullError, match=f"needs at least {needed:,} bytes"):

@@ -1,0 +1,71 @@
+"""The tensors that grow with the tokens of a text: files on a CPU, which change no byte and leave nothing behind."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from k2convert.calibration.layer_tokens import Scratch
+from k2convert.calibration.sizes import PassSize, read_sizes, walk_memory
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import DiskFullError
+
+MB = 1 << 20
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is in RAM and belongs to files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssFile:", "RssShmem:")))
+
+
+def test_a_released_tensor_is_whole_and_takes_no_memory(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, "cpu")
+    values = torch.randn(8 * MB // 1024, 1024)
+    before = resident_bytes()
+    mapped = scratch.copy(values)
+    assert resident_bytes() - before < 16 * MB, "pieces of 8 MB are given back"
+    assert torch.equal(mapped, values)
+    assert resident_bytes() - before > 30 * MB
+    scratch.release()
+    assert resident_bytes() - before < 4 * MB
+    mapped[3:5] += 1
+    scratch.release()
+    values[3:5] += 1
+    assert torch.equal(mapped, values)
+    assert not list(tmp_path.iterdir()), "a killed process leaves nothing"
+
+
+def test_the_bytes_are_on_the_disk_from_the_start_and_go_with_the_tensor(tmp_path: Path) -> None:
+    def files() -> list[os.stat_result]:
+        paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return [path.stat() for path in paths if path.readlink().is_relative_to(tmp_path)]
+
+    scratch = Scratch(tmp_path, "cpu")
+    tensor = scratch.empty(MB, 4)
+    assert [(file.st_nlink, file.st_blocks * 512 >= 16 * MB) for file in files()] == [(0, True)]
+    del tensor
+    assert not files()
+    assert scratch.empty(0, 4).shape == (0, 4)
+
+
+def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFullError, match=r"the disk is full\. Finished work is kept: free space, run the command"):
+        Scratch(tmp_path, "cpu").empty(4, 4)
+    assert not list(tmp_path.iterdir())
+    assert Scratch(tmp_path, "cpu:0").empty(4, 4).shape == (4, 4), "a device uses no disk"
+
+
+def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path) -> None:
+    """Once an expert gets a whole piece of tokens, more of them change nothing. A GPU holds all tokens."""
+    model = read_sizes(open_checkpoint(tiny))
+    few, many = (PassSize(windows, 2048, 2, ("cpu",), 2, 4) for windows in (64, 1024))
+    assert walk_memory(model, few) == walk_memory(model, many)
+    few, many = (PassSize(windows, 2048, 2, ("cuda:0",), 2, 4) for windows in (64, 1024))
+    assert walk_memory(model, many).gpu - walk_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
