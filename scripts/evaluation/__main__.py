@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--peers", action="store_true", help="score AMD Quark too (installs it, 1.8 GB)")
         _common(command)
     command = commands.add_parser("calibrated", help="score calibrated conversions on text that did not calibrate them")
-    command.add_argument("subject", choices=sorted(CALIBRATED_SUBJECTS))
+    command.add_argument("subject", choices=(*CALIBRATED_SUBJECTS, "all"))
     command.add_argument("--peers", action="store_true", help="calibrate with llm-compressor and ModelOpt too (slow)")
     command.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
@@ -149,10 +149,14 @@ def main() -> None:
             rows = chosen_rows(options.rows, with_peers=options.peers)
         except ValueError as error:
             parser.error(str(error))
-        subject = CALIBRATED_SUBJECTS[options.subject](options.work)
-        result = evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens)
-        print(calibrated_markdown(result), flush=True)
-        _write_json(options.json, result.to_dict())
+        chosen = CALIBRATED_SUBJECTS if options.subject == "all" else (options.subject,)
+        documents: list[object] = []
+        for name in chosen:
+            subject = CALIBRATED_SUBJECTS[name](options.work)
+            result = evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens)
+            print(calibrated_markdown(result), flush=True)
+            documents.append(result.to_dict())
+        _write_json(options.json, documents if options.subject == "all" else documents[0])
         return
     names = list(SUBJECTS) if options.command == "all" else [options.command]
     results: list[Evaluation] = []

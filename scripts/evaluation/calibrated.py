@@ -2,7 +2,7 @@
 
 Rule `imatrix` takes statistics of `k2convert calibrate`; rule `gptq` is `k2convert run --calibrate`. The peers see
 the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. A finished conversion in the
-work folder is kept, and so are the weights of a peer.
+work folder is kept, and so are the weights of a peer. Their names have the number of tokens that calibrated them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import files
@@ -37,12 +37,16 @@ from scripts.evaluation.table import CalibratedEvaluation, CalibratedRow
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
 TOKENS_PER_EXPERT = 16
+TOKEN_COUNTS = (4096, 65_536)
 W4A16, W4A4 = "W4A16", "W4A4"
 
 
 @dataclass(frozen=True, slots=True)
 class CalibratedSubject:
-    """A model, the text that calibrates it, the text that it is evaluated on, and the number of tokens of each."""
+    """A model, the text that calibrates it, the text that it is evaluated on, and the number of tokens of each.
+
+    The first tokens of the text, or with `at_end` the last ones.
+    """
 
     name: str
     source: Path
@@ -51,6 +55,7 @@ class CalibratedSubject:
     text: Path
     tokens: int
     batch: int
+    at_end: bool = False
 
 
 def tiny_subject(work: Path) -> CalibratedSubject:
@@ -60,16 +65,26 @@ def tiny_subject(work: Path) -> CalibratedSubject:
     return CalibratedSubject(name, TINY, TINY / "calibration.txt", 16_384, TINY / "eval.txt", 16_384, 16)
 
 
+def tiny_end_subject(work: Path) -> CalibratedSubject:
+    """The same on the end of the text, which is the Jargon File, where the beginning is the King James Bible."""
+    found = tiny_subject(work)
+    return replace(found, name=f"{found.name}, end of the text", at_end=True)
+
+
 def smollm2_subject(work: Path) -> CalibratedSubject:
     """SmolLM2-135M as a K2-named mixture of experts: Emma calibrates, Persuasion evaluates."""
     source = make_smollm2(work)
     for title in ("Emma", "Persuasion"):
         novel(work, title)
     name = "SmolLM2-135M-Instruct as a K2-named MoE"
-    return CalibratedSubject(name, source, work / "emma.txt", 8_192, work / "persuasion.txt", 8_192, 4)
+    return CalibratedSubject(name, source, work / "emma.txt", 16_384, work / "persuasion.txt", 8_192, 4)
 
 
-CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {"tiny": tiny_subject, "smollm2": smollm2_subject}
+CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {
+    "tiny": tiny_subject,
+    "tiny-end": tiny_end_subject,
+    "smollm2": smollm2_subject,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,7 @@ CONVERSIONS = (
     Conversion("gptq, foreign text", "foreign", (), walk=True),
     Conversion("gptq, 64 tokens in all", "64", (), walk=True),
     Conversion("gptq, 512 tokens in all", "512", (), walk=True),
+    *(Conversion(f"gptq, {count:,} tokens", str(count), (), walk=True) for count in TOKEN_COUNTS),
 )
 INT4 = "INT4"
 """The row of the source's weights with FP4 activations."""
@@ -150,15 +166,23 @@ def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Toke
     """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and fewer tokens."""
     config = open_checkpoint(subject.source).config
     few = TOKENS_PER_EXPERT * config["n_routed_experts"] // config["num_experts_per_tok"]
-    ids = work / f"{subject.source.name}-ids.jsonl"
-    ids.write_text("".join(f"{window}\n" for window in calibration_windows(subject).tolist()), encoding="utf-8")
-    return {
-        "text": Tokens(ids, subject.calibration_tokens),
+    text = Tokens(_first_ids(subject, work, subject.calibration_tokens), subject.calibration_tokens)
+    tokens = {
+        "text": text,
         "foreign": Tokens(foreign_text(work), subject.calibration_tokens),
         "few": Tokens(subject.calibration, few),
-        "64": Tokens(ids, 64),
-        "512": Tokens(ids, 512),
+        "64": Tokens(text.path, 64),
+        "512": Tokens(text.path, 512),
     }
+    return tokens | {str(count): Tokens(_first_ids(subject, work, count), count) for count in TOKEN_COUNTS}
+
+
+def _first_ids(subject: CalibratedSubject, work: Path, count: int) -> Path:
+    """Write the first tokens of the calibration text, a window a line."""
+    ids = work / f"{subject.source.name}-ids-{count}.jsonl"
+    windows = calibration_windows(replace(subject, calibration_tokens=count))
+    ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
+    return ids
 
 
 def _k2convert(*arguments: object) -> None:
@@ -196,7 +220,7 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
 
 def _statistics(subject: CalibratedSubject, work: Path, name: str, tokens: Tokens) -> Path:
     """Run `k2convert calibrate` on a text, once."""
-    made = work / f"{subject.source.name}-{name}.safetensors"
+    made = work / f"{subject.source.name}-{name}-{tokens.count}.safetensors"
     if not made.exists():
         _k2convert("calibrate", subject.source, made, *tokens.options(text="--text"))
     return made
@@ -204,7 +228,9 @@ def _statistics(subject: CalibratedSubject, work: Path, name: str, tokens: Token
 
 def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> Path:
     """Return the folder of a row's checkpoint, which serves both modes."""
-    return work / f"{subject.source.name}-{weights.replace(', ', '-').replace(' ', '-')}"
+    name = f"{subject.source.name}-{weights.replace(', ', '-').replace(' ', '-')}"
+    uses_text = any(conversion.weights == weights and conversion.text for conversion in CONVERSIONS)
+    return work / (f"{name}-{subject.calibration_tokens}" if uses_text else name)
 
 
 def _read(folder: Path, mode: str) -> Variant:
@@ -216,7 +242,7 @@ def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[s
     """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
     windows, loaders = calibration_windows(subject), Loaders()
     for name in (name for name in PEERS if name in rows):
-        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}.pt"
+        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{subject.calibration_tokens}.pt"
         if not cached.exists():
             note(f"{subject.name}: {name}")
             torch.save(peer_weights(subject.source, name, windows), cached)
@@ -243,7 +269,7 @@ def evaluate_calibrated(
     loaders |= peers(subject, work, scales, rows)
     if INT4 in rows:
         loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(scales)), {})
-    windows = encode(subject.source, subject.text.read_text(encoding="utf-8"), tokens=tokens or subject.tokens)
+    windows = evaluated_windows(subject, tokens or subject.tokens)
     reference, scores = compare_in_turn(
         build_model(subject.source),
         source,
@@ -256,11 +282,19 @@ def evaluate_calibrated(
         subject.name,
         subject.calibration.stem,
         subject.calibration_tokens,
-        subject.text.stem,
+        f"the end of {subject.text.stem}" if subject.at_end else subject.text.stem,
         windows.numel(),
         reference,
         tuple(_rows(scores)),
     )
+
+
+def evaluated_windows(subject: CalibratedSubject, tokens: int) -> Tensor:
+    """Return the windows that are scored, ids int64 [W, 256]."""
+    text = subject.text.read_text(encoding="utf-8")
+    if not subject.at_end:
+        return encode(subject.source, text, tokens=tokens)
+    return encode(subject.source, text, tokens=len(text))[-(tokens // WINDOW) :]
 
 
 def _rows(scores: dict[tuple[str, str], Score]) -> list[CalibratedRow]:
