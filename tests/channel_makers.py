@@ -1,7 +1,7 @@
 """Importance and exponents of channels for the kernel tests, weights for them."""
 
 import numpy as np
-from int4_makers import MAKERS
+from int4_makers import MAKERS, int4_weight
 
 from k2convert.quantize.formats.int4 import Int4Weight
 
@@ -22,6 +22,28 @@ def exponents_of(rng: np.random.Generator, reach: int, columns: int = 256) -> np
         if reach
         else None
     )
+
+
+def hostile_columns(seed: int, rows: int = 256) -> tuple[Int4Weight, np.ndarray]:
+    """Blocks with one exponent, a few or all of -4..4, of few or many magnitudes, under every mantissa.
+
+    Their importance can all but ignore most elements.
+    """
+    rng, columns, blocks = np.random.default_rng(seed), 256, 16
+
+    def per_block(*choices: float) -> np.ndarray:
+        return rng.choice(choices, blocks).repeat(16)
+
+    reach, common = rng.integers(0, 5, blocks).repeat(16), rng.integers(-4, 5, blocks).repeat(16)
+    exponents = np.where(rng.random(columns) < per_block(0.1, 0.3, 1), rng.integers(-reach, reach + 1), 0)
+    exponents = np.where(per_block(0, 0, 0, 1) == 1, common, exponents)
+    importance = np.where(rng.random(columns) < per_block(0.1, 0.5, 1), rng.integers(1, 256, columns), 1)
+    importance = np.where(per_block(0, 0, 1) == 1, rng.choice([1, 255], columns), importance)
+    most = rng.integers(1, 9, (rows, blocks)).repeat(16, axis=1)
+    codes = rng.integers(-most, np.minimum(most, 7) + 1) * (rng.random((rows, columns)) < per_block(0.2, 0.7, 1))
+    bits = rng.integers(118, 123, rows * 8) << 7 | rng.permutation(np.arange(rows * 8) % 128)
+    weight = int4_weight(codes, bits)
+    return Int4Weight(weight.packed, weight.scale_bits, exponents.astype(np.int8)), importance.astype(np.uint8)
 
 
 def some_rows(maker: str, exponents: np.ndarray | None) -> Int4Weight:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from block_makers import bf16_weight
-from channel_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, hostile_columns, importance_of, some_rows
 from int4_makers import MAKERS, int4_weight, trained_like
 from torch import Tensor
 
@@ -76,6 +76,14 @@ def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
         weight = some_rows(maker, exponents_of(rng, reach))
         assert measure_magnitude(weight, name="w") == measure(weight)
         assert_equals_rules(weight, rule, own_scale(weight, rule))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hostile_columns_equal_rules(seed: int) -> None:
+    weight, importance = hostile_columns(seed)
+    g = own_scale(weight, "imatrix")
+    for weights in (importance, None):
+        assert_equals_rules(weight, "imatrix", g, weights)
 
 
 @pytest.mark.parametrize("kind", ["mse", "max", "importance", "exponents"])

@@ -25,7 +25,7 @@ from k2convert.records.document import encode, parse
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
-REACH = [0, 2]
+REACH = [0, 1, 2]
 
 
 def converted(
@@ -83,7 +83,7 @@ def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint
     return found
 
 
-@pytest.mark.parametrize("reach", REACH, ids=["even", "exponents"])
+@pytest.mark.parametrize("reach", REACH, ids=["even", "narrow", "exponents"])
 @pytest.mark.parametrize("maker", ["trained-minus-eight", "any-bytes", "few-magnitudes", "zeros", "wide-spread"])
 def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -> None:
     rng = np.random.default_rng(11)
@@ -133,10 +133,16 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         measure_quantized(source, codes, name="w", magnitude=magnitude)
 
 
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (-1, 1), (-1, 2), (0, 3), (-4, 4)])
 @pytest.mark.parametrize("any_bytes_written", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_both_instructions_measure_the_same_to_the_last_bit(maker: str, any_bytes_written: bool) -> None:
-    source, rng = MAKERS[maker](), np.random.default_rng(3)
+def test_both_instructions_measure_the_same_to_the_last_bit(
+    maker: str, any_bytes_written: bool, lowest: int, highest: int
+) -> None:
+    rng = np.random.default_rng(3)
+    source = MAKERS[maker]()
+    if highest:
+        source = some_rows(maker, rng.integers(lowest, highest + 1, 256).astype(np.int8))
     for rule in ("mse", "max"):
         codes = converted(source, rule=rule)[0]
         packed, scales = codes.packed, codes.block_scales

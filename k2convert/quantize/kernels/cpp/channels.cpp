@@ -14,30 +14,25 @@ namespace k2 {
 
 namespace {
 
-// How a block of 16 columns falls into groups with equal exponents.
-struct Plan {
-    int num_groups = 0;
-    int8_t exponents[kNumExponents];
-    // For each column.
-    uint8_t groups[kBlock], importance[kBlock];
-    SplitGroups split_groups{};
-    SplitImportance split_importance{};
-};
-
 std::vector<Plan> make_plans(const Columns& columns) {
     std::vector<Plan> plans(columns.size / kBlock);
-    for (size_t column = 0; column < columns.size; ++column) {
-        Plan& plan = plans[column / kBlock];
-        const int8_t exponent = columns.exponents ? columns.exponents[column] : int8_t{0};
-        int group = 0;
-        while (group < plan.num_groups && plan.exponents[group] != exponent) ++group;
-        if (group == plan.num_groups) plan.exponents[plan.num_groups++] = exponent;
-        const uint8_t importance = columns.importance ? columns.importance[column] : uint8_t{1};
-        plan.groups[column % kBlock] = static_cast<uint8_t>(group);
-        plan.importance[column % kBlock] = importance;
-        const size_t split = column % kBlock / 2 + 8 * (column & 1);
-        plan.split_groups.masks[group][split] = 255;
-        plan.split_importance.values[split] = importance;
+    for (size_t block = 0; block < plans.size(); ++block) {
+        Plan& plan = plans[block];
+        const auto exponent_of = [&](int i) { return columns.exponents ? columns.exponents[kBlock * block + i] : int8_t{0}; };
+        for (int exponent = -kMaxExponent; exponent <= kMaxExponent; ++exponent) {
+            const int group = plan.num_groups;
+            for (int i = 0; i < kBlock; ++i) {
+                if (exponent_of(i) != exponent) continue;
+                plan.num_groups = group + 1;
+                plan.exponents[group] = static_cast<int8_t>(exponent);
+                plan.groups[i] = static_cast<uint8_t>(group);
+                plan.importance[i] = columns.importance ? columns.importance[kBlock * block + i] : uint8_t{1};
+                plan.total += plan.importance[i];
+                const int split = i / 2 + 8 * (i & 1);
+                plan.split_groups.masks[group][split] = 255;
+                plan.split_importance.values[split] = plan.importance[i];
+            }
+        }
     }
     return plans;
 }
@@ -53,7 +48,6 @@ uint32_t divided_bits(uint32_t bits, int exponent) {
 constexpr int kTableBelow = 48, kTableSize = 208;
 struct WideErrors {
     double errors[kNumMantissas][8][kTableSize];
-    float rounded_errors[kNumMantissas][8][kTableSize];
     WideErrors() {
         for (int ms = 0; ms < kNumMantissas; ++ms) {
             for (int k = 1; k < 9; ++k) {
@@ -63,7 +57,6 @@ struct WideErrors {
                     const double step = std::ldexp(8.0 + (grid_index & 7), grid_index >> 3);
                     const double difference = wanted - 2.0 * kCodeValues[nearest_code(2.0 * wanted, step)] * step;
                     errors[ms][k - 1][i] = difference * difference;
-                    rounded_errors[ms][k - 1][i] = static_cast<float>(difference * difference);
                 }
             }
         }
@@ -76,7 +69,7 @@ const WideErrors& wide_errors() {
 }
 
 // The last of the least sums over terms, among `count` candidates, a multiple of eight. Sums are exact.
-int last_least(const Term* terms, int num_terms, int count) {
+K2_CLONES int last_least(const Term* terms, int num_terms, int count) {
     double least[8], places[8];
     for (int i = 0; i < 8; ++i) least[i] = std::numeric_limits<double>::infinity(), places[i] = 0.0;
     for (int first = 0; first < count; first += 8) {
@@ -110,6 +103,20 @@ void count_fields(const uint8_t* packed, const Plan& plan, Fields& fields) {
         fields.sums[group][k - 1] = static_cast<uint16_t>(fields.sums[group][k - 1] + plan.importance[i]);
         fields.present[group] = static_cast<uint8_t>(fields.present[group] | 1 << (k - 1));
     }
+}
+
+// Make the terms of a block, whose first candidate has this grid index; return how many. Absent groups have none.
+int make_terms(const Fields& fields, const Plan& plan, int table, int first, Term* terms) {
+    int num_terms = 0;
+    for (int group = 0; group < plan.num_groups; ++group) {
+        const int exponent = plan.exponents[group], at = first + 8 * exponent + kTableBelow;
+        const double unit = static_cast<double>(1 << 2 * (kMaxExponent - exponent));
+        for (unsigned present = fields.present[group]; present != 0; present &= present - 1) {
+            const int k = __builtin_ctz(present);
+            terms[num_terms++] = {fields.sums[group][k] * unit, wide_errors().errors[table][k] + at};
+        }
+    }
+    return num_terms;
 }
 
 // The outcome of a block under `mse`; any grid index, since a scale beyond the grid has codes of one kind.
@@ -159,12 +166,17 @@ float largest_weight(const Fields& fields, const Plan& plan, const uint32_t* bit
     return amax;
 }
 
+// What happens to the elements of a group: the output nibble of each source nibble.
+struct alignas(16) Mapping {
+    uint8_t map[16];
+};
+
 // Converts block after block.
 class Converter {
 public:
     Converter(bool is_max, int exponent, float global_scale, const SearchTables& tables)
         : is_max_(is_max), exponent_(exponent), global_scale_(global_scale), known_(is_max ? kKnown : 0),
-          tables_(tables), wide_(wide_errors()) {}
+          tables_(tables) {}
 
     int64_t outside_normal = 0;
 
@@ -178,7 +190,11 @@ public:
         Mapping mappings[kNumExponents];
         *scale_byte = static_cast<uint8_t>(is_max_ ? choose_max(fields, plan, scale_bits, mappings)
                                                      : choose_mse(fields, plan, scale_bits, mappings));
-        if (uses_avx2_) return avx2::encode_groups(packed, plan.split_groups, mappings, plan.num_groups, out);
+        if (uses_avx2_) {
+            const uint8_t* maps[kNumExponents];
+            for (int group = 0; group < plan.num_groups; ++group) maps[group] = mappings[group].map;
+            return avx2::encode_groups(packed, plan.split_groups, maps, plan.num_groups, out);
+        }
         for (int i = 0; i < kBlock; i += 2) {
             const uint8_t byte = packed[i / 2];
             out[i / 2] = static_cast<uint8_t>(mappings[plan.groups[i]].map[byte & 15] |
@@ -220,21 +236,9 @@ private:
         const int first = grid_index_of_one(scale.mantissa) - kBelowOne - 8 * highest;
         const int more = 8 * (highest - lowest);
         Term terms[kBlock];
-        int num_terms = 0;
-        for (int group = 0; group < plan.num_groups; ++group) {
-            const int exponent = plan.exponents[group], at = first + 8 * exponent + kTableBelow;
-            const double unit = static_cast<double>(1 << 2 * std::max(highest - exponent, 0));
-            for (unsigned present = fields.present[group]; present != 0; present &= present - 1) {
-                const int k = __builtin_ctz(present);
-                const double weight = fields.sums[group][k] * unit;
-                terms[num_terms++] = {weight, wide_.errors[table][k] + at, wide_.rounded_errors[table][k] + at};
-            }
-        }
-        const auto least_of = [&](int count) {
-            return uses_avx2_ ? avx2::last_least(terms, num_terms, count) : last_least(terms, num_terms, count);
-        };
-        int found = least_of(kSearchedFirst + more);
-        if (found >= kBelowOne + kLastOctave + more) found = least_of(kSearched + more);
+        const int num_terms = make_terms(fields, plan, table, first, terms);
+        int found = last_least(terms, num_terms, kSearchedFirst + more);
+        if (found >= kBelowOne + kLastOctave + more) found = last_least(terms, num_terms, kSearched + more);
         Chosen chosen{first + found, 0};
         chosen.scale_byte = 8 * (10 - (exponent_ - scale.exponent)) + chosen.grid_index;
         if (chosen.scale_byte < kMinNormalByte || chosen.scale_byte > kMaxByte) {
@@ -260,93 +264,137 @@ private:
     // Maps of `max` that were computed last.
     std::vector<Known> known_;
     const SearchTables& tables_;
-    const WideErrors& wide_;
 };
 
-// Converts groups of columns with AVX2; `converter` takes the blocks with exponents and those that it cannot settle.
-class ImatrixConverter {
+PackedErrors pack_errors(const SearchTables& tables, int ms) {
+    PackedErrors made{};
+    const int gi = grid_index_of_one(ms + kNumMantissas), first = gi + kFirstPlace;
+    for (int shift = 0; shift < kShifts; ++shift) {
+        PackedErrors::Shifted& shifted = made.shifted[shift];
+        const auto pack = [&](double error) {
+            return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
+        };
+        for (int k = 0; k < 8; ++k) {
+            const double* errors = wide_errors().errors[ms][k] + first + 8 * shift + kTableBelow;
+            double least = *std::min_element(wide_errors().errors[ms][k], errors);
+            for (int place = 0; place < kPlaces; ++place) {
+                if (place < kStarts) shifted.below[place][k] = pack(least);
+                const int16_t error = shifted.errors[k / 2][place][k % 2] = pack(errors[place]);
+                const int flags = (error == 32767) << k | (errors[place] != errors[place - 8]) << (8 + k);
+                shifted.marks[place].flags |= static_cast<uint16_t>(flags);
+                shifted.marks[place].map = tables.choices[ms * kNumCandidates + rank_of(first + 8 * shift + place)] & 0xFF;
+                least = std::min(least, errors[place]);
+            }
+        }
+    }
+    made.starts[0] = -128;
+    for (int k = 1; k < 9; ++k) {
+        int i = first;
+        // 16/7 for k = 7, since t = 2 is often the best: it has most of the values 1 to 7.
+        const int wanted = 16 * (k < 3 ? k : k < 5 ? k + 1 : k < 8 ? 7 : 8) * (ms + kNumMantissas);
+        while (49.0 * std::ldexp(8.0 + (i & 7), i >> 3) < wanted) ++i;
+        made.starts[k] = static_cast<int8_t>(i - 16 - first);
+    }
+    return made;
+}
+
+// One for each ms.
+const PackedErrors* packed_errors(const SearchTables& tables) {
+    static const auto packed = [&] {
+        std::vector<PackedErrors> made;
+        for (int ms = 0; ms < kNumMantissas; ++ms) made.push_back(pack_errors(tables, ms));
+        return made;
+    }();
+    return packed.data();
+}
+
+// Converts groups of columns with AVX2; `converter` settles the blocks that the search leaves open.
+class FastConverter {
 public:
-    ImatrixConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
-        : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), packed_(packed_errors(tables)),
-          converter_(converter) {
+    FastConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
+        : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), packed_(packed_errors(tables)), converter_(converter) {
         for (size_t block = 0; block < plans.size(); ++block) split_[block] = plans[block].split_importance;
     }
 
     void convert(const Int4& source, uint8_t* out, uint8_t* scale_bytes) {
         for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
             if (place == plans_.size()) place = 0;
-            const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
-            const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
-            const int first_index = grid_index_of_one(table + kNumMantissas) - kBelowOne;
-            Found found[2];
-            avx2::search_imatrix(source.packed + 16 * group, &split_[place],
-                                  packed_.errors + static_cast<size_t>(table) * kSearched * 8, found);
-            for (size_t half = 0; half < 2; ++half) {
-                const size_t block = 2 * group + half;
-                const Plan& plan = plans_[place + half];
-                const int grid_index = first_index + found[half].position;
-                const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
-                const int at = table * kNumCandidates + kLastGridRank - grid_index;
-                const uint8_t present = found[half].present;
-                if (plan.num_groups != 1 || plan.exponents[0] != 0 || scale.mantissa == 0 || present == 0 || byte < kMinNormalByte || byte > kMaxByte ||
-                    capped_magnitudes(tables_, at, present) != 0) {
-                    converter_.convert(source.packed + 8 * block, source.scale_bits[group], plan, out + 8 * block,
-                                       scale_bytes + block);
-                    continue;
-                }
-                scale_bytes[block] = static_cast<uint8_t>(byte);
-                avx2::encode_block(source.packed + 8 * block, map_of(tables_, at), out + 8 * block);
-            }
+            convert_group(source, group, place, out + 16 * group, scale_bytes + 2 * group);
         }
     }
 
 private:
+    void convert_group(const Int4& source, size_t group, size_t place, uint8_t* out, uint8_t* scale_bytes) {
+        const Plan* plans = &plans_[place];
+        const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
+        const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
+        const uint8_t* packed = source.packed + 16 * group;
+        const bool is_even[2] = {plans[0].is_even(), plans[1].is_even()};
+        int places[2];
+        if (is_even[0] || is_even[1]) avx2::search_even(packed, &split_[place], packed_[table], is_even, places);
+        for (int half = 0; half < 2; ++half) {
+            const Plan& plan = plans[half];
+            Seen seen;
+            seen.lowest = 0;
+            if (!is_even[half] || places[half] < 0) {
+                places[half] = avx2::search_block(packed + 8 * half, plan, packed_[table], seen);
+                if (places[half] < 0) places[half] = settle(plan, table, seen);
+            }
+            const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * seen.lowest;
+            const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
+            if (scale.mantissa == 0 || places[half] < 0 || byte < kMinNormalByte || byte > kMaxByte) {
+                converter_.convert(packed + 8 * half, source.scale_bits[group], plan, out + 8 * half, scale_bytes + half);
+                continue;
+            }
+            scale_bytes[half] = static_cast<uint8_t>(byte);
+            // Groups without a weight can have lower exponents, and any map.
+            const auto map = [&](int group) {
+                const int shift = std::max(plan.exponents[group] - seen.lowest, 0);
+                return tables_.maps + 16 * packed_[table].shifted[shift].marks[places[half]].map;
+            };
+            if (plan.num_groups == 1) {
+                avx2::encode_block(packed + 8 * half, map(0), out + 8 * half);
+                continue;
+            }
+            const uint8_t* maps[kNumExponents];
+            for (int i = 0; i < plan.num_groups; ++i) maps[i] = map(i);
+            avx2::encode_groups(packed + 8 * half, plan.split_groups, maps, plan.num_groups, out + 8 * half);
+        }
+    }
+
+    // The place of the winner among what was seen, by exact sums; -1 if it is open.
+    static int settle(const Plan& plan, int table, const Seen& seen) {
+        if (seen.near == 0) return -1;
+        Term terms[kBlock];
+        const int first = grid_index_of_one(table + kNumMantissas) + kFirstPlace + seen.start - 8 * seen.lowest;
+        const int num_terms = make_terms(seen.fields, plan, table, first, terms);
+        double least = std::numeric_limits<double>::infinity();
+        int best = -1;
+        for (uint64_t near = seen.near; near != 0; near &= near - 1) {
+            const int candidate = __builtin_ctzll(near);
+            double sum = 0.0;
+            for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[candidate];
+            if (sum <= least) least = sum, best = seen.start + candidate;
+        }
+        return best;
+    }
+
     const std::vector<Plan>& plans_;
     std::vector<SplitImportance> split_;
     const int exponent_;
     const SearchTables& tables_;
-    const PackedErrors& packed_;
+    const PackedErrors* packed_;
     Converter& converter_;
 };
 
-// The candidate of a lane of a vector in PackedErrors, so that one mask of equal lanes is in the order of candidates.
-int candidate_of_lane(int vector, int lane) {
-    if (vector < 4) return 4 * vector + lane % 4 + 16 * (lane / 4);
-    return 32 + 4 * (vector - 4) + lane % 4 + 8 * (lane / 4);
-}
-
 }  // namespace
-
-const PackedErrors& packed_errors(const SearchTables& tables) {
-    static const std::unique_ptr<const PackedErrors> packed = [&] {
-        auto made = std::make_unique<PackedErrors>();
-        int16_t* error = made->errors;
-        for (int ms = 0; ms < kNumMantissas; ++ms) {
-            const double* full = tables.full_errors + ms * 9 * kNumCandidates;
-            const int first = grid_index_of_one(ms + kNumMantissas) - kBelowOne;
-            for (int vector = 0; vector < 6; ++vector) {
-                for (int pair = 0; pair < 4; ++pair) {
-                    for (int lane = 0; lane < 8; ++lane) {
-                        const int rank = rank_of(first + candidate_of_lane(vector, lane));
-                        for (int k = 2 * pair + 1; k < 2 * pair + 3; ++k) {
-                            const double capped = std::min(full[k * kNumCandidates + rank] / 4.0, 65535.0);
-                            *error++ = static_cast<int16_t>(capped - 32768.0);
-                        }
-                    }
-                }
-            }
-        }
-        return made;
-    }();
-    return *packed;
-}
 
 int64_t convert_columns(const Int4& source, const Columns& columns, bool is_max, int exponent, float global_scale,
                         const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
     const std::vector<Plan> plans = make_plans(columns);
     Converter converter(is_max, exponent, global_scale, tables);
     if (uses_avx2() && !is_max) {
-        ImatrixConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
+        FastConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
         return converter.outside_normal;
     }
     for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
@@ -367,11 +415,7 @@ MeasuredColumns measure_columns(const Int4& source, const Columns& columns) {
         const uint32_t bits = source.scale_bits[group] & 0x7FFF;
         for (size_t half = 0; half < 2; ++half) {
             const Plan& plan = plans[place + half];
-            float scales[kNumExponents], largest = 0.0f;
-            for (int i = 0; i < plan.num_groups; ++i) {
-                scales[i] = bf16_value(divided_bits(bits, plan.exponents[i]));
-                largest = std::max(largest, scales[i]);
-            }
+            const float largest = bf16_value(divided_bits(bits, plan.exponents[0]));
             measured.scale_max = std::max(measured.scale_max, largest);
             // Most blocks cannot raise amax.
             if (!(8.0f * largest > measured.amax)) continue;
@@ -379,7 +423,8 @@ MeasuredColumns measure_columns(const Int4& source, const Columns& columns) {
             count_fields(source.packed + 16 * group + 8 * half, plan, fields);
             for (int i = 0; i < plan.num_groups; ++i) {
                 const int most = largest_magnitude(fields.present[i]);
-                measured.amax = std::max(measured.amax, round_to_bf16(static_cast<float>(most) * scales[i]));
+                const float scale = bf16_value(divided_bits(bits, plan.exponents[i]));
+                measured.amax = std::max(measured.amax, round_to_bf16(static_cast<float>(most) * scale));
             }
         }
     }

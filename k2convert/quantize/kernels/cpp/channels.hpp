@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "int4.hpp"
+#include "numbers.hpp"
 
 namespace k2 {
 
@@ -46,7 +47,6 @@ constexpr int kNumExponents = 2 * kMaxExponent + 1;
 // The search starts this far below the first step with t >= 1, and looks at this many candidates in one group.
 constexpr int kBelowOne = 8;
 constexpr int kSearched = 48;
-constexpr int kMaxSearched = kSearched + 8 * 2 * kMaxExponent;
 // The same without the last two octaves, and where the octave begins that decides about them (t >= 2).
 constexpr int kSearchedFirst = 32;
 constexpr int kLastOctave = 8;
@@ -60,12 +60,29 @@ inline int rank_of(int grid_index) {
     return grid_index < 0 ? kNumCandidates - 1 : grid_index >= kNumGrid ? 0 : kLastGridRank - grid_index;
 }
 
-// Errors of one group for AVX2: int16 [128, 6, 4, 8, 2] (ms, vector, pair of |q|, lane, one of the pair), in units of
-// (s / ms)**2, capped at 65,535 and minus 32,768. Vector and lane of a candidate: see channels_avx2.cpp.
-struct alignas(64) PackedErrors {
-    int16_t errors[kNumMantissas * kSearched * 8];
+// The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 31 + p as
+// the block's group with the lowest exponent sees it.
+constexpr int kShifts = 6, kWindow = 24, kStarts = 32, kPlaces = 64, kFirstPlace = -31;
+struct PackedErrors {
+    // Bit k - 1 is set if the error of |q| = k is capped, bit k + 7 if it is not exactly that of half the step; and the map
+    // of the codes.
+    struct Marks {
+        uint16_t flags;
+        uint8_t map;
+    };
+    // For the group whose exponent is `shift` larger than the lowest.
+    struct alignas(64) Shifted {
+        // Of |q| = 1..8 in units of (s * 2**-lowest / ms)**2, rounded down, capped at 65,535, minus 32,768: (pair of |q|,
+        // place, one of the pair).
+        int16_t errors[4][kPlaces][2];
+        // The least of them at any place below a start.
+        int16_t below[kStarts][8];
+        Marks marks[kPlaces];
+    } shifted[kShifts];
+    // Where the window starts for the largest |q| = k: 16 places below the first step with t >= 2/7 k, or a larger one. None
+    // for k = 0.
+    int8_t starts[9];
 };
-const PackedErrors& packed_errors(const SearchTables& tables);
 
 // A block's columns for byte shuffles: even columns, then odd ones.
 struct alignas(16) SplitImportance {
@@ -85,34 +102,47 @@ struct alignas(32) Fields {
     uint8_t present[kGroupRoom];
 };
 
-// What happens to the elements of a group: the output nibble of each source nibble.
-struct alignas(16) Mapping {
-    uint8_t map[16];
-};
-
-// The summed importance of a field and the errors of its elements under consecutive candidates, also as float32.
+// The summed importance of a field and the errors of its elements under consecutive candidates.
 struct Term {
     double weight;
     const double* errors;
-    const float* rounded_errors;
 };
 
-// The winner of a block of one group.
-struct Found {
-    int32_t position;  // from the first searched candidate on
-    uint8_t present;   // bit k - 1 is set if some |q| is k
+// How a block of 16 columns falls into groups with equal exponents.
+struct Plan {
+    int num_groups = 0;
+    int8_t exponents[kNumExponents];  // ascending
+    int total = 0;                    // importance
+    // For each column.
+    uint8_t groups[kBlock], importance[kBlock];
+    SplitGroups split_groups{};
+    SplitImportance split_importance{};
+
+    bool is_even() const { return num_groups == 1 && exponents[0] == 0; }
 };
+
+// What a block's search found. Bit i of `near` is set if the candidate at place start + i can be the winner; none is if
+// others can. `lowest` is the exponent that tells the place; with one below those of the block, next to no error is capped.
+struct Seen {
+    Fields fields;
+    int lowest, start;
+    uint64_t near;
+};
+inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 
 namespace avx2 {
-// Find the best candidate of both blocks of a group of 32 weights.
-void search_imatrix(const uint8_t* packed, const SplitImportance* importance, const int16_t* errors, Found* found);
+// The winners' places in both blocks of a group of 32 weights without exponents; -1 where a search of all candidates must
+// decide.
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, const bool* is_wanted,
+                 int* places);
+// The same of one block; if it is -1, what was seen.
+int search_block(const uint8_t* packed, const Plan& plan, const PackedErrors& errors, Seen& seen);
 // Replace the nibbles of a block of 8 bytes.
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out);
 // The same functions as in channels.cpp.
 void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
                   Fields& fields);
-int last_least(const Term* terms, int num_terms, int count);
-void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mapping* mappings, int num_groups,
+void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
                    uint8_t* out);
 }  // namespace avx2
 

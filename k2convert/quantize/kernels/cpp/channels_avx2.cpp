@@ -1,13 +1,25 @@
-// The search by importance with AVX2, for blocks without channel exponents. This file is compiled for AVX2, and its
-// code runs only if the CPU has it.
+// The search by importance and exponents with AVX2. This file is compiled for AVX2, and its code runs only if the CPU has it.
 //
-// Six vectors hold the sums of 48 candidates: errors of 16 bits times importances of at most 16 * 255, so they fit 32
-// bits. Lanes are placed such that two rounds of packing put the mask of least sums in the order of candidates: the
-// low halves of vectors 0 to 3 hold candidates 0 to 15, their high halves 16 to 31, those of vectors 4 and 5 the rest.
+// A window of 24 candidates is looked at, three octaves, and then no other can win. Errors of 16 bits times importances of
+// at most 16 * 255 fit 32 bits. Errors of a block's groups are in one unit and rounded down, so a sum is too small by less
+// than the block's importance w. If m is the least sum, and no error in it is capped, that candidate's exact sum is below
+// m + w. So only candidates with sums below m + w can win, and none
+//
+//     below the window    if the least error of each field at any smaller step adds up to m + w or more
+//     above the window    if none in its last octave can. From t = 2/7 A on, with A the block's largest |q| * 2**-a, half
+//                         the step is at least as good (no quotient is above 3.5), and the last octave starts there or
+//                         later. So each larger step has one in this octave that is at least as good.
+//
+// In 10 % of the blocks with exponents of "weighted and scaled" in scripts/bench/kernels.py, the candidates that can win are
+// a step and its half with the same errors; then the larger wins. In 7 % exact sums decide. In 6 % the window does not
+// suffice, and 64 candidates are looked at. Without exponents sums are exact, the window starts at t = 4/7 (see
+// channels.hpp), and its last octave at 16/7.
 #include "channels.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include <algorithm>
 
 namespace k2::avx2 {
 
@@ -45,52 +57,51 @@ __m256i sum_importance(const uint8_t* packed, const SplitImportance* importance)
     return sum_by_magnitude(magnitudes, weights);
 }
 
-// The last candidate with the least sum.
-int32_t last_least(__m256i sums, const __m256i* errors) {
-    const __m256i pair0 = _mm256_shuffle_epi32(sums, 0x00), pair1 = _mm256_shuffle_epi32(sums, 0x55);
-    const __m256i pair2 = _mm256_shuffle_epi32(sums, 0xAA), pair3 = _mm256_shuffle_epi32(sums, 0xFF);
-    __m256i totals[6];
-    for (int i = 0; i < 6; ++i) {
-        const __m256i first = _mm256_add_epi32(_mm256_madd_epi16(pair0, errors[4 * i]), _mm256_madd_epi16(pair1, errors[4 * i + 1]));
-        const __m256i second = _mm256_add_epi32(_mm256_madd_epi16(pair2, errors[4 * i + 2]), _mm256_madd_epi16(pair3, errors[4 * i + 3]));
-        totals[i] = _mm256_add_epi32(first, second);
+__m128i load(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
+
+using PlaceErrors = const int16_t (*)[kPlaces][2];
+
+// Eight candidates a vector.
+template <int N>
+struct Totals {
+    __m256i sums[N] = {};
+
+    template <int Pair>
+    __attribute__((always_inline)) void add_pair(__m256i importance, PlaceErrors errors, int start) {
+        const __m256i weights = _mm256_shuffle_epi32(importance, 0x55 * Pair);
+        for (int i = 0; i < N; ++i) {
+            const __m256i two = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(errors[Pair][start + 8 * i]));
+            sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(weights, two));
+        }
     }
-    __m256i least = _mm256_min_epi32(_mm256_min_epi32(_mm256_min_epi32(totals[0], totals[1]), _mm256_min_epi32(totals[2], totals[3])),
-                                     _mm256_min_epi32(totals[4], totals[5]));
-    least = _mm256_min_epi32(least, _mm256_permute2x128_si256(least, least, 1));
-    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0x4E));
-    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0xB1));
-    __m256i equal[6];
-    for (int i = 0; i < 6; ++i) equal[i] = _mm256_cmpeq_epi32(totals[i], least);
-    const __m256i front = _mm256_packs_epi16(_mm256_packs_epi32(equal[0], equal[1]), _mm256_packs_epi32(equal[2], equal[3]));
-    const __m256i back = _mm256_packs_epi16(_mm256_packs_epi32(equal[4], equal[5]), _mm256_setzero_si256());
-    const uint64_t low = static_cast<uint32_t>(_mm256_movemask_epi8(front));
-    const uint64_t high = static_cast<uint32_t>(_mm256_movemask_epi8(back));
-    return 63 - __builtin_clzll(low | (high & 0xFF) << 32 | (high & 0xFF0000) << 24);
-}
 
-}  // namespace
+    // Add the errors of a group; both halves hold its summed importance.
+    __attribute__((always_inline)) void add(__m256i importance, PlaceErrors errors, int start) {
+        add_pair<0>(importance, errors, start);
+        add_pair<1>(importance, errors, start);
+        add_pair<2>(importance, errors, start);
+        add_pair<3>(importance, errors, start);
+    }
 
-void search_imatrix(const uint8_t* packed, const SplitImportance* importance, const int16_t* errors, Found* found) {
-    const __m256i sums = sum_importance(packed, importance);
-    const auto* table = reinterpret_cast<const __m256i*>(errors);
-    found[0].position = last_least(_mm256_permute4x64_epi64(sums, 0x44), table);
-    found[1].position = last_least(_mm256_permute4x64_epi64(sums, 0xEE), table);
-    const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
-    const uint32_t present = ~static_cast<uint32_t>(_mm256_movemask_epi8(absent));
-    found[0].present = static_cast<uint8_t>(present);
-    found[1].present = static_cast<uint8_t>(present >> 16);
-}
+    // The least sum, in all lanes.
+    __m256i least() const {
+        __m256i least = sums[0];
+        for (int i = 1; i < N; ++i) least = _mm256_min_epi32(least, sums[i]);
+        least = _mm256_min_epi32(least, _mm256_permute2x128_si256(least, least, 1));
+        least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0x4E));
+        return _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0xB1));
+    }
 
-void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(map));
-    const __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(bytes, mask));
-    const __m128i high = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_or_si128(low, _mm_slli_epi16(high, 4)));
-}
-
-namespace {
+    // The candidates with sums below a bound.
+    uint64_t below(__m256i bound) const {
+        uint64_t candidates = 0;
+        for (int i = 0; i < N; ++i) {
+            const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bound, sums[i])));
+            candidates |= static_cast<uint64_t>(mask) << 8 * i;
+        }
+        return candidates;
+    }
+};
 
 // The nibbles of a block of 8 bytes: even columns, then odd ones.
 __m128i split_block(const uint8_t* packed) {
@@ -98,10 +109,8 @@ __m128i split_block(const uint8_t* packed) {
     return _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
 }
 
-}  // namespace
-
-void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
-                  Fields& fields) {
+__attribute__((always_inline)) inline void count_groups(const uint8_t* packed, const SplitGroups& groups,
+                                                       const SplitImportance& importance, int num_groups, Fields& fields) {
     const __m128i table = _mm_setr_epi8(8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i all = _mm256_broadcastsi128_si256(_mm_shuffle_epi8(table, split_block(packed)));
     const __m256i weights = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(&importance)));
@@ -117,49 +126,115 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
     }
 }
 
-int last_least(const Term* terms, int num_terms, int count) {
-    // Sums of at most 16 positive terms in float32 are wrong by less than 2**-19 of them. So the least is among those that
-    // are at most 2**-17 larger than the least float32 sum, which are few and are added up exactly.
-    alignas(32) float sums[kMaxSearched];
-    __m256 least = _mm256_set1_ps(1e38f);
-    for (int first = 0; first < count; first += 8) {
-        __m256 sum = _mm256_setzero_ps();
-        for (int t = 0; t < num_terms; ++t) {
-            const __m256 weight = _mm256_set1_ps(static_cast<float>(terms[t].weight));
-            sum = _mm256_add_ps(sum, _mm256_mul_ps(weight, _mm256_loadu_ps(terms[t].rounded_errors + first)));
+using Shifted = PackedErrors::Shifted;
+
+// The winner among 8 * N candidates from seen.start on, or `near`. G is the number of groups, 0 if it varies.
+template <int N, int G>
+__attribute__((always_inline)) inline int search_window(const Plan& plan, const Shifted* const* groups, Seen& seen) {
+    const int num_groups = G > 0 ? G : plan.num_groups;
+    Totals<N> totals;
+    __m128i outside = _mm_setzero_si128();
+    for (int group = 0; group < num_groups; ++group) {
+        const __m128i sums = load(seen.fields.sums[group]);
+        totals.add(_mm256_broadcastsi128_si256(sums), groups[group]->errors, seen.start);
+        outside = _mm_add_epi32(outside, _mm_madd_epi16(sums, load(groups[group]->below[seen.start])));
+    }
+    outside = _mm_add_epi32(outside, _mm_shuffle_epi32(outside, 0x4E));
+    outside = _mm_add_epi32(outside, _mm_shuffle_epi32(outside, 0xB1));
+    const __m256i least = totals.least(), bound = _mm256_add_epi32(least, _mm256_set1_epi32(plan.total));
+    const uint64_t near = totals.below(bound);
+    const int last = last_of(near);
+    seen.near = 0;
+    if (last >= 8 * N - kLastOctave || _mm_cvtsi128_si32(outside) < _mm256_cvtsi256_si32(bound)) return -1;
+    const auto flags_of = [&](int candidate) {
+        int flags = 0;
+        for (int group = 0; group < num_groups; ++group) {
+            flags |= groups[group]->marks[seen.start + candidate].flags & 0x101 * seen.fields.present[group];
         }
-        _mm256_store_ps(sums + first, sum);
-        least = _mm256_min_ps(least, sum);
-    }
-    least = _mm256_min_ps(least, _mm256_permute2f128_ps(least, least, 1));
-    least = _mm256_min_ps(least, _mm256_shuffle_ps(least, least, 0x4E));
-    least = _mm256_min_ps(least, _mm256_shuffle_ps(least, least, 0xB1));
-    const __m256 bound = _mm256_mul_ps(least, _mm256_set1_ps(1.0f + 0x1p-17f));
-    int found[kMaxSearched], num_found = 0;
-    for (int first = 0; first < count; first += 8) {
-        const __m256 is_near = _mm256_cmp_ps(_mm256_load_ps(sums + first), bound, _CMP_LE_OQ);
-        for (int mask = _mm256_movemask_ps(is_near); mask != 0; mask &= mask - 1) {
-            found[num_found++] = first + __builtin_ctz(static_cast<unsigned>(mask));
-        }
-    }
-    if (num_found == 1) return found[0];
-    int best = found[0];
-    double best_sum = 1e300;
-    for (int i = 0; i < num_found; ++i) {
-        double sum = 0.0;
-        for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[found[i]];
-        if (sum <= best_sum) best_sum = sum, best = found[i];
-    }
-    return best;
+        return flags;
+    };
+    const int flags = flags_of(last);
+    const uint64_t winner = uint64_t{1} << last, half = flags < 256 ? winner >> 8 : 0;
+    if (((near & ~(winner | half)) | (flags & 255)) == 0) return seen.start + last;
+    const int best = last_of(totals.below(_mm256_add_epi32(least, _mm256_set1_epi32(1))));
+    if ((flags_of(best) & 255) == 0) seen.near = near;
+    return -1;
 }
 
-void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mapping* mappings, int num_groups,
+template <int G>
+int search_groups(const uint8_t* packed, const Plan& plan, const PackedErrors& errors, Seen& seen) {
+    constexpr int none = 127;
+    const int num_groups = G > 0 ? G : plan.num_groups;
+    count_groups(packed, plan.split_groups, plan.split_importance, num_groups, seen.fields);
+    int lowest = none;
+    for (int group = num_groups - 1; group >= 0; --group) {
+        lowest = seen.fields.present[group] != 0 ? plan.exponents[group] - 1 : lowest;
+    }
+    seen.lowest = lowest, seen.start = -1, seen.near = 0;
+    if (lowest == none || plan.exponents[num_groups - 1] - lowest >= kShifts) return -1;
+    const Shifted* groups[G > 0 ? G : kNumExponents];
+    for (int group = 0; group < num_groups; ++group) {
+        const int shift = std::max(plan.exponents[group] - lowest, 0);
+        groups[group] = &errors.shifted[shift];
+        seen.start = std::max(seen.start, errors.starts[largest_magnitude(seen.fields.present[group])] - 8 * shift);
+    }
+    const int place = seen.start < 0 ? -1 : search_window<kWindow / 8, G>(plan, groups, seen);
+    if (place >= 0 || seen.near != 0) return place;
+    seen.start = 0;
+    return search_window<kPlaces / 8, 0>(plan, groups, seen);
+}
+
+}  // namespace
+
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, const bool* is_wanted,
+                 int* places) {
+    const int start = errors.starts[7];
+    const __m256i sums = sum_importance(packed, importance);
+    const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
+    const uint32_t present = ~static_cast<uint32_t>(_mm256_movemask_epi8(absent));
+    const __m256i both[2] = {_mm256_permute4x64_epi64(sums, 0x44), _mm256_permute4x64_epi64(sums, 0xEE)};
+    for (int half = 0; half < 2; ++half) {
+        if (!is_wanted[half]) continue;
+        Totals<kWindow / 8> totals;
+        totals.add(both[half], errors.shifted[0].errors, start);
+        const int candidate = last_of(totals.below(_mm256_add_epi32(totals.least(), _mm256_set1_epi32(1))));
+        const uint32_t own = present >> 16 * half & 0xFF;
+        const bool is_open = own == 0 || candidate >= kWindow - kLastOctave ||
+                             (errors.shifted[0].marks[start + candidate].flags & own) != 0;
+        places[half] = is_open ? -1 : start + candidate;
+    }
+}
+
+int search_block(const uint8_t* packed, const Plan& plan, const PackedErrors& errors, Seen& seen) {
+    switch (plan.num_groups) {
+        case 1: return search_groups<1>(packed, plan, errors, seen);
+        case 2: return search_groups<2>(packed, plan, errors, seen);
+        case 3: return search_groups<3>(packed, plan, errors, seen);
+        case 4: return search_groups<4>(packed, plan, errors, seen);
+        default: return search_groups<0>(packed, plan, errors, seen);
+    }
+}
+
+void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
+                  Fields& fields) {
+    count_groups(packed, groups, importance, num_groups, fields);
+}
+
+void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(map));
+    const __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(bytes, mask));
+    const __m128i high = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_or_si128(low, _mm_slli_epi16(high, 4)));
+}
+
+void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
                    uint8_t* out) {
     const __m128i nibbles = split_block(packed);
     __m128i codes = _mm_setzero_si128();
     for (int group = 0; group < num_groups; ++group) {
         const __m128i mask = _mm_load_si128(reinterpret_cast<const __m128i*>(groups.masks[group]));
-        const __m128i map = _mm_load_si128(reinterpret_cast<const __m128i*>(mappings[group].map));
+        const __m128i map = _mm_loadu_si128(reinterpret_cast<const __m128i*>(maps[group]));
         codes = _mm_or_si128(codes, _mm_and_si128(_mm_shuffle_epi8(map, nibbles), mask));
     }
     const __m128i odd = _mm_slli_epi16(_mm_unpackhi_epi64(codes, codes), 4);
@@ -173,11 +248,11 @@ void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mappi
 namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
-void search_imatrix(const uint8_t*, const SplitImportance*, const int16_t*, Found*) {}
+void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const bool*, int*) {}
+int search_block(const uint8_t*, const Plan&, const PackedErrors&, Seen&) { return -1; }
 void encode_block(const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
-int last_least(const Term*, int, int) { return 0; }
-void encode_groups(const uint8_t*, const SplitGroups&, const Mapping*, int, uint8_t*) {}
+void encode_groups(const uint8_t*, const SplitGroups&, const uint8_t* const*, int, uint8_t*) {}
 
 }  // namespace k2::avx2
 #endif

@@ -148,19 +148,22 @@ double error_of(double energy, double products, double squares, double scale, do
     return error + step * step * (0.25 * squares);
 }
 
-// A row of channels without powers, in the order of avx2::measure_int4.
-RowSums measure_even(const Int4Rows& source, const Quantized& written, size_t num_groups, const double* importance,
-                     Figures& figures) {
+// A row, in the order of avx2::measure_int4.
+RowSums measure_groups(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
+                       Figures& figures) {
     RowSums sums;
+    const double* importance = channels.importance;
     for (size_t group = 0; group < num_groups; ++group) {
         const double scale = scale_of(source, group), square = scale * scale;
         double steps[2], errors[2], weighted_errors[2] = {};
         int64_t code_squares = 0, weighted_code_squares = 0;
+        const bool is_scaled = channels.groups != nullptr && channels.groups[group].is_scaled;
         for (size_t half = 0; half < 2; ++half) {
             const uint8_t *packed = source.packed + 16 * group + 8 * half, *values = written.packed + 16 * group + 8 * half;
             const double step = steps[half] = written.block_values[written.block_scales[2 * group + half]];
             const uint64_t counts = counts_of(packed);
             add_counts(counts, figures);
+            if (is_scaled) continue;
             int products = 0, squares = 0, weighted_codes = 0, weighted_products = 0, weighted_squares = 0;
             const double* factors = importance == nullptr ? nullptr : importance + 32 * group + kBlock * half;
             for (int i = 0; i < kBlock; ++i) {
@@ -184,6 +187,11 @@ RowSums measure_even(const Int4Rows& source, const Quantized& written, size_t nu
                 weighted_errors[half] = exact_error(packed, values, scale, step, factors);
             }
             weighted_code_squares += weighted_codes;
+        }
+        if (is_scaled) {
+            measure_scaled(source.packed + 16 * group, written.packed + 16 * group, source.scale_bits[group], steps,
+                           channels.from(32 * group), sums, figures);
+            continue;
         }
         sums.energy += static_cast<double>(code_squares) * square;
         sums.error += errors[0] + errors[1];
@@ -222,26 +230,55 @@ K2_CLONES void count_group(const uint8_t* source, const uint8_t* packed, double 
     }
 }
 
-static K2_CLONES RowSums measure_channels(const Int4Rows& source, const Quantized& written, size_t num_groups,
-                                          const ChannelFactors& channels, Figures& figures) {
-    LaneSums sums;
-    const auto from = [](const double* factors, size_t column) { return factors == nullptr ? factors : factors + column; };
-    for (size_t block = 0; block < 2 * num_groups; ++block) {
-        const size_t column = kBlock * block;
-        add_counts(counts_of(source.packed + 8 * block), figures);
-        add_int4_block(source.packed + 8 * block, written.packed + 8 * block, scale_of(source, block / 2),
-                       written.block_values[written.block_scales[block]],
-                       {from(channels.powers, column), from(channels.inverses, column), from(channels.importance, column), nullptr},
-                       sums, figures);
+std::vector<ChannelGroup> channel_groups(const double* powers, size_t num_groups) {
+    std::vector<ChannelGroup> groups(powers == nullptr ? 0 : num_groups);
+    for (ChannelGroup& group : groups) {
+        const auto [least, most] = std::minmax_element(powers, powers + 32);
+        group.power = *least;
+        group.is_scaled = *least != 1.0 || *most != 1.0;
+        group.is_narrow = *most <= 8.0 * *least;
+        for (int i = 0; i < 32 && group.is_narrow; ++i) {
+            group.multipliers[i / 16][i % 16 / 2 + 8 * (i & 1)] = static_cast<int16_t>(powers[i] / *least);
+        }
+        powers += 32;
     }
-    return sums.total();
+    return groups;
+}
+
+K2_CLONES void measure_scaled(const uint8_t* source, const uint8_t* packed, uint16_t scale_bits, const double steps[2],
+                              const ChannelFactors& channels, RowSums& sums, Figures& figures) {
+    const double scale = scale_of({source, &scale_bits}, 0), own_scale = scale * channels.groups->power;
+    LaneSums lanes;
+    for (int half = 0; half < 2; ++half) {
+        add_int4_block(source + 8 * half, packed + 8 * half, scale, steps[half], channels.from(16 * half), lanes, figures);
+    }
+    const int mantissa = 128 | (scale_bits & 0x7F);
+    const double bit = own_scale / mantissa, multiples[2] = {steps[0] / bit, steps[1] / bit};
+    const auto is_whole = [](double x) { return x >= 0.0 && x < 2048.0 && x == static_cast<int>(x); };
+    RowSums own = lanes.total();
+    if (scale_bits >= 0x80 && scale_bits < 0x7E00 && channels.groups->is_narrow && is_whole(multiples[0]) && is_whole(multiples[1])) {
+        int64_t energy = 0, error = 0, weighted_energy = 0, weighted_error = 0;
+        for (int i = 0; i < 32; ++i) {
+            const int code = (source[i / 2] >> (4 * (i & 1)) & 15) - 8, half = i / kBlock;
+            const int multiplied = code * channels.groups->multipliers[half][i % 16 / 2 + 8 * (i & 1)];
+            const int value = static_cast<int>(2.0 * kTables.values[packed[i / 2]][i & 1]);
+            const int64_t difference = 2 * multiplied * mantissa - value * static_cast<int>(multiples[half]);
+            const int64_t factor = channels.importance == nullptr ? 0 : static_cast<int64_t>(channels.importance[i]);
+            energy += multiplied * multiplied, error += difference * difference;
+            weighted_energy += factor * (multiplied * multiplied), weighted_error += factor * (difference * difference);
+        }
+        const double square = own_scale * own_scale, unit = 0.25 * bit * bit;
+        own = {static_cast<double>(energy) * square, static_cast<double>(error) * unit,
+               static_cast<double>(weighted_energy) * square, static_cast<double>(weighted_error) * unit};
+    }
+    sums.energy += own.energy, sums.error += own.error;
+    sums.weighted_energy += own.weighted_energy, sums.weighted_error += own.weighted_error;
 }
 
 RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                      Figures& figures) {
-    if (channels.powers != nullptr) return measure_channels(source, written, num_groups, channels, figures);
     return uses_avx2() ? avx2::measure_int4(source, written, num_groups, channels, figures)
-                       : measure_even(source, written, num_groups, channels.importance, figures);
+                       : measure_groups(source, written, num_groups, channels, figures);
 }
 
 K2_CLONES RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks,

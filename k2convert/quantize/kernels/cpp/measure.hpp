@@ -3,12 +3,16 @@
 //
 // The squared error of an INT4 block without exponents is s**2 A - s b g B + (b g)**2 C, with the integers A = sum q**2,
 // B = sum q * 2v and C = sum v**2. If so little is left that rounding could be seen in it, the differences are squared
-// one by one. The weighted sums are the same times the importance. Counts are exact. Everything is equal to the last bit with and without AVX2.
+// one by one. The weighted sums are the same times the importance. A group of 32 weights with exponents, at most h, is one
+// of codes q * 2**(h - a) with the scale s * 2**-h. If the steps b * g are multiples of this scale's lowest bit, its sums
+// are integers; otherwise it is measured element by element. Counts are exact. Everything is equal to the last bit with and
+// without AVX2.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 namespace k2 {
 
@@ -24,11 +28,27 @@ struct Int4Rows {
     const uint16_t* scale_bits;
 };
 
+// Of 32 channels with the largest exponent h: 2**-h, and 2**(h - a) of each block's even channels, then its odd ones. It is
+// narrow if these are at most 8.
+struct ChannelGroup {
+    int16_t multipliers[2][16];
+    double power;
+    bool is_scaled, is_narrow;
+};
+std::vector<ChannelGroup> channel_groups(const double* powers, size_t num_groups);
+
 // Of the channels of a row: 2**-a, 2**a and the importance; null if they have none. `split_importance` has the even
 // channels of each group of 32, then the odd ones.
 struct ChannelFactors {
     const double *powers, *inverses, *importance;
     const uint8_t* split_importance;
+    const ChannelGroup* groups;
+
+    // Of the channels from one on that starts a group.
+    ChannelFactors from(size_t channel) const {
+        const auto at = [channel](const double* factors) { return factors == nullptr ? factors : factors + channel; };
+        return {at(powers), at(inverses), at(importance), split_importance, groups == nullptr ? groups : groups + channel / 32};
+    }
 };
 
 // Of one row: sum w**2 and sum (w - w')**2, and the same times the importance.
@@ -71,11 +91,14 @@ void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
 constexpr double kLeastShare = 0x1p-20;
 // The squared error of a block, element by element; times the importance of its columns, if it is not null.
 double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step, const double* importance);
+// A group with exponents: add to sums and figures. `channels` begin at the group.
+void measure_scaled(const uint8_t* source, const uint8_t* packed, uint16_t scale_bits, const double steps[2],
+                    const ChannelFactors& channels, RowSums& sums, Figures& figures);
 // A group without channel factors: add its exact counts to the figures. Sums are not touched.
 void count_group(const uint8_t* source, const uint8_t* packed, double scale, const double steps[2], Figures& figures);
 
 namespace avx2 {
-// As measure_int4, for channels without powers.
+// The same.
 RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                      Figures& figures);
 }  // namespace avx2

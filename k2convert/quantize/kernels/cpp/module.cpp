@@ -195,7 +195,9 @@ FigureTuple measure_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bi
     const double* factors = factors_of(importance, columns);
     std::vector<uint8_t> split(factors == nullptr ? 0 : columns);
     for (size_t i = 0; i < split.size(); ++i) split[i / 32 * 32 + i % 32 / 2 + 16 * (i & 1)] = static_cast<uint8_t>(factors[i]);
-    const k2::ChannelFactors channels{factors_of(powers, columns), factors_of(inverses, columns), factors, split.data()};
+    const std::vector<k2::ChannelGroup> groups = k2::channel_groups(factors_of(powers, columns), columns / 32);
+    const k2::ChannelFactors channels{factors_of(powers, columns), factors_of(inverses, columns), factors, split.data(),
+                                      powers ? groups.data() : nullptr};
     require((channels.powers == nullptr) == (channels.inverses == nullptr), "powers and inverses");
     return measure_rows(packed, block_scales, block_values, columns, sums,
                         [&](size_t first, const k2::Quantized& written, k2::Figures& figures) {

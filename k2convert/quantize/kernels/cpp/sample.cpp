@@ -22,6 +22,7 @@ namespace {
 
 // How many sampled blocks ahead memory is prefetched.
 constexpr size_t kPrefetched = 16;
+constexpr int8_t kNoExponents[kBlock] = {};
 
 uint64_t bits_as_word(const uint8_t* bytes) {
     uint64_t word;
@@ -233,13 +234,13 @@ Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t colu
         const float scale = bf16_value(source.scale_bits[block / 2] & 0x7FFFu);
         float weights[kBlock];
         for (int i = 0; i < kBlock; ++i) weights[i] = static_cast<float>((codes[i / 2] >> (4 * (i & 1)) & 15) - 8) * scale;
-        if (exponents != nullptr) {
-            const int8_t* own = exponents + kBlock * block % columns;
-            for (int i = 0; i < kBlock; ++i) weights[i] = std::ldexp(weights[i], -own[i]);
-            sampled.bound += bound_with_exponents(codes, scale, own);
-        } else {
+        const int8_t* own = exponents == nullptr ? kNoExponents : exponents + kBlock * block % columns;
+        if (std::memcmp(own, kNoExponents, kBlock) == 0) {
             packed.push_back(bits_as_word(codes));
             scales.push_back(scale);
+        } else {
+            for (int i = 0; i < kBlock; ++i) weights[i] = std::ldexp(weights[i], -own[i]);
+            sampled.bound += bound_with_exponents(codes, scale, own);
         }
         add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], max_scale, sampled);
     }
