@@ -16,8 +16,8 @@ _LEAST_TOKENS: Final = 131_072
 _MOST_TOKENS: Final = 1 << 20  # no config asks for more by default
 
 _FLOAT_BYTES: Final = 4
-_TOKEN_TENSORS: Final = 4  # f32 [tokens, hidden] of a layer
-_OUTPUTS: Final = 3  # f32 [tokens of an expert, hidden]
+_TOKEN_TENSORS: Final = 3  # f32 [tokens, hidden] of a layer
+_OUTPUTS: Final = 1  # f32 [tokens of an expert, hidden]
 _UNEVEN: Final = 4  # the busiest experts have so many times the even share
 
 
