@@ -20,7 +20,7 @@ class WeightMetrics:
 
     A field is None if it has no meaning for the source or rule: figures about INT4 codes for a BF16 source,
     blocks_outside_normal for a rule that does not count them, and the extreme scales of a tensor without elements. The
-    two weighted sums are left out of a record if they are None.
+    fields after the sampled ones are left out of a record if they are None.
     """
 
     num_weights: int
@@ -61,6 +61,20 @@ class WeightMetrics:
     """Sum of importance / 255 * w**2, if the rule was given the importance of channels."""
     weighted_error: float | None = None
     """Sum of importance / 255 * (w - w')**2, likewise."""
+    empty_groups: int | None = None
+    """Of an MXFP4 source that was cast: groups of 32 without a code that is not zero. So are all fields below."""
+    below_window_groups: int | None = None
+    """Groups whose scale is more than 17 powers of two below the largest of their set, so that codes were rounded."""
+    subnormal_groups: int | None = None
+    """Groups with an exact block scale below 2**-6, which Marlin flushes to zero."""
+    min_source_byte: int | None = None
+    """The least scale byte of a group that is not empty."""
+    max_source_byte: int | None = None
+    below_window_tensors: int | None = None
+    """1 if a group is below the window; totals count tensors."""
+    subnormal_tensors: int | None = None
+    lossless_tensors: int | None = None
+    """1 if the written bytes were read back and every value is the source's, 0 if not; None if they were not read."""
 
     @property
     def relative_mse(self) -> float:
