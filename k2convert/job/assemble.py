@@ -23,6 +23,7 @@ from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.layouts import (
     MODELOPT,
     QUANTIZATION_KEYS,
+    Quantization,
     hf_quant_config,
     quantized_config,
     unquantized_config,
@@ -43,14 +44,12 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
         return config
     if recipe.target == "bf16":
         return unquantized_config(config)
-    return quantized_config(
-        config,
-        layout=recipe.layout,
-        activations=recipe.activations,
-        kv_cache=recipe.kv_cache,
-        excludes=list(plan.excludes),
-        version=__version__,
-    )
+    return quantized_config(config, _declared(plan), version=__version__)
+
+
+def _declared(plan: Plan) -> Quantization:
+    recipe = plan.recipe
+    return Quantization(recipe.layout, recipe.activations, recipe.kv_cache, plan.excludes, plan.banks)
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:
@@ -94,13 +93,7 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
-        quant_config = hf_quant_config(
-            activations=recipe.activations,
-            kv_cache=recipe.kv_cache,
-            excludes=list(plan.excludes),
-            version=__version__,
-        )
-        yield Path(HF_QUANT_CONFIG_NAME), quant_config
+        yield Path(HF_QUANT_CONFIG_NAME), hf_quant_config(_declared(plan), version=__version__)
     weight_map = {output.name: shard.name for shard in plan.jobs for output in shard.outputs}
     metadata = {**source.index_metadata, "total_size": plan.data_bytes}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}

@@ -17,15 +17,16 @@ from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
 from k2convert.choices import Layout
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
-from k2convert.models.config import check_int4_config
+from k2convert.models.config import check_source_config
 from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, Family, TensorName, column_scaling
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
     check_expert_shapes,
     check_experts,
-    check_is_int4,
+    check_recipe,
     check_roles_match,
+    check_source_form,
     find_projections,
 )
 from k2convert.plan.recipe import Recipe
@@ -98,6 +99,7 @@ class Plan:
     family: str
     recipe: Recipe
     excludes: tuple[str, ...]
+    banks: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
 
     @property
@@ -139,9 +141,10 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
         )
     architecture = family.read_architecture(source.config, str(source.folder))
     names = parse_tensor_names(source, family=family) if names is None else names
-    check_is_int4(source, names, family=family)
-    check_int4_config(source.config, family=family, where=str(source.folder))
+    check_source_form(source, names, family=family)
+    check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
+    check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_experts(source, names, architecture, family)
@@ -160,7 +163,13 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
-    return Plan(claim.family.name, recipe, tuple(exclude_list(unconverted, layout=recipe.layout)), tuple(jobs))
+    excludes = exclude_list(unconverted, layout=recipe.layout)
+    return Plan(claim.family.name, recipe, tuple(excludes), banks_of(claim.family, claim.architecture), tuple(jobs))
+
+
+def banks_of(family: Family, architecture: Architecture) -> tuple[str, ...]:
+    """Return every name of every expert bank, sorted, for a config that lists them; none for other families."""
+    return tuple(sorted(name.format(layer=layer) for layer in architecture.moe_layers for name in family.banks))
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:

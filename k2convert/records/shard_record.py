@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -73,6 +74,14 @@ class DecodedError:
         return None if self.weighted_energy == 0.0 else decibels(self.weighted_energy, self.weighted_error)
 
 
+def proven(metrics: WeightMetrics, decoded: DecodedError) -> WeightMetrics:
+    """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?"""
+    if metrics.below_window_groups is None:
+        return metrics
+    is_lossless = decoded.squared_error == 0.0 and decoded.equal_nonzero == decoded.num_nonzero
+    return replace(metrics, lossless_tensors=int(is_lossless))
+
+
 def _is_scalar(data: str) -> str:
     if not re.fullmatch("[0-9a-f]{8}", data):
         raise ValueError(f"{quoted(data)} is not four bytes as hex")
@@ -124,6 +133,16 @@ class ShardRecord:
         found, modules = self.checked, {projection.module for projection in self.projections}
         if found is not None and not found.decoded.keys() == found.sampled_blocks.keys() == modules:
             raise ValueError("checked and projections name different modules")
+
+    def read_back(self, decoded: Mapping[str, DecodedError]) -> "ShardRecord":
+        """Return the record with what was decoded of its written bytes, by module; see `proven`."""
+        return replace(
+            self,
+            projections=tuple(
+                p if p.metrics is None else replace(p, metrics=proven(p.metrics, decoded[p.module]))
+                for p in self.projections
+            ),
+        )
 
     @property
     def is_checked(self) -> bool:

@@ -24,13 +24,14 @@ from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Bf16Weight, Int4Weight, SourceWeight, bf16_bits
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import CPU, create_native_quantizer, has_kernel
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.shard_record import DecodedError, proven
 from k2convert.validation.decode import measure_decoded
 
 ROW_STRIDE: Final = 61
@@ -149,7 +150,7 @@ def _check(
         num_blocks=again.block_scales.size,
         sampled_blocks=sampled,
         problems=tuple(problems),
-        metrics=None if problems else metrics,
+        metrics=None if problems else proven(metrics, error),
         has_exact_scale=has_scale or not names.is_divisor,
     )
 
@@ -197,8 +198,10 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     stride = max(1, rows * columns // GROUP_SIZE // MIN_SAMPLED_GROUPS)
     stride = min(ROW_STRIDE_CHANNELS if is_slow else ROW_STRIDE, stride, rows)
     chosen = slice(zlib.crc32(weight.module.encode()) % stride, None, stride)
-    is_int4 = isinstance(source, Int4Weight)
-    some: SourceWeight = _some_rows(source, chosen) if is_int4 else Bf16Weight(source.bits[chosen])
+    if isinstance(source, Mxfp4Weight):
+        some: SourceWeight = source.select(chosen)
+    else:
+        some = _some_rows(source, chosen) if isinstance(source, Int4Weight) else Bf16Weight(source.bits[chosen])
     again = RULES[rule].quantize(some, global_scale, importance)
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]
