@@ -113,6 +113,11 @@ class Quantization:
         return MIXED_PRECISION if self.banks else quant_algo(self.activations)
 
     @property
+    def quant_method(self) -> str:
+        """The quant_method of config.json: engines ignore the map of layers under the plain one."""
+        return "modelopt_mixed" if self.banks else "modelopt"
+
+    @property
     def quantized_layers(self) -> dict[str, dict[str, Any]]:
         """ModelOpt's map of the converted layers; empty without banks."""
         return {bank: {"quant_algo": quant_algo(self.activations), "group_size": BLOCK_SIZE} for bank in self.banks}
@@ -169,13 +174,7 @@ def _modelopt_config(declared: Quantization, version: str) -> dict[str, Any]:
     result |= {"ignore": list(declared.excludes), "quant_algo": declared.quant_algo, "group_size": BLOCK_SIZE}
     if declared.kv_cache == "fp8":
         result["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    method = quant_method(is_mixed=bool(declared.banks))
-    return result | {"producer": {"name": "k2convert", "version": version}, "quant_method": method}
-
-
-def quant_method(*, is_mixed: bool) -> str:
-    """Return the quant_method of config.json: engines ignore the map of layers under the plain one."""
-    return "modelopt_mixed" if is_mixed else "modelopt"
+    return result | {"producer": {"name": "k2convert", "version": version}, "quant_method": declared.quant_method}
 
 
 def _compressed_tensors_config(declared: Quantization) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from k2convert.errors import PlanError, cut, quoted, shortened
 from k2convert.models.names import Architecture, Family, SourceFormat
 
 EXPERTS_KEY: Final = "n_routed_experts"
+LATENT_KEY: Final = "routed_expert_hidden_size"
 BOUNDS: Final = {
     field: most
     for most, fields in {
         1_000: "num_hidden_layers num_nextn_predict_layers first_k_dense_replace moe_layer_freq attn_res_block_size",
         10_000: f"{EXPERTS_KEY} num_experts n_shared_experts num_shared_experts num_experts_per_tok "
         "num_experts_per_token n_group num_expert_group topk_group num_attention_heads num_key_value_heads num_heads",
-        1_000_000: "hidden_size routed_expert_hidden_size intermediate_size moe_intermediate_size q_lora_rank "
+        1_000_000: f"hidden_size {LATENT_KEY} intermediate_size moe_intermediate_size q_lora_rank "
         "kv_lora_rank head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim short_conv_kernel_size",
         100_000_000: "vocab_size",
         1_000_000_000: "max_position_embeddings original_max_position_embeddings sliding_window",
@@ -73,7 +74,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         num_experts=count(key_of(config, EXPERTS_KEY)),
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
-        expert_columns=count("routed_expert_hidden_size", text.get("hidden_size")),
+        expert_columns=count(LATENT_KEY, text.get("hidden_size")),
     )
 
 

@@ -16,7 +16,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError, MalformedFileError, PlanError
-from k2convert.models.config import EXPERTS_KEY, find_quantization_config, key_of
+from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, find_quantization_config, key_of
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
     WEIGHT,
@@ -281,7 +281,7 @@ def _check_router(source: Checkpoint, layer: int, count: int, family: Family) ->
 def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:
     """Check every routed expert's [out, in] against the sizes in config.json (PlanError)."""
     hidden, width = architecture.expert_columns, architecture.moe_intermediate_size
-    key = "hidden_size" if hidden == architecture.hidden_size else "routed_expert_hidden_size"
+    key = "hidden_size" if hidden == architecture.hidden_size else LATENT_KEY
     for p in projections.values():
         expected = (hidden, width) if p.kind == "down" else (width, hidden)
         if p.role is Role.EXPERTS and (p.num_rows, p.num_columns) != expected:

@@ -139,7 +139,7 @@ class ShardRecord:
         return replace(
             self,
             projections=tuple(
-                p if p.metrics is None else replace(p, metrics=proven(p.metrics, decoded[p.module]))
+                replace(p, metrics=proven(p.metrics, decoded[p.module])) if p.metrics and p.module in decoded else p
                 for p in self.projections
             ),
         )
