@@ -16,6 +16,7 @@ from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.rules.cast import check_mxfp4_scales
 
 NVFP4: Final = "NVFP4"
+NVFP4_BITS: Final = 4.5
 
 
 def _load_int4(packed: Bytes, scale: Bytes, rows: int, name: str) -> Int4Weight:
@@ -36,6 +37,7 @@ INT4: Final = SourceFormat(
     packed_dtype="I32",
     scale_dtypes=("BF16",),
     columns_per_element=8,
+    bits=4.5,
     known_config={"quant_method": "compressed-tensors", "format": "pack-quantized"},
     known_group={"format": "pack-quantized"},
     known_weights={"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE},
@@ -47,6 +49,7 @@ MXFP4: Final = SourceFormat(
     packed_dtype="U8",
     scale_dtypes=("U8", "F8_E8M0"),
     columns_per_element=2,
+    bits=4.25,
     known_config={"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     known_group={"format": "mxfp4-pack-quantized", "input_activations": None},
     known_weights={

@@ -10,7 +10,9 @@ import numpy as np
 
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
-from k2convert.quantize.formats.nvfp4 import decode_e4m3
+from k2convert.models.names import SourceFormat
+from k2convert.models.source_formats import NVFP4_BITS
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, decode_e4m3
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
@@ -92,20 +94,32 @@ def _contract_tile(checks: Checks) -> Tile:
     return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, tone="" if skipped else "good")
 
 
+def bits_words(source: SourceFormat) -> str:
+    """Return how many bits a weight has before and after."""
+    if source.bits == NVFP4_BITS:
+        return f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
+    return f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
+
+
 def caution(report: Report) -> str:
     """Return a paragraph about what the figures do not show."""
     total, calibration, pruning = report.total, report.ledger.calibration, report.ledger.pruning
-    exact = "the exact INT4 values q * s"
-    if total.num_codes != total.num_weights:
+    known = report.source_format
+    exact = f"the exact {known.title} values"
+    if total.num_codes not in (None, total.num_weights):
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     exact += ", divided by the powers of two of smoothing" if is_scaled else ""
     space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
-    text = (
-        f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
-        "levels, and E2M1 has no 5 and no 7, so blocks with these values change. "
-        f"{space}: INT4 and NVFP4 both have 4.5 bits per weight."
+    change = (
+        "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
+        "with these values change."
     )
+    if (words := total.cast_words) is not None:
+        change = f"Codes were copied and scales relabeled: {words}."
+    elif total.num_codes is None:
+        change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
+    text = f"These are errors of weights against {exact}. {change} {space}: {bits_words(known)}."
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
@@ -208,9 +222,7 @@ def _counts(metrics: WeightMetrics) -> Table:
     steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
     extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
     values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
-    rows = (
-        _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
-        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
+    of_source: tuple[tuple[str, ...], ...] = (
         _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
         _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
         _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
@@ -218,10 +230,24 @@ def _counts(metrics: WeightMetrics) -> Table:
             "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
             "a scale below 2⁻⁶ or above 448 would have given less error",
         ),
-        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
-        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
         _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
         ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
+    )  # fmt: skip
+    if (tensors := metrics.cast_tensors) is not None:
+        below, groups = "codes were rounded: scales of the expert differ by > 2¹⁷", blocks // BLOCKS_PER_GROUP
+        of_source = (
+            _count("tensors without a change", metrics.lossless_tensors, tensors, "by the written bytes, read back"),
+            _count("tensors with groups below the window", metrics.below_window_tensors, tensors, below),
+            _count("groups below the window", metrics.below_window_groups, groups, "rounded to the least block scale"),
+            _count("tensors with subnormal scales", metrics.subnormal_tensors, tensors, "exact, see below"),
+            _count("groups of zeros", metrics.empty_groups, groups, "of 32 weights"),
+        )
+    rows = (
+        _count("non-zero weights changed", changed, metrics.num_nonzero, "their value is not the source's"),
+        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
+        *of_source,
+        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
+        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
         ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
     return Table(("", "count", "share", "meaning"), rows)

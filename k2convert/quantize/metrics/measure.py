@@ -181,6 +181,7 @@ def _cast_counts(source: SourceWeight, global_scale: float, magnitude: Magnitude
         "subnormal_groups": subnormal,
         "min_source_byte": int(used[0]) if used.size else None,
         "max_source_byte": int(used[-1]) if used.size else None,
+        "cast_tensors": 1,
         "below_window_tensors": int(below > 0),
         "subnormal_tensors": int(subnormal > 0),
     }

@@ -70,8 +70,10 @@ class WeightMetrics:
     min_source_byte: int | None = None
     """The least scale byte of a group that is not empty."""
     max_source_byte: int | None = None
+    cast_tensors: int | None = None
+    """1; totals count tensors, here and below."""
     below_window_tensors: int | None = None
-    """1 if a group is below the window; totals count tensors."""
+    """1 if a group is below the window."""
     subnormal_tensors: int | None = None
     lossless_tensors: int | None = None
     """1 if the written bytes were read back and every value is the source's, 0 if not; None if they were not read."""
@@ -85,6 +87,20 @@ class WeightMetrics:
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio, 10 log10(energy / squared_error); infinite if nothing changed."""
         return decibels(self.energy, self.squared_error)
+
+    @property
+    def cast_words(self) -> str | None:
+        """One sentence on the tensors that were cast; None if none was."""
+        if self.cast_tensors is None:
+            return None
+        tensors = f"{self.cast_tensors:,} tensor{'' if self.cast_tensors == 1 else 's'}"
+        proof = f"{self.lossless_tensors or 0:,} of {tensors} are lossless: read back, every value is the source's"
+        if self.lossless_tensors is None:
+            proof = f"{tensors} were cast, and not read back"
+        return (
+            f"{proof}; {self.below_window_tensors or 0:,} have groups below the window ({self.below_window_groups or 0:,} "
+            f"groups), {self.subnormal_tensors or 0:,} have subnormal block scales"
+        )
 
     @property
     def weighted_sqnr_db(self) -> float | None:
