@@ -21,7 +21,7 @@ from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.fit.serving import nvfp4_scheme
-from k2convert.models import detect_family, read_architecture, vocabulary_size
+from k2convert.models import check_computed, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, ModulePlace, Role
 from k2convert.records.ledger import Ledger
@@ -102,6 +102,7 @@ def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint)
 def check_computable(found: EvaluatedCheckpoint) -> None:
     """Refuse a checkpoint with a part that is missing or in a form that cannot be computed (CheckpointError)."""
     checkpoint, family = found.checkpoint, detect_family(found.checkpoint)
+    check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
     mlps: dict[ModulePlace, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, tensor in checkpoint.tensors.items():

@@ -45,7 +45,9 @@ def detect_family(checkpoint: Checkpoint) -> Family:
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
     if (stated := checkpoint.config.get("model_type")) in REFUSED_MODELS:
-        raise PlanError(f"{checkpoint.folder}: this is {REFUSED_MODELS[str(stated)]}, which is not converted. {_hints()}")
+        raise PlanError(
+            f"{checkpoint.folder}: this is {REFUSED_MODELS[str(stated)]}, which is not converted. {_hints()}"
+        )
     for is_like in (_has_experts, _has_layers):
         for family in FAMILIES:
             if is_like(family, names):

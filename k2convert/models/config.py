@@ -47,9 +47,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def key_of(config: Mapping[str, Any], field: str) -> str:
     """Return the name that a field of the language model has in this config."""
-    alias = _ALIASES.get(field)
     text = text_config(config)
-    return alias if alias is not None and field not in text and alias in text else field
+    uses_aliases = field not in text and any(alias in text for alias in _ALIASES.values())
+    return _ALIASES.get(field, field) if uses_aliases else field
 
 
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:

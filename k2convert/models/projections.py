@@ -76,7 +76,9 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
     """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others each get their own PlanError."""
     known = family.source_format
     if (find_quantization_config(source.config) or ("", {}))[1].get("quant_method") == "quark":
-        raise PlanError(f"{source.folder}: this checkpoint is Quark's, whose MXFP4 is not converted. {family.source_hint}")
+        raise PlanError(
+            f"{source.folder}: this checkpoint is Quark's, whose MXFP4 is not converted. {family.source_hint}"
+        )
     # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
         if parts.parameter not in (WEIGHT_PACKED, *_GLOBAL_SCALES):
@@ -95,7 +97,9 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             )
     for name, parts in names.items():
         tensor = source.tensors[name]
-        if tensor.dtype.startswith("F8_") and not (parts.parameter == WEIGHT_SCALE and tensor.dtype in known.scale_dtypes):
+        if tensor.dtype.startswith("F8_") and not (
+            parts.parameter == WEIGHT_SCALE and tensor.dtype in known.scale_dtypes
+        ):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not any(parts.parameter == WEIGHT_PACKED for parts in names.values()):
         raise PlanError(
@@ -273,9 +277,7 @@ def _check_router(source: Checkpoint, layer: int, count: int, family: Family) ->
         tensor = source.tensors.get(name)
         if tensor is None or tensor.shape[:1] != (count,):
             rows = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
-            raise PlanError(
-                f"{source.folder}: {name} {rows}, but config.json says {key} = {count}. {SOURCE_REMEDY}"
-            )
+            raise PlanError(f"{source.folder}: {name} {rows}, but config.json says {key} = {count}. {SOURCE_REMEDY}")
 
 
 def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:

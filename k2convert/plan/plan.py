@@ -164,7 +164,9 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
     excludes = exclude_list(unconverted, layout=recipe.layout)
-    return Plan(claim.family.name, recipe, tuple(excludes), banks_of(claim.family, claim.architecture.moe_layers), tuple(jobs))
+    return Plan(
+        claim.family.name, recipe, tuple(excludes), banks_of(claim.family, claim.architecture.moe_layers), tuple(jobs)
+    )
 
 
 def banks_of(family: Family, moe_layers: Sequence[int]) -> tuple[str, ...]:

@@ -163,5 +163,7 @@ def _stacked(figures: list[Figure]) -> NDArray[np.uint8]:
 def _draw_title(report: Report, *, width: float) -> Figure:
     sheet = Sheet(0.5, LIGHT, width=width)
     words = [f"{tile.value} {tile.label}" for tile in headline(report, None)[:3]]
-    sheet.text(LEFT, 0.22, f"{report.source_format.title} to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True)
+    sheet.text(
+        LEFT, 0.22, f"{report.source_format.title} to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True
+    )
     return sheet.figure

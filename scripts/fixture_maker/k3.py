@@ -102,9 +102,7 @@ def _attention(shape: K3Shape, stem: str, *, is_mla: bool) -> Iterator[TensorSpe
         return
     yield from _weights(stem, {f"{part}_proj": (width, hidden) for part in "qkv"})
     low = shape.head_dim
-    yield from _weights(
-        stem, {"f_a_proj": (low, hidden), "f_b_proj": (width, low), "b_proj": (shape.heads, hidden)}
-    )
+    yield from _weights(stem, {"f_a_proj": (low, hidden), "f_b_proj": (width, low), "b_proj": (shape.heads, hidden)})
     convolutions = {f"{part}_conv1d": (width, 1, 4) for part in "qkv"}
     yield from _weights(stem, convolutions | {"o_norm": (low,)}, "F32")
     yield TensorSpec(f"{stem}.A_log", "F32", (-(-shape.heads // _A_LOG_UNIT) * _A_LOG_UNIT,))

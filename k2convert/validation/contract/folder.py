@@ -76,7 +76,9 @@ def _check_banks(stated: object, expected: Mapping[str, object], found: Findings
     for bank in sorted(expected.keys() | stated.keys()):
         if not is_same_json(stated.get(bank), expected.get(bank)):
             wanted = f"expected {expected[bank]!r}" if bank in expected else "no bank of experts has this name"
-            found.error(f"quantization_config.quantized_layers.{shortened(bank)}", f"{quoted(stated.get(bank))}, {wanted}")
+            found.error(
+                f"quantization_config.quantized_layers.{shortened(bank)}", f"{quoted(stated.get(bank))}, {wanted}"
+            )
 
 
 def _find_keys(node: Any, path: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The cast of MXFP4 to NVFP4: literal bytes, both libraries' decoders, ModelOpt's own casts, and a search of all scales."""
+"""The cast of MXFP4 to NVFP4: literal bytes, both libraries' decoders, ModelOpt's casts, and a search of all scales."""
 
 from __future__ import annotations
 
