@@ -44,7 +44,8 @@ class ProjectionRecord:
 class DecodedError:
     """The error of one tensor's written bytes against the source; `max_error_steps` is None for BF16.
 
-    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none.
+    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none. `changed_codes`
+    is how many bytes of codes in the window of a cast are not the source's; None without a cast.
     """
 
     num_weights: Count
@@ -55,6 +56,7 @@ class DecodedError:
     max_error_steps: Real | None
     weighted_energy: Real | None = None
     weighted_error: Real | None = None
+    changed_codes: Count | None = None
 
     @property
     def relative_mse(self) -> float:
