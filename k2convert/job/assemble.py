@@ -4,6 +4,7 @@ They are written when every shard is recorded, the index and config.json last: w
 for a checkpoint. Assembling again restores files that were lost or changed, and keeps correct ones.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,20 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
         yield Path(HF_QUANT_CONFIG_NAME), hf_quant_config(_declared(plan), version=__version__)
-    weight_map = {output.name: shard.name for shard in plan.jobs for output in shard.outputs}
-    metadata = {**source.index_metadata, "total_size": plan.data_bytes}
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    yield Path(INDEX_NAME), dump_json(index)
+    yield Path(INDEX_NAME), _encode_index(plan, {**source.index_metadata, "total_size": plan.data_bytes})
     yield Path(CONFIG_NAME), config
+
+
+def _encode_index(plan: Plan, metadata: Mapping[str, Any]) -> bytes:
+    """Return the index as `dump_json` would, without a document of a million entries in memory."""
+    shards = {name: json.dumps(name, ensure_ascii=False) for name in (shard.name for shard in plan.jobs)}
+    names = sorted((output.name, shard.name) for shard in plan.jobs for output in shard.outputs)
+    begin, _, end = dump_json({"metadata": metadata, "weight_map": {"": ""}}).partition(b'"": ""')
+    content = bytearray(begin)
+    for place, (name, shard) in enumerate(names):
+        comma = ",\n    " if place else ""
+        content += f"{comma}{json.dumps(name, ensure_ascii=False)}: {shards[shard]}".encode()
+    return bytes(content + end)
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:

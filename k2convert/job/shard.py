@@ -236,7 +236,7 @@ class _Conversion:
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
-                bytes_out = sum(o.num_bytes for o in step.outputs)
+                bytes_out = step.num_bytes
                 call = partial(self._convert_step, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
 
