@@ -4,6 +4,7 @@ They are written when every shard is recorded, the index and config.json last: w
 for a checkpoint. Assembling again restores files that were lost or changed, and keeps correct ones.
 """
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -104,11 +105,13 @@ def _encode_index(plan: Plan, metadata: Mapping[str, Any]) -> bytes:
     shards = {name: json.dumps(name, ensure_ascii=False) for name in (shard.name for shard in plan.jobs)}
     names = sorted((output.name, shard.name) for shard in plan.jobs for output in shard.outputs)
     begin, _, end = dump_json({"metadata": metadata, "weight_map": {"": ""}}).partition(b'"": ""')
-    content = bytearray(begin)
+    content = io.BytesIO()
+    content.write(begin)
     for place, (name, shard) in enumerate(names):
         comma = ",\n    " if place else ""
-        content += f"{comma}{json.dumps(name, ensure_ascii=False)}: {shards[shard]}".encode()
-    return bytes(content + end)
+        content.write(f"{comma}{json.dumps(name, ensure_ascii=False)}: {shards[shard]}".encode())
+    content.write(end)
+    return content.getvalue()
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:

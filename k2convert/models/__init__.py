@@ -1,12 +1,13 @@
 """The families of checkpoints that k2convert converts, and the questions that depend on the family.
 
-    names        roles, tensor names taken apart, what describes a family; the tensors that smoothing changes
-    config       config.json of DeepSeek-V3-like models, and whether it states the INT4 scheme that is converted
+    names            roles, tensor names taken apart, what describes a family; the tensors that smoothing changes
+    config           config.json of DeepSeek-V3-like models, and whether it states the scheme that is converted
     source_formats   how sources store the weights to convert
     kimi, kimi_k3    the families
-    projections  the linear layers to convert, and their bytes as arrays
+    projections      the linear layers to convert, and their bytes as arrays
 
-A family is one file and its rows in FAMILIES, a source format one file and a row in SOURCE_FORMATS. Nothing outside this wing asks which family a checkpoint has.
+A family is one file and its rows in FAMILIES, a source format its arithmetic and a row in SOURCE_FORMATS. Nothing
+outside this wing asks which family a checkpoint has.
 """
 
 from collections.abc import Iterable, Mapping

@@ -91,8 +91,8 @@ def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tupl
     ]
 
 
-_KDA: Final = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj")
-_MLA: Final = ("q_a_proj", "kv_a_proj_with_mqa")
+_VLLM_FUSED: Final[dict[str, str]] = {f"{part}_proj": "in_proj_qkvgfab" for part in ("q", "k", "v", "b", "f_a")}
+_SGLANG_FUSED: Final[dict[str, str]] = {f"{part}_proj": "fused_qkvg_proj" for part in ("q", "k", "v")}
 
 K3: Final = Family(
     name="kimi-k3",
@@ -115,8 +115,8 @@ K3: Final = Family(
         tags=("kimi-k3",),
         has_vision=True,
         notes=(
-            "SGLang on Blackwell needs `--moe-runner-backend flashinfer_trtllm`, because its other kernels have no SiTU; "
-            "on Hopper it runs Marlin.",
+            "SGLang on Blackwell needs `--moe-runner-backend flashinfer_trtllm`, because its other kernels have no "
+            "SiTU; on Hopper it runs Marlin.",
             "TensorRT-LLM loads W4A4 only, without pipeline parallelism.",
             "SGLang 0.5.23 does not load the layout compressed-tensors for this model: it skips the experts' tensors "
             "without a message.",
@@ -131,8 +131,8 @@ K3: Final = Family(
     usual_num_experts=896,
     naming=EngineNaming(
         wrapper=_WRAPPER,
-        vllm_fused=dict.fromkeys(_KDA, "in_proj_qkvgfab") | dict.fromkeys(_MLA, "fused_qkv_a_proj"),
-        sglang_fused=dict.fromkeys(("q_proj", "k_proj", "v_proj"), "fused_qkvg_proj"),
+        vllm_fused=_VLLM_FUSED,
+        sglang_fused=_SGLANG_FUSED,
         banks={
             "vLLM": "language_model.model.layers.{layer}.block_sparse_moe.experts",
             "SGLang": "model.layers.{layer}.mlp.experts",

@@ -73,7 +73,7 @@ class Projection:
 
 
 def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
-    """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others each get their own PlanError."""
+    """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others get their own PlanErrors."""
     known = family.source_format
     if (find_quantization_config(source.config) or ("", {}))[1].get("quant_method") == "quark":
         raise PlanError(
@@ -92,8 +92,8 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             )
         if form and form != known.title:
             raise PlanError(
-                f"{source.folder}: {name} ({tensor.dtype}) is {form}, but {family.title} is converted from {known.title}. "
-                f"{family.source_hint}"
+                f"{source.folder}: {name} ({tensor.dtype}) is {form}, but {family.title} is converted from "
+                f"{known.title}. {family.source_hint}"
             )
     for name, parts in names.items():
         tensor = source.tensors[name]
@@ -118,7 +118,7 @@ def _is_global(source: Checkpoint, module: str) -> bool:
 def find_projections(
     source: Checkpoint, names: Mapping[str, TensorName], roles: tuple[str, ...]
 ) -> dict[str, Projection]:
-    """Find every packed module, and the BF16 modules in `roles`, by module name; raises PlanError for incomplete ones."""
+    """Find every packed module, and the BF16 modules in `roles`, by module name; PlanError for incomplete ones."""
     modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, parts in names.items():
         modules[parts.module][parts.parameter] = source.tensors[name]
@@ -209,7 +209,7 @@ def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int) -> None:
 
 
 def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection], source: Checkpoint) -> None:
-    """Refuse a recipe role without any tensor, and a packed weight in a role that the recipe does not name (PlanError)."""
+    """Refuse a recipe role without any tensor, and a packed weight in a role that is not named (PlanError)."""
     present = {p.role for p in projections.values()}
     for role in roles:
         if role not in present:
@@ -230,13 +230,13 @@ def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None
     """Refuse what no engine loads for the family: roles beyond its own, and a KV cache type (PlanError)."""
     if extra := [role for role in roles if role not in family.roles]:
         raise PlanError(
-            f"{where}: the recipe converts {extra[0]}, but no engine loads {extra[0]} of {family.title} in NVFP4. Remove "
-            f"{extra[0]} from the recipe's roles."
+            f"{where}: the recipe converts {extra[0]}, but no engine loads {extra[0]} of {family.title} in NVFP4. "
+            f"Remove {extra[0]} from the recipe's roles."
         )
     if kv_cache is not None and not family.has_kv_scheme:
         raise PlanError(
-            f"{where}: kv_cache {kv_cache}: no release of {family.title} states a KV cache type, and most of its layers "
-            "have no such cache. Leave kv_cache out of the recipe."
+            f"{where}: kv_cache {kv_cache}: no release of {family.title} states a KV cache type, and most of its "
+            "layers have no such cache. Leave kv_cache out of the recipe."
         )
 
 

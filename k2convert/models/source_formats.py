@@ -52,11 +52,9 @@ MXFP4: Final = SourceFormat(
     bits=4.25,
     known_config={"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     known_group={"format": "mxfp4-pack-quantized", "input_activations": None},
-    known_weights={
-        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE, "zp_dtype": None,
-    },
+    known_weights={**INT4.known_weights, "type": "float", "zp_dtype": None},
     load=_load_mxfp4,
-)  # fmt: skip
+)
 SOURCE_FORMATS: Final = (INT4, MXFP4)
 """Every format, by the dtype of its codes."""
 

@@ -136,15 +136,14 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
     if count < top_k:
         raise PlanError(
             f"{count} experts per layer are kept, but each token uses {top_k} "
-            f"({key_of(config, 'num_experts_per_tok')}). Keep at least "
-            f"{top_k}."
+            f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
     if num_groups == 1:
         return
     if total % num_groups or count % num_groups:
         raise PlanError(
-            f"{count} of {total} experts cannot form {num_groups} equal groups ({key_of(config, 'n_group')}). Keep a multiple of "
-            f"{num_groups}."
+            f"{count} of {total} experts cannot form {num_groups} equal groups ({key_of(config, 'n_group')}). "
+            f"Keep a multiple of {num_groups}."
         )
     size, new_size = total // num_groups, count // num_groups
     for layer, experts in kept.layers.items():

@@ -45,9 +45,9 @@ def check_finished_shard(
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
 
-    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure of the
-    record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if the
-    source changed.
+    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
+    of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
+    the source changed.
     """
     source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
     result = open_shard(path, family=family, source=source, recipe=recipe)

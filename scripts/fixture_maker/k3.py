@@ -28,7 +28,7 @@ SIDECARS = {
 
 @dataclass(frozen=True, slots=True)
 class K3Shape:
-    """The sizes that determine K3's tensors; the defaults are the released ones. Layers in `mla` have MLA, others KDA."""
+    """The sizes that determine K3's tensors; the defaults are the released ones. Layers in `mla` have MLA."""
 
     hidden: int = 7168
     latent: int = 3584
@@ -253,7 +253,7 @@ def tiny_checkpoint(sidecars: Path) -> SmallCheckpoint:
 
 
 def make_k3_tiny(out: Path) -> Path:
-    """Write a small Kimi-K3: four layers, four experts per MoE layer, 36 MXFP4 projections, all of them in the window."""
+    """Write a small Kimi-K3: four layers, four experts per MoE layer, 36 MXFP4 projections, all in the window."""
     write_small(tiny_checkpoint(Path(__file__).parent / "none"), out)
     write_sidecars(out, SIDECARS)
     return out

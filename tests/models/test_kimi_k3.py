@@ -133,8 +133,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "BF16 scales": (tensor(f"{EXPERT}.weight_scale", lambda t: t.bfloat16()), "expected U8 or F8_E8M0"),
     "no scales": (tensor(f"{EXPERT}.weight_scale", lambda t: None), "w1.weight_scale: missing in every shard"),
     "no codes": (tensor(f"{EXPERT}.weight_packed", lambda t: None), "no shard has its weight_packed"),
-    "odd columns": (tensor(f"{EXPERT}.weight_packed", lambda t: t[:, :120].clone()), "240 input columns are not a multiple"),
-    "a shape": (add(f"{EXPERT}.weight_shape", torch.tensor([256, 256])), "w1.weight_shape: not part of a symmetric MXFP4"),
+    "odd columns": (tensor(f"{EXPERT}.weight_packed", lambda t: t[:, :120].clone()), "240 input columns are not a"),
+    "a shape": (add(f"{EXPERT}.weight_shape", torch.tensor([256, 256])), "w1.weight_shape: not part of a symmetric"),
     "a zero point": (add(f"{EXPERT}.weight_zero_point", SCALE), "w1.weight_zero_point: not part of a symmetric MXFP4"),
     "an order": (add(f"{EXPERT}.weight_g_idx", torch.zeros(256, dtype=torch.int32)), "w1.weight_g_idx: not part of"),
     "an input scale": (add(f"{EXPERT}.input_global_scale", torch.ones(1)), "w1.input_global_scale: not part of"),
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an MXFP4 router": (add(f"{LAYER}.block_sparse_moe.gate.weight_packed", PACKED), "is MXFP4 in the role router"),
     "an MXFP4 head": (add("language_model.lm_head.weight_packed", PACKED), "is MXFP4 in the role lm_head"),
-    "MXFP4 vision": (add("vision_tower.encoder.blocks.0.wo.weight_packed", PACKED), "is MXFP4 in the role vision_tower"),
+    "MXFP4 vision": (add("vision_tower.encoder.blocks.0.wo.weight_packed", PACKED), "in the role vision_tower"),
     "another format": (
         lambda folder: edit_json(
             folder / "config.json",

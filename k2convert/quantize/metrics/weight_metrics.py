@@ -98,8 +98,8 @@ class WeightMetrics:
         if self.lossless_tensors is None:
             proof = f"{tensors} were cast, and not read back"
         return (
-            f"{proof}; {self.below_window_tensors or 0:,} have groups below the window ({self.below_window_groups or 0:,} "
-            f"groups), {self.subnormal_tensors or 0:,} have subnormal block scales"
+            f"{proof}; {self.below_window_tensors or 0:,} have groups below the window "
+            f"({self.below_window_groups or 0:,} groups), {self.subnormal_tensors or 0:,} have subnormal block scales"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The `mse` rule for MXFP4 sources: the cast. Codes are copied and scales relabeled, so inside a window nothing changes.
+"""The `mse` rule for MXFP4 sources: the cast. Codes are copied and scales relabeled: in a window nothing changes.
 
     k_j   = scale byte - 127 of group j (32 columns)
     k_max = the largest k_j of a non-empty group of all tensors that share g; g = 1.0 if all groups are empty
@@ -78,8 +78,8 @@ def check_exponent(largest_byte: int | None, *, name: str) -> int | None:
     exponent = int(largest_byte) - SCALE_BIAS
     if exponent > MAX_EXPONENT:
         raise FormatError(
-            f"{name}: an MXFP4 scale is 2**{exponent}, more than the 2**{MAX_EXPONENT} that BF16 has room for; the source "
-            "is damaged"
+            f"{name}: an MXFP4 scale is 2**{exponent}, more than the 2**{MAX_EXPONENT} that BF16 has room for; the "
+            "source is damaged"
         )
     return exponent
 

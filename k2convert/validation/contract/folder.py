@@ -92,7 +92,8 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
 
 def _expected_modelopt(result: Result) -> dict[str, object]:
     declared = _expected_declaration(result)
-    expected = {"quant_method": declared.quant_method, "quant_algo": declared.quant_algo, "group_size": BLOCK_SIZE}
+    expected: dict[str, object] = {"quant_method": declared.quant_method, "quant_algo": declared.quant_algo}
+    expected["group_size"] = BLOCK_SIZE
     return expected | ({"quantized_layers": declared.quantized_layers} if declared.banks else {})
 
 

@@ -44,7 +44,8 @@ class EngineModule:
 class Engine:
     """How an engine names modules and reads the list. `may_exclude` is the widest reading among its versions.
 
-    `cut_prefix` is removed from module names, `bank` is the name of a layer's experts if it has one of its own, `renamed` maps whole names, `fused` maps projections to fused layers.
+    `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
+    `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.
     """
 
     name: str
