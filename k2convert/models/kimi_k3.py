@@ -91,8 +91,8 @@ def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tupl
     ]
 
 
-_VLLM_FUSED: Final[dict[str, str]] = {f"{part}_proj": "in_proj_qkvgfab" for part in ("q", "k", "v", "b", "f_a")}
-_SGLANG_FUSED: Final[dict[str, str]] = {f"{part}_proj": "fused_qkvg_proj" for part in ("q", "k", "v")}
+_VLLM_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"], "in_proj_qkvgfab")
+_SGLANG_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj"], "fused_qkvg_proj")
 
 K3: Final = Family(
     name="kimi-k3",
@@ -138,10 +138,13 @@ K3: Final = Family(
             "SGLang": "model.layers.{layer}.mlp.experts",
         },
     ),
-    banks=tuple(
-        f"{prefix}layers.{{layer}}.{moe}.experts"
-        for prefix in (_PREFIX, "model.", "")
-        for moe in ("block_sparse_moe", "mlp")
+    banks=(
+        "language_model.model.layers.{layer}.block_sparse_moe.experts",
+        "language_model.model.layers.{layer}.mlp.experts",
+        "model.layers.{layer}.block_sparse_moe.experts",
+        "model.layers.{layer}.mlp.experts",
+        "layers.{layer}.block_sparse_moe.experts",
+        "layers.{layer}.mlp.experts",
     ),
     tensor_parallel_sizes=(1, 2, 4, 8, 16, 32),
     not_computed="KDA attention and experts on latent columns are not computed yet",

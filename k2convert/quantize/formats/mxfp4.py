@@ -10,6 +10,7 @@ weight is also a BF16 weight, whose bits are decoded when they are asked for. A 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -74,7 +75,7 @@ def decode_mxfp4(packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]) -> N
     """Return BF16 bits uint16 [N, K] of codes [N, K/2] under scale bytes [N, S] that divide the columns equally."""
     rows, scales = scale_bytes.shape
     places = (scale_bytes.astype(np.uint16) << np.uint16(8))[:, :, None] | packed.reshape(rows, scales, -1)
-    return _PAIRS[places].reshape(rows, -1).view(np.uint16)
+    return _pairs()[places].reshape(rows, -1).view(np.uint16)
 
 
 def is_empty(groups: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -88,6 +89,7 @@ def look_up(table: NDArray[np.uint8], places: NDArray[np.uint8]) -> NDArray[np.u
     return np.frombuffer(bytearray(places).translate(table.tobytes()), dtype=np.uint8)
 
 
+@cache
 def _pairs() -> NDArray[np.uint32]:
     """Return the BF16 bits of both nibbles of a byte under a scale byte, uint32 [256 * 256], the low column low."""
     with np.errstate(over="ignore"):
@@ -95,6 +97,3 @@ def _pairs() -> NDArray[np.uint32]:
         bits = bf16_bits(values.astype(np.float32)).astype(np.uint32)
     bits[NAN_BYTE] = bf16_bits(np.array([np.nan], dtype=np.float32))[0]
     return (bits[:, None, :] | bits[:, :, None] << np.uint32(16)).reshape(-1)
-
-
-_PAIRS: Final = _pairs()
