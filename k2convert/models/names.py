@@ -199,6 +199,10 @@ class Family:
     has_kv_scheme: bool = True
     naming: EngineNaming = EngineNaming()
 
+    def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
+        """Return every name of every bank of experts, sorted."""
+        return tuple(sorted(name.format(layer=layer) for layer in layers for name in self.banks))
+
     def moe_prefix(self, layer: int) -> str:
         """Return what the names of all tensors of a layer's MoE block begin with."""
         return self.experts.format(layer=layer).removesuffix("experts")

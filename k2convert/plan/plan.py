@@ -205,13 +205,8 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
     excludes = exclude_list(unconverted, layout=recipe.layout)
     return Plan(
-        claim.family.name, recipe, tuple(excludes), banks_of(claim.family, claim.architecture.moe_layers), tuple(jobs)
+        claim.family.name, recipe, tuple(excludes), claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
     )
-
-
-def banks_of(family: Family, moe_layers: Sequence[int]) -> tuple[str, ...]:
-    """Return every name of every expert bank, sorted, for a config that lists them; none for other families."""
-    return tuple(sorted(name.format(layer=layer) for layer in moe_layers for name in family.banks))
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:

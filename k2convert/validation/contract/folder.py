@@ -26,7 +26,6 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY, key_of
 from k2convert.models.names import Role
-from k2convert.plan.plan import banks_of
 from k2convert.validation.contract.result import Result
 from k2convert.validation.results import Findings
 
@@ -101,7 +100,7 @@ def _expected_declaration(result: Result) -> Quantization:
     """Return what the configs must declare of the tensors; the exclude list is rule 14's."""
     activations = "w4a4" if result.has_input_scale else "w4a16"
     moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
-    return Quantization(result.layout, activations, None, (), banks_of(result.family, sorted(moe_layers)))
+    return Quantization(result.layout, activations, None, (), result.family.bank_names(sorted(moe_layers)))
 
 
 def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
