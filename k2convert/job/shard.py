@@ -65,11 +65,11 @@ class ShardTask:
     fingerprint: str
     header_digests: dict[str, str]
     inflight_bytes: int
+    family: str
     for_upload: bool = False
     calibration: "Calibration | None" = None
     suffix: str = TEMPORARY_SUFFIX
     kept: KeptExperts | None = None
-    family: str = ""
 
 
 def shard_task(job: "Job", name: str, device: str) -> ShardTask:
