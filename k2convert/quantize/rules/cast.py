@@ -34,7 +34,6 @@ from k2convert.quantize.formats.mxfp4 import (
     look_up,
 )
 from k2convert.quantize.formats.nvfp4 import (
-    BLOCKS_PER_GROUP,
     E2M1_MAX,
     ONE_BYTE,
     SIGN_BIT,
@@ -119,8 +118,8 @@ def cast(weight: Mxfp4Weight, exponent: int) -> Nvfp4Weight:
             packed = groups.copy()
             packed[changed] = maps[steps.clip(0, len(maps) - 1)[:, None], groups[changed]]
             packed = packed.reshape(weight.packed.shape)
-    rows = weight.shape[0]
-    return Nvfp4Weight(packed, scale_bytes.repeat(BLOCKS_PER_GROUP).reshape(rows, -1), 2.0**exponent)
+    twice = scale_bytes.astype(np.uint16) * np.uint16(0x101)  # both blocks of a group, faster than `repeat`
+    return Nvfp4Weight(packed, twice.view(np.uint8).reshape(weight.shape[0], -1), 2.0**exponent)
 
 
 @lru_cache(maxsize=64)
