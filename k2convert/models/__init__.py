@@ -45,10 +45,8 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
-    if (stated := checkpoint.config.get("model_type")) in REFUSED_MODELS:
-        raise PlanError(
-            f"{checkpoint.folder}: this is {REFUSED_MODELS[str(stated)]}, which is not converted. {_hints()}"
-        )
+    if (title := REFUSED_MODELS.get(str(checkpoint.config.get("model_type")))) is not None:
+        raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
     for is_like in (_has_experts, _has_layers):
         for family in FAMILIES:
             if is_like(family, names):
@@ -56,7 +54,7 @@ def detect_family(checkpoint: Checkpoint) -> Family:
                 return family
     prefixes = dict.fromkeys(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
     expected = " or ".join(prefixes)
-    titles = " or ".join(dict.fromkeys(family.title for family in FAMILIES))
+    titles = " or ".join(dict.fromkeys(family.title for family in reversed(FAMILIES)))
     raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {_hints()}")
 
 
