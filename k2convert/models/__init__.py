@@ -144,7 +144,7 @@ def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, T
 
 def locate_module(module: str) -> ModulePlace | None:
     """Return the place of a module in any known model; None if no family has it."""
-    for family in FAMILIES:
+    for family in reversed(FAMILIES):
         if (place := family.classify(module)) is not None:
             return place
     return None
