@@ -141,6 +141,24 @@ def k2_numbers(checkpoints: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def k3_tiny(checkpoints: Path) -> Path:
+    """A small Kimi-K3: three MoE layers of four experts, 36 MXFP4 projections."""
+    return fixtures.make_k3_tiny(checkpoints / "k3-tiny")
+
+
+@pytest.fixture(scope="session")
+def k3_edges(checkpoints: Path) -> Path:
+    """The small Kimi-K3 with edges planted: wide spreads, empty groups, split partners, F8_E8M0."""
+    return fixtures.make_k3_edges(checkpoints / "k3-edges")
+
+
+@pytest.fixture(scope="session")
+def k3_headers(checkpoints: Path) -> Path:
+    """The whole of Kimi-K3 as sparse files: 1.56 TB apparent."""
+    return fixtures.make_k3_headers(checkpoints / "k3-headers")
+
+
+@pytest.fixture(scope="session")
 def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint converted from folder to folder."""
     folder = tmp_path_factory.mktemp("local") / "out"

@@ -15,7 +15,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dict[str, list[str]]]) -> None:
     _, found = converted
-    assert len(found["entered"]) <= 50, found["entered"]
+    assert len(found["entered"]) <= 51, found["entered"]
     assert len(found["loaded"]) <= 90, found["loaded"]
     assert "torch" not in found["loaded"], "importing it takes seconds, and memory"
     unused = ("calibration", "evaluation", "fit", "forward", "report", "validation")
@@ -24,7 +24,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
     found = traced("validate", converted[0], "--source", TINY, "--quiet")
-    assert len(found["entered"]) <= 55, found["entered"]
+    assert len(found["entered"]) <= 56, found["entered"]
     assert "torch" not in found["loaded"]
 
 
@@ -33,4 +33,4 @@ def test_a_run_that_calibrates_enters_few_files(cut: Path, tmp_path: Path) -> No
     text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
     found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
-    assert len(found["entered"]) <= 87, found["entered"]
+    assert len(found["entered"]) <= 88, found["entered"]

@@ -31,7 +31,7 @@ from k2convert.errors import (
 TEMPORARY_SUFFIX: Final = ".tmp"
 _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
 PIECE_BYTES: Final = 8 << 20
-MAX_SMALL_FILE_BYTES: Final = 64 << 20  # the largest of a Kimi checkpoint, the index of its NVFP4 form, has about 33 MB
+MAX_SMALL_FILE_BYTES: Final = 256 << 20  # the largest of a Kimi checkpoint, the index of K3's NVFP4 form, has 130 MB
 MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
 Content = bytes | Path

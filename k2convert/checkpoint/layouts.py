@@ -7,7 +7,7 @@ numbers, any other 1/g is rounded to FP32.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -22,6 +22,7 @@ QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
+MIXED_PRECISION = "MIXED_PRECISION"
 SCALE_DTYPE = "torch.float8_e4m3fn"  # without it compressed-tensors does not round the block scales of activations
 
 
@@ -96,15 +97,39 @@ def projection_tensors(
     return tensors
 
 
-def quantized_config(
-    config: dict[str, Any], *, layout: str, activations: str, kv_cache: str | None, excludes: list[str], version: str
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the configs of a result declare. `banks` are the converted layers, if engines look each one up by name."""
+
+    layout: str
+    activations: str
+    kv_cache: str | None
+    excludes: Sequence[str]
+    banks: Sequence[str] = ()
+
+    @property
+    def quant_algo(self) -> str:
+        """ModelOpt's name of the whole scheme."""
+        return MIXED_PRECISION if self.banks else quant_algo(self.activations)
+
+    @property
+    def quant_method(self) -> str:
+        """The quant_method of config.json: engines ignore the map of layers under the plain one."""
+        return "modelopt_mixed" if self.banks else "modelopt"
+
+    @property
+    def quantized_layers(self) -> dict[str, dict[str, Any]]:
+        """ModelOpt's map of the converted layers; empty without banks."""
+        return {bank: {"quant_algo": quant_algo(self.activations), "group_size": BLOCK_SIZE} for bank in self.banks}
+
+
+def quantized_config(config: dict[str, Any], declared: Quantization, *, version: str) -> dict[str, Any]:
     """Return config.json of the result: the source's with exactly one quantization_config, at the top level."""
     result = unquantized_config(config)
-    if layout == MODELOPT:
-        result["quantization_config"] = _modelopt_config(activations, kv_cache, excludes, version)
+    if declared.layout == MODELOPT:
+        result["quantization_config"] = _modelopt_config(declared, version)
     else:
-        result["quantization_config"] = _compressed_tensors_config(activations, kv_cache, excludes)
+        result["quantization_config"] = _compressed_tensors_config(declared)
     return result
 
 
@@ -122,37 +147,37 @@ def quant_algo(activations: str) -> str:
     return "NVFP4" if activations == "w4a4" else "W4A16_NVFP4"
 
 
-def hf_quant_config(*, activations: str, kv_cache: str | None, excludes: list[str], version: str) -> bytes:
+def hf_quant_config(declared: Quantization, *, version: str) -> bytes:
     """Return hf_quant_config.json of the modelopt layout. vLLM's fallback reader requires the producer "modelopt"."""
+    layers = {"quantized_layers": declared.quantized_layers} if declared.banks else {}
     return dump_json(
         {
             "producer": {"name": "modelopt", "version": f"k2convert {version}"},
             "quantization": {
-                "quant_algo": quant_algo(activations),
-                "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
+                "quant_algo": declared.quant_algo,
+                "kv_cache_quant_algo": "FP8" if declared.kv_cache == "fp8" else None,
                 "group_size": BLOCK_SIZE,
-                "exclude_modules": excludes,
+                **layers,
+                "exclude_modules": list(declared.excludes),
             },
         }
     )
 
 
-def _modelopt_config(activations: str, kv_cache: str | None, excludes: list[str], version: str) -> dict[str, Any]:
+def _modelopt_config(declared: Quantization, version: str) -> dict[str, Any]:
     tensor = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
-    group: dict[str, Any] = {"input_activations": tensor} if activations == "w4a4" else {}
-    group |= {"weights": dict(tensor), "targets": ["Linear"]}
-    result: dict[str, Any] = {
-        "config_groups": {"group_0": group},
-        "ignore": excludes,
-        "quant_algo": quant_algo(activations),
-        "group_size": BLOCK_SIZE,
-    }
-    if kv_cache == "fp8":
+    group: dict[str, Any] = {"input_activations": tensor} if declared.activations == "w4a4" else {}
+    group |= {"weights": dict(tensor), "targets": list(declared.banks) or ["Linear"]}
+    result: dict[str, Any] = {"config_groups": {"group_0": group}}
+    if declared.banks:
+        result["quantized_layers"] = declared.quantized_layers
+    result |= {"ignore": list(declared.excludes), "quant_algo": declared.quant_algo, "group_size": BLOCK_SIZE}
+    if declared.kv_cache == "fp8":
         result["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    return result | {"producer": {"name": "k2convert", "version": version}, "quant_method": "modelopt"}
+    return result | {"producer": {"name": "k2convert", "version": version}, "quant_method": declared.quant_method}
 
 
-def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes: list[str]) -> dict[str, Any]:
+def _compressed_tensors_config(declared: Quantization) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
@@ -166,7 +191,7 @@ def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes:
     }
     group: dict[str, Any] = {
         "input_activations": (shared | {"dynamic": "local", "observer": "static_minmax"})
-        if activations == "w4a4"
+        if declared.activations == "w4a4"
         else None,
         "output_activations": None,
         "targets": ["Linear"],
@@ -177,8 +202,8 @@ def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes:
         "config_groups": {"group_0": group},
         "format": "nvfp4-pack-quantized",
         "global_compression_ratio": None,
-        "ignore": excludes,
-        "kv_cache_scheme": kv_scheme if kv_cache == "fp8" else None,
+        "ignore": list(declared.excludes),
+        "kv_cache_scheme": kv_scheme if declared.kv_cache == "fp8" else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }

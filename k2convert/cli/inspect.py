@@ -46,7 +46,7 @@ def _show_inspection(found: Inspection) -> None:
     if (pruning := found.pruning) is not None:
         chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
         print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
-    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    counts = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections, "NVFP4": found.nvfp4_projections}
     projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "

@@ -117,7 +117,9 @@ def _say_other(folder: Path) -> str:
     except (K2ConvertError, OSError):
         return ""
     command = console.command("k2convert", "run", folder, "DEST")
-    return f"{folder}: is an INT4 source, not a result. `{command}` converts it." if found.int4_projections else ""
+    forms = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections}
+    form = next((form for form, count in forms.items() if count), None)
+    return f"{folder}: is an {form} source, not a result. `{command}` converts it." if form else ""
 
 
 def _show_next(folder: Path, state: JobState) -> None:

@@ -19,7 +19,7 @@ from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.document import plain
-from k2convert.records.ledger import metrics_document
+from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.records.pruning import share_words
 
 
@@ -233,6 +233,8 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     if rows:
         columns = ("role", "weights", "SQNR", "relative MSE", "error / max", "error / bound")
         print_table("weight error against the source", columns, rows)
+    if TOTAL in totals and (words := totals[TOTAL].cast_words) is not None:
+        print_line(f"cast: {words}")
     show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""

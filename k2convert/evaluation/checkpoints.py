@@ -21,8 +21,8 @@ from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.fit.serving import nvfp4_scheme
-from k2convert.models import detect_family, read_architecture, vocabulary_size
-from k2convert.models.config import check_int4_config, text_config
+from k2convert.models import check_computed, detect_family, read_architecture, vocabulary_size
+from k2convert.models.config import check_source_config, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, ModulePlace, Role
 from k2convert.records.ledger import Ledger
 
@@ -102,6 +102,7 @@ def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint)
 def check_computable(found: EvaluatedCheckpoint) -> None:
     """Refuse a checkpoint with a part that is missing or in a form that cannot be computed (CheckpointError)."""
     checkpoint, family = found.checkpoint, detect_family(found.checkpoint)
+    check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
     mlps: dict[ModulePlace, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, tensor in checkpoint.tensors.items():
@@ -116,7 +117,7 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             mlp = ModulePlace(place.role, place.layer, place.expert)
             mlps[mlp][str(place.projection)] = _shape(found, module, tensor)
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
-        check_int4_config(checkpoint.config, family=family, where=found.place)
+        check_source_config(checkpoint.config, family=family, where=found.place)
     for place in _expected_mlps(checkpoint):
         shapes = mlps.get(place, {})
         gate = shapes.get("gate", (0, 0))

@@ -56,6 +56,11 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
     """Read config.json; raises PlanError for damaged counts, FitError if the attention is not MLA."""
     counts = family.read_architecture(config, where)
     text = text_config(config)
+    if "linear_attn_config" in text:
+        raise FitError(
+            f"{where}: config.json: linear_attn_config: `fit` does not know the memory that layers of linear attention "
+            f"keep for each request, so it has no figures for {family.title}. Use the engine's own figures."
+        )
 
     def size(key: str, default: int | None = None) -> int:
         value = text.get(key, default)

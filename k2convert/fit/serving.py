@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import mapping_or_empty
-from k2convert.checkpoint.layouts import quant_algo
+from k2convert.checkpoint.layouts import MIXED_PRECISION, quant_algo
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.fit.layouts import Parallelism
 from k2convert.models import find_family
@@ -138,6 +138,9 @@ def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tupl
     if quantization.get("format") == "nvfp4-pack-quantized":
         return "compressed-tensors", "w4a4" if has_scale else "w4a16"
     algorithm = quantization.get("quant_algo")
+    if algorithm == MIXED_PRECISION:  # all banks of experts have the same entry
+        layers = mapping_or_empty(quantization.get("quantized_layers")).values()
+        algorithm = mapping_or_empty(next(iter(layers), None)).get("quant_algo")
     if algorithm not in (quant_algo("w4a4"), quant_algo("w4a16")):
         return None, None
     is_weight_only = algorithm == quant_algo("w4a16") or (len(groups) > 0 and not has_scale)

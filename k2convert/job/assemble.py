@@ -4,6 +4,8 @@ They are written when every shard is recorded, the index and config.json last: w
 for a checkpoint. Assembling again restores files that were lost or changed, and keeps correct ones.
 """
 
+import io
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.layouts import (
     MODELOPT,
     QUANTIZATION_KEYS,
+    Quantization,
     hf_quant_config,
     quantized_config,
     unquantized_config,
@@ -43,14 +46,12 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
         return config
     if recipe.target == "bf16":
         return unquantized_config(config)
-    return quantized_config(
-        config,
-        layout=recipe.layout,
-        activations=recipe.activations,
-        kv_cache=recipe.kv_cache,
-        excludes=list(plan.excludes),
-        version=__version__,
-    )
+    return quantized_config(config, _declared(plan), version=__version__)
+
+
+def _declared(plan: Plan) -> Quantization:
+    recipe = plan.recipe
+    return Quantization(recipe.layout, recipe.activations, recipe.kv_cache, plan.excludes, plan.banks)
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:
@@ -94,18 +95,23 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
-        quant_config = hf_quant_config(
-            activations=recipe.activations,
-            kv_cache=recipe.kv_cache,
-            excludes=list(plan.excludes),
-            version=__version__,
-        )
-        yield Path(HF_QUANT_CONFIG_NAME), quant_config
-    weight_map = {output.name: shard.name for shard in plan.jobs for output in shard.outputs}
-    metadata = {**source.index_metadata, "total_size": plan.data_bytes}
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    yield Path(INDEX_NAME), dump_json(index)
+        yield Path(HF_QUANT_CONFIG_NAME), hf_quant_config(_declared(plan), version=__version__)
+    yield Path(INDEX_NAME), _encode_index(plan, {**source.index_metadata, "total_size": plan.data_bytes})
     yield Path(CONFIG_NAME), config
+
+
+def _encode_index(plan: Plan, metadata: Mapping[str, Any]) -> bytes:
+    """Return the index as `dump_json` would, without a document of a million entries in memory."""
+    shards = {name: json.dumps(name, ensure_ascii=False) for name in (shard.name for shard in plan.jobs)}
+    names = sorted((output.name, shard.name) for shard in plan.jobs for output in shard.outputs)
+    begin, _, end = dump_json({"metadata": metadata, "weight_map": {"": ""}}).partition(b'"": ""')
+    content = io.BytesIO()
+    content.write(begin)
+    for place, (name, shard) in enumerate(names):
+        comma = ",\n    " if place else ""
+        content.write(f"{comma}{json.dumps(name, ensure_ascii=False)}: {shards[shard]}".encode())
+    content.write(end)
+    return content.getvalue()
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:

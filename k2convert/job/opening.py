@@ -14,7 +14,7 @@ from k2convert.hub.client import Hub, bound_memory
 from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
-from k2convert.models import read_architecture, vocabulary_size
+from k2convert.models import check_computed, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.plan.recipe import TextUse, settle_recipe
 from k2convert.records.journal import Journal
@@ -71,6 +71,8 @@ def open_job(
         open_named_statistics(statistics, hub=hub) as found,
         open_source(source, hub=hub, pinned=begun and begun.source_revision) as opened,
     ):
+        if statistics is not None or text is not None:
+            check_computed(opened.checkpoint)
         chosen = choose_recipe(opened.checkpoint, recipe, settings or {})
         has_statistics, has_text, to_hub = (it is not None for it in (found, text, target.repo))
         chosen = settle_recipe(chosen, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
@@ -113,6 +115,7 @@ def open_calibration(
     pinned = None if begun is None else begun.identity.get("source_revision")
     with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
         read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
+        check_computed(opened.checkpoint)
         found = read_text(text, use, opened, hub)
         yield plan_statistics(found, opened, statistics, devices=devices, hub=hub, max_disk=max_disk)
 

@@ -280,6 +280,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     job = run.job
     if walk is not None:
         job = replace(job, calibrated=walk.finish())
+    resources.release_buffers()
     names = assemble(job, run.records)
     if walk is not None:
         walk.plan.work.remove()

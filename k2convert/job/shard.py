@@ -3,7 +3,8 @@
 Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
 threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
-A shard for upload is validated at once: later neither it nor its source may be here.
+A shard for upload is validated at once: later neither it nor its source may be here. So is one with MXFP4 weights that
+were cast: they are called lossless only by the bytes that are on the disk.
 """
 
 from collections import deque
@@ -25,6 +26,7 @@ from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import FormatError, InterruptedRun, remedy
 from k2convert.job.resources import Threads, encoded_header, inflight_bytes, open_threads
+from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
@@ -52,7 +54,7 @@ class ShardTask:
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and the written file is validated
     with the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary
-    file. `kept` are the experts that a pruned result keeps.
+    file. `kept` are the experts that a pruned result keeps. `family` is the name of the source's.
     """
 
     shard: ShardJob
@@ -63,6 +65,7 @@ class ShardTask:
     fingerprint: str
     header_digests: dict[str, str]
     inflight_bytes: int
+    family: str
     for_upload: bool = False
     calibration: "Calibration | None" = None
     suffix: str = TEMPORARY_SUFFIX
@@ -84,6 +87,7 @@ def shard_task(job: "Job", name: str, device: str) -> ShardTask:
         inflight_bytes=inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
         for_upload=job.target is not None,
         kept=None if job.source.pruning is None else job.source.pruning.kept,
+        family=job.plan.family,
     )
 
 
@@ -105,7 +109,11 @@ def convert_shard(
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
         quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
         record = _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
-    return replace(record, checked=_validated(task, record)) if task.for_upload else record
+    casts = any(p.metrics is not None and p.metrics.below_window_groups is not None for p in record.projections)
+    if not (casts or task.for_upload):
+        return record
+    findings = _validated(task, record)
+    return replace(record.read_back(findings.decoded), checked=findings if task.for_upload else None)
 
 
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
@@ -120,6 +128,7 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
             recipe=task.recipe,
             calibration=task.calibration,
             kept=task.kept,
+            family=find_family(task.family),
         )
     except BaseException:
         path.unlink(missing_ok=True)
@@ -227,7 +236,7 @@ class _Conversion:
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
-                bytes_out = sum(o.num_bytes for o in step.outputs)
+                bytes_out = step.num_bytes
                 call = partial(self._convert_step, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
 

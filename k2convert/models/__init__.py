@@ -1,23 +1,28 @@
 """The families of checkpoints that k2convert converts, and the questions that depend on the family.
 
-    names        roles, tensor names taken apart, what describes a family; the tensors that smoothing changes
-    config       config.json of DeepSeek-V3-like models, and whether it states the INT4 scheme that is converted
-    kimi         the Kimi K2 family
-    projections  the linear layers to convert, and their bytes as arrays
+    names            roles, tensor names taken apart, what describes a family; the tensors that smoothing changes
+    config           config.json of DeepSeek-V3-like models, and whether it states the scheme that is converted
+    source_formats   how sources store the weights to convert
+    kimi, kimi_k3    the families
+    projections      the linear layers to convert, and their bytes as arrays
 
-A family is one file and its rows in FAMILIES. Nothing outside this wing asks which family a checkpoint has.
+A family is one file and its rows in FAMILIES, a source format its arithmetic and a row in SOURCE_FORMATS. Nothing
+outside this wing asks which family a checkpoint has.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted
-from k2convert.models import kimi
+from k2convert.models import kimi, kimi_k3
 from k2convert.models.names import Architecture, Family, ModulePlace, TensorName
 
-FAMILIES: tuple[Family, ...] = (kimi.K2_5, kimi.K2_THINKING)
-"""Every family. A checkpoint belongs to the first whose layers its tensor names have."""
+FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
+"""Every family. A checkpoint belongs to the first whose experts, or else whose layers, its tensor names have."""
+
+REFUSED_MODELS: Final = {"deepseek_v4": "DeepSeek-V4", "gpt_oss": "gpt-oss", "kimi_linear": "Kimi-Linear"}
+"""Models that have 4-bit experts or similar names too, by their model_type."""
 
 
 def find_family(name: str) -> Family:
@@ -40,14 +45,31 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
-    for family in FAMILIES:
-        if _has_layers(family, names):
-            _check_model_type(checkpoint, family)
-            return family
-    expected = " or ".join(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
-    titles = " or ".join(dict.fromkeys(family.title for family in FAMILIES))
-    hints = " ".join(dict.fromkeys(family.source_hint for family in FAMILIES))
-    raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {hints}")
+    if (title := REFUSED_MODELS.get(str(checkpoint.config.get("model_type")))) is not None:
+        raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
+    for is_like in (_has_experts, _has_layers):
+        for family in FAMILIES:
+            if is_like(family, names):
+                _check_model_type(checkpoint, family)
+                return family
+    prefixes = dict.fromkeys(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
+    expected = " or ".join(prefixes)
+    titles = " or ".join(dict.fromkeys(family.title for family in reversed(FAMILIES)))
+    raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {_hints()}")
+
+
+def _hints() -> str:
+    return " ".join(dict.fromkeys(family.source_hint for family in reversed(FAMILIES)))
+
+
+def check_computed(checkpoint: Checkpoint) -> None:
+    """Refuse a model whose forward pass is not computed (PlanError)."""
+    family = detect_family(checkpoint)
+    if family.not_computed:
+        raise PlanError(
+            f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
+            "without statistics or text, and check it with `validate`."
+        )
 
 
 def read_architecture(checkpoint: Checkpoint) -> Architecture:
@@ -71,11 +93,16 @@ def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> F
     """Return the family that a damaged checkpoint most likely belongs to: by its config, then by its tensor names."""
     known = list(names)
     candidates = FAMILIES if config is None else [family for family in FAMILIES if family.matches_config(config)]
-    for is_like in (_has_layers, _resembles):
+    for is_like in (_has_experts, _has_layers, _resembles):
         for family in candidates:
             if is_like(family, known):
                 return family
     return candidates[-1] if candidates else FAMILIES[-1]
+
+
+def _has_experts(family: Family, names: Iterable[str]) -> bool:
+    prefix, _, rest = family.experts.partition("{layer}")
+    return any(name.startswith(prefix) and f"{rest}." in name for name in names)
 
 
 def _layers_prefix(family: Family) -> str:
@@ -117,7 +144,7 @@ def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, T
 
 def locate_module(module: str) -> ModulePlace | None:
     """Return the place of a module in any known model; None if no family has it."""
-    for family in FAMILIES:
+    for family in reversed(FAMILIES):
         if (place := family.classify(module)) is not None:
             return place
     return None

@@ -1,4 +1,4 @@
-"""The Kimi K2 family: tensor names, prefixes, and how engines name its modules. The only file that knows Kimi.
+"""The Kimi K2 family: tensor names, prefixes, and how engines name its modules. The only file that knows Kimi K2.
 
 Names are those of moonshotai's releases. K2-Thinking has the language model under `model.`. K2.5, K2.6 and K2.7-Code
 have it under `language_model.model.`, next to `vision_tower.` and `mm_projector.`. All three state model_type kimi_k25;
@@ -12,6 +12,7 @@ from typing import Final
 
 from k2convert.models.config import read_architecture
 from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
+from k2convert.models.source_formats import INT4
 
 _TEXT_PREFIX: Final = "model."
 _WRAPPER: Final = "language_model."
@@ -19,9 +20,9 @@ _WRAPPED_PREFIX: Final = _WRAPPER + _TEXT_PREFIX
 _LEGACY_PREFIX: Final = "language_model.layers."
 _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 
-_NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
-_LAYER: Final = re.compile(rf"layers\.{_NUMBER}\.(.+)")
-_EXPERT: Final = re.compile(rf"mlp\.experts\.{_NUMBER}\.(gate|up|down)_proj")
+NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
+_LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
+_EXPERT: Final = re.compile(rf"mlp\.experts\.{NUMBER}\.(gate|up|down)_proj")
 _SHARED: Final = re.compile(r"mlp\.shared_experts\.(gate|up|down)_proj")
 _DENSE: Final = re.compile(r"mlp\.(gate|up|down)_proj")
 
@@ -57,7 +58,7 @@ def _classify_in_layer(layer: int, inner: str) -> ModulePlace | None:
     return ModulePlace(Role.ATTENTION, layer) if inner.startswith("self_attn.") else None
 
 
-def _expected_name(prefix: str, name: str) -> str:
+def expected_name(prefix: str, name: str) -> str:
     """Put a language-model name under `prefix`, whichever known prefix it has. Other names are kept."""
     body = name
     for head in (_WRAPPED_PREFIX, _WRAPPER, _TEXT_PREFIX):
@@ -93,11 +94,12 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         experts=prefix + "layers.{layer}.mlp.experts",
         mlp_norm=prefix + "layers.{layer}.post_attention_layernorm",
         classify=partial(_classify, prefix),
-        expected_name=partial(_expected_name, prefix),
+        expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
         matches_config=lambda config: isinstance(config.get("text_config"), dict) is has_vision,
         unconverted=partial(_unconverted, has_vision),
         model_types=(model_type,),
+        source_format=INT4,
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
             kept=("attention", "router", "embeddings and output head"),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from k2convert.checkpoint.reader import Bytes
+from k2convert.quantize.formats.int4 import SourceWeight
+
 WEIGHT: Final = "weight"
 WEIGHT_PACKED: Final = "weight_packed"
 WEIGHT_SCALE: Final = "weight_scale"
 WEIGHT_SHAPE: Final = "weight_shape"
-INT4_PARAMETERS: Final = (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE)
 
 
 class Role(StrEnum):
@@ -30,6 +32,8 @@ class Role(StrEnum):
     LM_HEAD = "lm_head"
     VISION_TOWER = "vision_tower"
     MM_PROJECTOR = "mm_projector"
+    LATENT = "latent"
+    RESIDUAL = "residual"
 
 
 CONVERTIBLE_ROLES: Final = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
@@ -73,6 +77,8 @@ class Architecture:
     num_experts: int
     hidden_size: int
     moe_intermediate_size: int
+    expert_columns: int
+    """What a routed expert reads and writes: hidden_size, or fewer latent columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +86,23 @@ class EngineNaming:
     """How inference engines rename a family's modules and exclude entries. Empty: they keep the checkpoint's names.
 
     `wrapper` is a prefix that some engines cut off. Prefixes are (old, new) pairs. `renamed_modules` are whole names.
+    `*_fused` map projections to layers that an engine fuses for this family alone. `banks` has the name by which an
+    engine looks up the experts of a layer in `quantized_layers`.
     """
 
     wrapper: str = ""
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
     vllm_renamed_prefixes: tuple[tuple[str, str], ...] = ()
     renamed_modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    vllm_fused: Mapping[str, str] = field(default_factory=dict[str, str])
+    sglang_fused: Mapping[str, str] = field(default_factory=dict[str, str])
+    banks: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
     """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
-    and the repositories of its draft heads."""
+    the repositories of its draft heads, and notes on serving it."""
 
     model_kind: str
     kept: tuple[str, ...]
@@ -101,9 +112,35 @@ class ModelCardFacts:
     tensorrt_llm_options: str = ""
     has_vision: bool = False
     draft_heads: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFormat:
+    """How a source stores a weight [N, K] that is converted. `source_formats.SOURCE_FORMATS` lists the rows.
+
+    title                in messages
+    parameters           the tensors of a projection
+    packed_dtype         of `weight_packed` [N, K / columns_per_element]
+    scale_dtypes         of `weight_scale` [N, K / 32]
+    bits                 of a weight, with its share of a scale
+    known_config, known_group, known_weights   what config.json may say of the quantization, its groups, their weights
+    load                 (bytes of codes, bytes of scales, N, name) -> weight; raises FormatError
+    """
+
+    title: str
+    parameters: tuple[str, ...]
+    packed_dtype: str
+    scale_dtypes: tuple[str, ...]
+    columns_per_element: int
+    bits: float
+    known_config: Mapping[str, object]
+    known_group: Mapping[str, object]
+    known_weights: Mapping[str, object]
+    load: Callable[[Bytes, Bytes, int, str], SourceWeight]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them.
 
@@ -118,6 +155,13 @@ class Family:
     unsplit_attention    last names of attention modules that every GPU of tensor parallelism keeps whole
     refused_prefixes     tensor-name prefixes that no engine loads, with the reason
     usual_num_experts    of the unpruned models
+    source_format        of the weights to convert
+    roles                that a recipe may convert
+    projections          gate, up and down of a routed expert -> the last part of the module's name
+    banks                the names of a layer's experts in `quantized_layers`; empty: the config has no such map
+    tensor_parallel_sizes   that the model can be split to; empty: any
+    not_computed         why no forward pass is computed; empty: it is
+    has_kv_scheme        whether engines accept a KV cache type in the config
     classify             the place of a module, None if the family has no such module
     expected_name        the name a tensor should have if its prefix is wrong
     read_architecture    (config.json, where) -> counts; raises PlanError
@@ -146,7 +190,22 @@ class Family:
     unsplit_attention: tuple[str, ...] = ()
     refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     usual_num_experts: int = 0
+    source_format: SourceFormat
+    roles: tuple[Role, ...] = CONVERTIBLE_ROLES
+    projections: Mapping[str, str] = field(default_factory=lambda: {k: f"{k}_proj" for k in ("gate", "up", "down")})
+    banks: tuple[str, ...] = ()
+    tensor_parallel_sizes: tuple[int, ...] = ()
+    not_computed: str = ""
+    has_kv_scheme: bool = True
     naming: EngineNaming = EngineNaming()
+
+    def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
+        """Return every name of every bank of experts, sorted."""
+        return tuple(sorted(name.format(layer=layer) for layer in layers for name in self.banks))
+
+    def moe_prefix(self, layer: int) -> str:
+        """Return what the names of all tensors of a layer's MoE block begin with."""
+        return self.experts.format(layer=layer).removesuffix("experts")
 
 
 _READERS = (Role.EXPERTS, Role.SHARED_EXPERTS)

@@ -1,6 +1,6 @@
 """The linear layers of a source that become NVFP4, found by the presence of `weight_packed`, never by a config's list.
 
-Also here: the checks that the source is an INT4 checkpoint, and that experts, router and config agree; and a
+Also here: the checks that the source is in its family's format, and that experts, router and config agree; and a
 projection's bytes as arrays.
 """
 
@@ -16,9 +16,9 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError, MalformedFileError, PlanError
+from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, find_quantization_config, key_of
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
-    INT4_PARAMETERS,
     WEIGHT,
     WEIGHT_PACKED,
     WEIGHT_SCALE,
@@ -28,8 +28,10 @@ from k2convert.models.names import (
     Role,
     TensorName,
 )
-from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Bf16Weight, Int4Weight, SourceWeight, check_int4_scales
+from k2convert.models.source_formats import INT4, NVFP4, SOURCE_FORMATS, format_of, packed_form
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight
 
+_PACKED_PARAMETERS: Final = tuple(dict.fromkeys(name for row in SOURCE_FORMATS for name in row.parameters))
 SOURCE_REMEDY: Final = (
     "Check that the source is complete and unchanged: `hf download REPO --local-dir FOLDER` replaces damaged files."
 )
@@ -37,7 +39,7 @@ SOURCE_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer [num_rows, num_columns] to convert: INT4 (packed, scale, shape) or BF16 (weight).
+    """One linear layer [num_rows, num_columns] to convert: packed (INT4 has a shape) or BF16 (weight).
 
     `kind` is gate, up or down.
     """
@@ -70,31 +72,53 @@ class Projection:
         return f"{self.home.shard}: {self.module}"
 
 
-def check_is_int4(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
-    """Refuse checkpoints that are not INT4: NVFP4, FP8 and BF16 ones each get their own PlanError."""
+def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
+    """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others get their own PlanErrors."""
+    known = family.source_format
+    if (find_quantization_config(source.config) or ("", {}))[1].get("quant_method") == "quark":
+        raise PlanError(
+            f"{source.folder}: this checkpoint is Quark's, whose MXFP4 is not converted. {family.source_hint}"
+        )
     # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
-        tensor = source.tensors[name]
-        nvfp4 = parts.parameter in ("weight_scale_2", "weight_global_scale")
-        if nvfp4 or (parts.parameter == WEIGHT_PACKED and tensor.dtype == "U8"):
+        if parts.parameter not in (WEIGHT_PACKED, *_GLOBAL_SCALES):
+            continue
+        tensor, form = source.tensors[name], NVFP4
+        if parts.parameter == WEIGHT_PACKED and not _is_global(source, parts.module):
+            form = packed_form(tensor, source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}"))
+        if form == NVFP4 or (not form and known.packed_dtype != tensor.dtype):
             raise PlanError(
                 f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. There is nothing to do."
             )
-    for name in names:
+        if form and form != known.title:
+            raise PlanError(
+                f"{source.folder}: {name} ({tensor.dtype}) is {form}, but {family.title} is converted from "
+                f"{known.title}. {family.source_hint}"
+            )
+    for name, parts in names.items():
         tensor = source.tensors[name]
-        if tensor.dtype.startswith("F8_"):
+        if tensor.dtype.startswith("F8_") and not (
+            parts.parameter == WEIGHT_SCALE and tensor.dtype in known.scale_dtypes
+        ):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not any(parts.parameter == WEIGHT_PACKED for parts in names.values()):
         raise PlanError(
-            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is INT4 (a BF16 copy?). "
+            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} (a BF16 copy?). "
             f"{family.source_hint} ModelOpt and llm-compressor quantize BF16 models."
         )
+
+
+_GLOBAL_SCALES: Final = ("weight_scale_2", "weight_global_scale")
+
+
+def _is_global(source: Checkpoint, module: str) -> bool:
+    return any(f"{module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES)
 
 
 def find_projections(
     source: Checkpoint, names: Mapping[str, TensorName], roles: tuple[str, ...]
 ) -> dict[str, Projection]:
-    """Find every INT4 module, and the BF16 modules in `roles`, by module name; raises PlanError for incomplete ones."""
+    """Find every packed module, and the BF16 modules in `roles`, by module name; PlanError for incomplete ones."""
     modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, parts in names.items():
         modules[parts.module][parts.parameter] = source.tensors[name]
@@ -103,8 +127,8 @@ def find_projections(
         module = parts.module
         found = modules[module]
         if WEIGHT_PACKED in found and module not in projections:
-            projections[module] = _int4_projection(parts, found)
-        elif parts.parameter in INT4_PARAMETERS and WEIGHT_PACKED not in found:
+            projections[module] = _packed_projection(parts, found)
+        elif parts.parameter in _PACKED_PARAMETERS and WEIGHT_PACKED not in found:
             raise PlanError(
                 f"{found[parts.parameter].shard}: {name}: no shard has its {WEIGHT_PACKED}. {SOURCE_REMEDY}"
             )
@@ -114,35 +138,37 @@ def find_projections(
 
 
 def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
-    """Return one module of the source as a projection: INT4 if it is packed, else BF16; PlanError if it is neither."""
-    parameters = (*INT4_PARAMETERS, WEIGHT)
+    """Return one module of the source as a projection: packed or BF16; PlanError if it is neither."""
+    parameters = (*_PACKED_PARAMETERS, WEIGHT)
     found = {p: t for p in parameters if (t := source.tensors.get(f"{parts.module}.{p}")) is not None}
     if WEIGHT_PACKED in found:
-        return _int4_projection(parts, found)
+        return _packed_projection(parts, found)
     if WEIGHT not in found:
         raise PlanError(f"{source.folder}: {parts.module}: not in the source.")
     return _bf16_projection(parts, found[WEIGHT])
 
 
-def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
+def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
     packed, module = found[WEIGHT_PACKED], parts.module
-    where = f"{packed.shard}: {module}"
+    known, where = format_of(packed), f"{packed.shard}: {module}"
     if parts.role not in CONVERTIBLE_ROLES:
         raise PlanError(
-            f"{where}: is INT4 in the role {parts.role}; no engine loads this role in NVFP4. {SOURCE_REMEDY}"
+            f"{where}: is {known.title} in the role {parts.role}; no engine loads this role in NVFP4. {SOURCE_REMEDY}"
         )
-    for parameter in INT4_PARAMETERS:
+    for parameter in known.parameters:
         if parameter not in found:
             raise PlanError(f"{where}.{parameter}: missing in every shard. {SOURCE_REMEDY}")
-    if extra := sorted(set(found) - set(INT4_PARAMETERS)):
+    if extra := sorted(set(found) - set(known.parameters)):
         raise PlanError(
-            f"{where}.{extra[0]}: not part of a symmetric INT4 projection (asymmetric or act-order?). {SOURCE_REMEDY}"
+            f"{where}.{extra[0]}: not part of a symmetric {known.title} projection (asymmetric or act-order?). "
+            f"{SOURCE_REMEDY}"
         )
-    scale, shape = found[WEIGHT_SCALE], found[WEIGHT_SHAPE]
-    _expect(packed, dtypes=("I32",), rank=2)
-    _expect(scale, dtypes=("BF16",), rank=2)
-    _expect(shape, dtypes=("I32", "I64"), rank=1)
-    num_rows, num_columns = packed.shape[0], packed.shape[1] * 8
+    scale, shape = found[WEIGHT_SCALE], found.get(WEIGHT_SHAPE)
+    _expect(packed, dtypes=(known.packed_dtype,), rank=2)
+    _expect(scale, dtypes=known.scale_dtypes, rank=2)
+    if shape is not None:
+        _expect(shape, dtypes=("I32", "I64"), rank=1)
+    num_rows, num_columns = packed.shape[0], packed.shape[1] * known.columns_per_element
     if num_columns % GROUP_SIZE:
         raise PlanError(
             f"{packed.shard}: {packed.name}: {num_columns} input columns are not a multiple of the group size "
@@ -153,7 +179,7 @@ def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Project
             f"{scale.shard}: {scale.name}: shape {list(scale.shape)}, but {packed.name} {list(packed.shape)} needs "
             f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {SOURCE_REMEDY}"
         )
-    if shape.shape != (2,):
+    if shape is not None and shape.shape != (2,):
         raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {SOURCE_REMEDY}")
     return Projection(
         module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns,
@@ -183,7 +209,7 @@ def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int) -> None:
 
 
 def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection], source: Checkpoint) -> None:
-    """Refuse a recipe role without any tensor, and INT4 in a role that the recipe does not name (PlanError)."""
+    """Refuse a recipe role without any tensor, and a packed weight in a role that is not named (PlanError)."""
     present = {p.role for p in projections.values()}
     for role in roles:
         if role not in present:
@@ -193,21 +219,36 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
             )
     for p in projections.values():
         if p.role not in roles:
+            form = INT4.title if p.packed is None else format_of(p.packed).title
             raise PlanError(
-                f"{p.where}: is INT4, but the recipe does not name its role {p.role}. "
-                f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain INT4."
+                f"{p.where}: is {form}, but the recipe does not name its role {p.role}. "
+                f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain {form}."
             )
+
+
+def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None, where: str) -> None:
+    """Refuse what no engine loads for the family: roles beyond its own, and a KV cache type (PlanError)."""
+    if extra := [role for role in roles if role not in family.roles]:
+        raise PlanError(
+            f"{where}: the recipe converts {extra[0]}, but no engine loads {extra[0]} of {family.title} in NVFP4. "
+            f"Remove {extra[0]} from the recipe's roles."
+        )
+    if kv_cache is not None and not family.has_kv_scheme:
+        raise PlanError(
+            f"{where}: kv_cache {kv_cache}: no release of {family.title} states a KV cache type, and most of its "
+            "layers have no such cache. Leave kv_cache out of the recipe."
+        )
 
 
 def check_experts(
     source: Checkpoint, names: Mapping[str, TensorName], architecture: Architecture, family: Family
 ) -> None:
-    """Check experts and router of every MoE layer against n_routed_experts, in pruned models too (PlanError)."""
+    """Check experts and router of every MoE layer against the number of experts, in pruned models too (PlanError)."""
     experts: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for parts in names.values():
         if parts.role is Role.EXPERTS and parts.layer is not None and parts.expert is not None:
             experts[parts.layer][parts.expert].add(str(parts.projection))
-    count = architecture.num_experts
+    count, key = architecture.num_experts, key_of(source.config, EXPERTS_KEY)
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
             f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
@@ -218,36 +259,37 @@ def check_experts(
         if sorted(found) != list(range(count)):
             raise PlanError(
                 f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
-                f"config.json says n_routed_experts = {count} (expected 0..{count - 1}). {SOURCE_REMEDY}"
+                f"config.json says {key} = {count} (expected 0..{count - 1}). {SOURCE_REMEDY}"
             )
         for expert, kinds in found.items():
             if lacking := {"gate", "up", "down"} - kinds:
                 raise PlanError(
-                    f"{source.folder}: layer {layer} expert {expert} has no {sorted(lacking)[0]}_proj. {SOURCE_REMEDY}"
+                    f"{source.folder}: layer {layer} expert {expert} has no "
+                    f"{family.projections[sorted(lacking)[0]]}. {SOURCE_REMEDY}"
                 )
         _check_router(source, layer, count, family)
 
 
 def _check_router(source: Checkpoint, layer: int, count: int, family: Family) -> None:
+    key = key_of(source.config, EXPERTS_KEY)
     for parameter in family.router_parameters:
         name = f"{family.router.format(layer=layer)}.{parameter}"
         tensor = source.tensors.get(name)
         if tensor is None or tensor.shape[:1] != (count,):
             rows = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
-            raise PlanError(
-                f"{source.folder}: {name} {rows}, but config.json says n_routed_experts = {count}. {SOURCE_REMEDY}"
-            )
+            raise PlanError(f"{source.folder}: {name} {rows}, but config.json says {key} = {count}. {SOURCE_REMEDY}")
 
 
 def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:
-    """Check every routed expert's [out, in] against hidden_size and moe_intermediate_size (PlanError)."""
-    hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+    """Check every routed expert's [out, in] against the sizes in config.json (PlanError)."""
+    hidden, width = architecture.expert_columns, architecture.moe_intermediate_size
+    key = "hidden_size" if hidden == architecture.hidden_size else LATENT_KEY
     for p in projections.values():
         expected = (hidden, width) if p.kind == "down" else (width, hidden)
         if p.role is Role.EXPERTS and (p.num_rows, p.num_columns) != expected:
             raise PlanError(
                 f"{p.home.shard}: {p.home.name}: has the shape {[p.num_rows, p.num_columns]}, but config.json says "
-                f"{list(expected)} (hidden_size {hidden}, moe_intermediate_size {width}). {SOURCE_REMEDY}"
+                f"{list(expected)} ({key} {hidden}, moe_intermediate_size {width}). {SOURCE_REMEDY}"
             )
 
 
@@ -271,19 +313,13 @@ def load_projection(reader: TensorSource, projection: Projection) -> SourceWeigh
     packed, scale, shape = projection.packed, projection.scale, projection.shape
     assert packed is not None
     assert scale is not None
-    assert shape is not None
-    stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
-    if stored != [rows, columns]:
-        raise MalformedFileError(
-            f"{shape.shard}: {shape.name} is {stored}, but {packed.name} has the shape {[rows, columns]}."
-        )
-    weight = Int4Weight(
-        packed=reader.read(packed).reshape(rows, columns // 2),
-        scale_bits=reader.read(scale).view(np.uint16).reshape(rows, columns // GROUP_SIZE),
-    )
-    if weight.scale_bits.max(initial=0) >= FIRST_UNUSABLE_BITS:
-        try:
-            check_int4_scales(weight.scale_bits, name=f"{scale.shard}: {scale.name}")
-        except FormatError as error:
-            raise MalformedFileError(str(error)) from None
-    return weight
+    if shape is not None:
+        stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
+        if stored != [rows, columns]:
+            raise MalformedFileError(
+                f"{shape.shard}: {shape.name} is {stored}, but {packed.name} has the shape {[rows, columns]}."
+            )
+    try:
+        return format_of(packed).load(reader.read(packed), reader.read(scale), rows, f"{scale.shard}: {scale.name}")
+    except FormatError as error:
+        raise MalformedFileError(str(error)) from None

@@ -13,23 +13,23 @@ from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import (
-    INT4_PARAMETERS,
     WEIGHT,
     WEIGHT_PACKED,
+    WEIGHT_SCALE,
     WEIGHT_SHAPE,
     Architecture,
     Family,
     TensorName,
 )
+from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS, packed_form
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
 
-_INT4: Final = "INT4"
-_NVFP4: Final = "NVFP4"
-_WEIGHTS_PER_CODE: Final = {_INT4: 8, _NVFP4: 2}  # weights in one element of the packed tensor
+# weights in one element of the packed tensor
+_WEIGHTS_PER_CODE: Final = {NVFP4: 2, **{row.title: row.columns_per_element for row in SOURCE_FORMATS}}
 _PACKED_PARAMETERS: Final = {
-    _INT4: frozenset(INT4_PARAMETERS),
-    _NVFP4: frozenset(
+    **{row.title: frozenset(row.parameters) for row in SOURCE_FORMATS},
+    NVFP4: frozenset(
         name for n in LAYOUTS.values() for name in (n.weight, n.block_scale, n.global_scale, n.input_scale)
     ),
 }
@@ -63,6 +63,7 @@ class Inspection:
     num_tensors: int
     tensor_bytes: int
     int4_projections: int
+    mxfp4_projections: int
     nvfp4_projections: int
     holdings: list[Holding]
     quantization: dict[str, Any] | None
@@ -101,8 +102,9 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
         num_shards=len(source.headers),
         num_tensors=len(source.tensors),
         tensor_bytes=source.tensor_bytes,
-        int4_projections=sum(form == _INT4 for form in packed.values()),
-        nvfp4_projections=sum(form == _NVFP4 for form in packed.values()),
+        int4_projections=sum(form == INT4.title for form in packed.values()),
+        mxfp4_projections=sum(form == MXFP4.title for form in packed.values()),
+        nvfp4_projections=sum(form == NVFP4 for form in packed.values()),
         holdings=_holdings(source, names, packed),
         quantization=None if found is None else {"where": found[0], **_headline(found[1])},
         oddities=oddities,
@@ -113,20 +115,21 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
 def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
-    # Shown as found, but not relied on: the tensors decide what is INT4.
+    # Shown as found, but not relied on: the tensors decide.
     groups = mapping_or_empty(config.get("config_groups")).values()
     weights = mapping_or_empty(mapping_or_empty(next(iter(groups), None)).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 
 def _packed_modules(source: Checkpoint, names: dict[str, TensorName]) -> dict[str, str]:
-    """Return the form of every module with 4-bit weights. NVFP4 codes are bytes, INT4 codes are 32-bit words."""
+    """Return the form of every module with 4-bit weights: that of a source, or NVFP4 in either layout."""
     forms: dict[str, str] = {}
     for name, parts in names.items():
-        if source.tensors[name].dtype == "U8" and parts.parameter in (WEIGHT, WEIGHT_PACKED):
-            forms[parts.module] = _NVFP4
-        elif parts.parameter == WEIGHT_PACKED:
-            forms[parts.module] = _INT4
+        if parts.parameter == WEIGHT_PACKED:
+            scale = source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}")
+            forms[parts.module] = packed_form(source.tensors[name], scale) or NVFP4
+        elif source.tensors[name].dtype == "U8" and parts.parameter == WEIGHT:
+            forms[parts.module] = NVFP4
     return forms
 
 

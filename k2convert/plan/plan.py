@@ -9,23 +9,25 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
-from k2convert.choices import Layout
+from k2convert.choices import Activations, Layout, Target
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
-from k2convert.models.config import check_int4_config
+from k2convert.models.config import check_source_config
 from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, Family, TensorName, column_scaling
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
     check_expert_shapes,
     check_experts,
-    check_is_int4,
+    check_recipe,
     check_roles_match,
+    check_source_form,
     find_projections,
 )
 from k2convert.plan.recipe import Recipe
@@ -34,8 +36,7 @@ BF16_SHARD_BYTES: Final = 5_000_000_000
 SCALABLE_DTYPES: Final = ("BF16", "F32")  # of copied tensors: norms, routers, shared experts
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """One tensor of an output shard. Its offset follows from the order."""
 
     name: str
@@ -46,11 +47,42 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConvertStep:
-    """Projections written together. `partners` are in other shards and are only measured, for the shared scale."""
+    """Projections written together. `partners` are in other shards and are only measured, for the shared scale.
+
+    `outputs` are made when they are asked for: K3 has a million of them.
+    """
 
     members: tuple[Projection, ...]
     partners: tuple[Projection, ...]
-    outputs: tuple[OutputTensor, ...]
+    recipe: Recipe
+
+    @property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        """The tensors that are written, in file order."""
+        return tuple(
+            OutputTensor(f"{p.module}.{parameter}", dtype, shape, num_bytes)
+            for p in self.members
+            for parameter, dtype, shape, num_bytes in self._tensors(p)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all outputs."""
+        return sum(tensor[3] for p in self.members for tensor in self._tensors(p))
+
+    def _tensors(self, projection: Projection) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+        recipe, shape = self.recipe, (projection.num_rows, projection.num_columns)
+        return _projection_tensors(recipe.target, recipe.layout, recipe.activations, *shape)
+
+
+@lru_cache(maxsize=64)
+def _projection_tensors(
+    target: Target, layout: Layout, activations: Activations, rows: int, columns: int
+) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+    if target == "bf16":
+        return ((WEIGHT, "BF16", (rows, columns), rows * columns * 2),)
+    has_input_scale = activations == "w4a4"
+    return tuple(projection_tensors(layout=layout, num_rows=rows, num_columns=columns, has_input_scale=has_input_scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +90,17 @@ class CopyStep:
     """One tensor copied byte for byte, or with exactly scaled columns."""
 
     tensor: TensorInfo
-    outputs: tuple[OutputTensor, ...]
     scaling: ColumnScaling | None = None
+
+    @property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        """The tensor that is written."""
+        return (OutputTensor(self.tensor.name, self.tensor.dtype, self.tensor.shape, self.tensor.num_bytes),)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return self.tensor.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +117,7 @@ class ShardJob:
 
     @property
     def data_bytes(self) -> int:
-        return sum(output.num_bytes for output in self.outputs)
+        return sum(step.num_bytes for step in self.steps)
 
     @property
     def source_tensors(self) -> list[TensorInfo]:
@@ -98,6 +139,7 @@ class Plan:
     family: str
     recipe: Recipe
     excludes: tuple[str, ...]
+    banks: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
 
     @property
@@ -139,9 +181,10 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
         )
     architecture = family.read_architecture(source.config, str(source.folder))
     names = parse_tensor_names(source, family=family) if names is None else names
-    check_is_int4(source, names, family=family)
-    check_int4_config(source.config, family=family, where=str(source.folder))
+    check_source_form(source, names, family=family)
+    check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
+    check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_experts(source, names, architecture, family)
@@ -160,7 +203,10 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
-    return Plan(claim.family.name, recipe, tuple(exclude_list(unconverted, layout=recipe.layout)), tuple(jobs))
+    excludes = exclude_list(unconverted, layout=recipe.layout)
+    return Plan(
+        claim.family.name, recipe, tuple(excludes), claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
+    )
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:
@@ -197,26 +243,14 @@ def _make_steps(
         for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
             projection = claimed.get(tensor.name)
             if projection is None:
-                output = OutputTensor(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes)
-                steps.append((shard, CopyStep(tensor, (output,), scalings.get(tensor.name))))
+                steps.append((shard, CopyStep(tensor, scalings.get(tensor.name))))
             elif tensor is projection.home and projection.module not in done:
                 group = sharing[projection.sharing_key]
                 members = tuple(p for p in group if p.home.shard == shard)
                 partners = tuple(p for p in group if p.home.shard != shard)
                 done.update(p.module for p in members)
-                outputs = tuple(o for p in members for o in _projection_outputs(p, recipe))
-                steps.append((shard, ConvertStep(members, partners, outputs)))
+                steps.append((shard, ConvertStep(members, partners, recipe)))
     return steps
-
-
-def _projection_outputs(projection: Projection, recipe: Recipe) -> list[OutputTensor]:
-    rows, columns = projection.num_rows, projection.num_columns
-    if recipe.target == "bf16":
-        return [OutputTensor(f"{projection.module}.{WEIGHT}", "BF16", (rows, columns), rows * columns * 2)]
-    tensors = projection_tensors(
-        layout=recipe.layout, num_rows=rows, num_columns=columns, has_input_scale=recipe.activations == "w4a4"
-    )
-    return [OutputTensor(f"{projection.module}.{t[0]}", t[1], t[2], t[3]) for t in tensors]
 
 
 def _same_shards(source: Checkpoint, steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob]:
@@ -235,7 +269,7 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
     parts: list[list[ConvertStep | CopyStep]] = [[]]
     filled = 0
     for _, step in steps:
-        num_bytes = sum(output.num_bytes for output in step.outputs)
+        num_bytes = step.num_bytes
         if parts[-1] and filled + num_bytes > BF16_SHARD_BYTES:
             parts.append([])
             filled = 0
@@ -264,7 +298,7 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
         found["source_tensors"] += len(sources)
         found["bytes_in"] += sum(tensor.num_bytes for tensor in sources)
         found["tensors"] += len(step.outputs)
-        found["bytes_out"] += sum(output.num_bytes for output in step.outputs)
+        found["bytes_out"] += step.num_bytes
     return counts
 
 

@@ -21,7 +21,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_names
-from k2convert.models.config import EXPERTS_KEY, text_config
+from k2convert.models.config import EXPERTS_KEY, key_of, text_config
 from k2convert.models.names import Architecture, Family, Role, TensorName
 
 
@@ -42,7 +42,7 @@ def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Ma
 
     Equally many of each group of the router (n_group), if that many can be chosen.
     """
-    num_groups = _count(text_config(config), "n_group")
+    num_groups = _count(config, "n_group")
     kept: dict[int, tuple[int, ...]] = {}
     for layer, values in scores.items():
         parts = 1 if count % num_groups or len(values) % num_groups else num_groups
@@ -98,7 +98,7 @@ def _seen(
 
 
 def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    changed = {**text_config(config), EXPERTS_KEY: count}
+    changed = {**text_config(config), key_of(config, EXPERTS_KEY): count}
     return changed if text_config(config) is config else {**config, "text_config": changed}
 
 
@@ -126,7 +126,7 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
                 f"layer {layer} keeps {len(experts)} experts, but layer {layers[0]} keeps {kept.num_experts}. Keep the "
                 "same number in every layer: engines need that."
             )
-    _check_router(kept, total, text_config(config))
+    _check_router(kept, total, config)
 
 
 def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> None:
@@ -135,15 +135,15 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
     num_groups, used_groups = _count(config, "n_group"), _count(config, "topk_group")
     if count < top_k:
         raise PlanError(
-            f"{count} experts per layer are kept, but each token uses {top_k} (num_experts_per_tok). Keep at least "
-            f"{top_k}."
+            f"{count} experts per layer are kept, but each token uses {top_k} "
+            f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
     if num_groups == 1:
         return
     if total % num_groups or count % num_groups:
         raise PlanError(
-            f"{count} of {total} experts cannot form {num_groups} equal groups (n_group). Keep a multiple of "
-            f"{num_groups}."
+            f"{count} of {total} experts cannot form {num_groups} equal groups ({key_of(config, 'n_group')}). "
+            f"Keep a multiple of {num_groups}."
         )
     size, new_size = total // num_groups, count // num_groups
     for layer, experts in kept.layers.items():
@@ -161,5 +161,5 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+    value = text_config(config).get(key_of(config, key))
     return value if isinstance(value, int) and value > 0 else 1

@@ -22,6 +22,7 @@ from torch import Tensor
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -38,6 +39,10 @@ class ReferenceQuantizer:
     """The QuantizationScheme of a pack-quantized INT4 weight."""
     qtensor: Any
     """ModelOpt's NVFP4QTensor."""
+    mxfp4: Any
+    """compressed-tensors' MXFP4PackedCompressor."""
+    mxfp4_scheme: Any
+    """Its preset MXFP4A16."""
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
@@ -69,6 +74,9 @@ class ReferenceQuantizer:
 
     def dequantize(self, source: SourceWeight) -> Tensor:
         """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""
+        if isinstance(source, Mxfp4Weight):
+            packed, scales = (torch.from_numpy(np.ascontiguousarray(a)) for a in (source.packed, source.scale_bytes))  # pyright: ignore[reportUnknownMemberType]
+            return self.mxfp4.decompress({"weight_packed": packed, "weight_scale": scales}, self.mxfp4_scheme)["weight"]
         if isinstance(source, Bf16Weight):
             return bf16_tensor(source.bits)
         if source.channel_exponents is not None:
@@ -103,6 +111,8 @@ def create_reference_quantizer() -> ReferenceQuantizer:
         decompressor=compressors.PackedQuantizationCompressor,
         scheme=quantization.QuantizationScheme(targets=["Linear"], weights=weights),
         qtensor=nvfp4.NVFP4QTensor,
+        mxfp4=import_reference("compressed_tensors.compressors.mxfp4.base").MXFP4PackedCompressor,
+        mxfp4_scheme=quantization.preset_name_to_scheme("MXFP4A16", ["Linear"]),
     )
 
 

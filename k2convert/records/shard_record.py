@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -43,7 +44,8 @@ class ProjectionRecord:
 class DecodedError:
     """The error of one tensor's written bytes against the source; `max_error_steps` is None for BF16.
 
-    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none.
+    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none. `changed_codes`
+    is how many bytes of codes in the window of a cast are not the source's; None without a cast.
     """
 
     num_weights: Count
@@ -54,6 +56,7 @@ class DecodedError:
     max_error_steps: Real | None
     weighted_energy: Real | None = None
     weighted_error: Real | None = None
+    changed_codes: Count | None = None
 
     @property
     def relative_mse(self) -> float:
@@ -71,6 +74,14 @@ class DecodedError:
         if self.weighted_energy is None or self.weighted_error is None:
             return None
         return None if self.weighted_energy == 0.0 else decibels(self.weighted_energy, self.weighted_error)
+
+
+def proven(metrics: WeightMetrics, decoded: DecodedError) -> WeightMetrics:
+    """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?"""
+    if metrics.below_window_groups is None:
+        return metrics
+    is_lossless = decoded.squared_error == 0.0 and decoded.equal_nonzero == decoded.num_nonzero
+    return replace(metrics, lossless_tensors=int(is_lossless))
 
 
 def _is_scalar(data: str) -> str:
@@ -124,6 +135,16 @@ class ShardRecord:
         found, modules = self.checked, {projection.module for projection in self.projections}
         if found is not None and not found.decoded.keys() == found.sampled_blocks.keys() == modules:
             raise ValueError("checked and projections name different modules")
+
+    def read_back(self, decoded: Mapping[str, DecodedError]) -> "ShardRecord":
+        """Return the record with what was decoded of its written bytes, by module; see `proven`."""
+        return replace(
+            self,
+            projections=tuple(
+                replace(p, metrics=proven(p.metrics, decoded[p.module])) if p.metrics and p.module in decoded else p
+                for p in self.projections
+            ),
+        )
 
     @property
     def is_checked(self) -> bool:

@@ -2,8 +2,8 @@
 
     figures     journal, ledger and validation -> Report (figures), and what is missing
     checks      the document of a validation, parsed
-    content     headline, sections and provenance, computed once for every form; calibrated: its parts on calibration,
-                rule gptq and pruning; wording: numbers as text, sections and tables
+    content     headline, sections and provenance, computed once for every form; counts: its table of counts;
+                calibrated: its parts on calibration, rule gptq and pruning; wording: numbers as text, tables
     charts, heat_map, drawing   matplotlib figures -> SVG in the page's colors
     page, markdown   Report -> report.html and report.png, report.md and README.md
 

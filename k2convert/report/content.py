@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
-from k2convert.quantize.formats.nvfp4 import decode_e4m3
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.models.names import SourceFormat
+from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
+from k2convert.report.counts import counts_table
 from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
 
-NOT_COUNTED: Final = "not counted"
-_SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
@@ -92,20 +89,32 @@ def _contract_tile(checks: Checks) -> Tile:
     return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, tone="" if skipped else "good")
 
 
+def bits_words(source: SourceFormat) -> str:
+    """Return how many bits a weight has before and after."""
+    if source.bits == NVFP4_BITS:
+        return f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
+    return f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
+
+
 def caution(report: Report) -> str:
     """Return a paragraph about what the figures do not show."""
     total, calibration, pruning = report.total, report.ledger.calibration, report.ledger.pruning
-    exact = "the exact INT4 values q * s"
-    if total.num_codes != total.num_weights:
+    known = report.source_format
+    exact = f"the exact {known.title} values"
+    if total.num_codes not in (None, total.num_weights):
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     exact += ", divided by the powers of two of smoothing" if is_scaled else ""
     space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
-    text = (
-        f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
-        "levels, and E2M1 has no 5 and no 7, so blocks with these values change. "
-        f"{space}: INT4 and NVFP4 both have 4.5 bits per weight."
+    change = (
+        "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
+        "with these values change."
     )
+    if (words := total.cast_words) is not None:
+        change = f"Codes were copied and scales relabeled: {words}."
+    elif total.num_codes is None:
+        change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
+    text = f"These are errors of weights against {exact}. {change} {space}: {bits_words(known)}."
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
@@ -125,7 +134,7 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
         yield evaluation_section(found, report.ledger.recipe)
         yield from detail_sections(found, report.ledger.recipe)
     yield from _chart_sections(report)
-    yield Section("What happened to the weights", (), (role_table(report), _counts(report.total)))
+    yield Section("What happened to the weights", (), (role_table(report), counts_table(report.total)))
     if (pruning := report.ledger.pruning) is not None:
         yield pruned_section(pruning, checks)
     yield from calibrated_sections(report.ledger.calibration)
@@ -198,38 +207,6 @@ def needs_section(report: Report) -> Section | None:
     ]
     columns = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
     return Section("Needs", sentences, (Table(columns, rows),) if rows else ())
-
-
-def _counts(metrics: WeightMetrics) -> Table:
-    changed = metrics.num_nonzero - metrics.equal_nonzero
-    histogram = metrics.scale_histogram
-    subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
-    blocks, codes = metrics.num_blocks, metrics.num_codes
-    steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
-    extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
-    values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
-    rows = (
-        _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
-        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
-        _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
-        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
-        _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
-        _count(
-            "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
-            "a scale below 2⁻⁶ or above 448 would have given less error",
-        ),
-        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
-        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
-        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
-        ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
-        ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
-    )  # fmt: skip
-    return Table(("", "count", "share", "meaning"), rows)
-
-
-def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
-    shown = NOT_COUNTED if value is None else f"{value:,}"
-    return label, shown, percent(value, of) if of and value is not None else "", meaning
 
 
 def role_name(role: str) -> str:

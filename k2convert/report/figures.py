@@ -22,7 +22,8 @@ from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
-from k2convert.models.names import Role
+from k2convert.models.names import Role, SourceFormat
+from k2convert.models.source_formats import INT4, MXFP4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.fingerprint import JobDescription, fingerprint_digest
@@ -111,6 +112,11 @@ class Report:
     @property
     def is_complete(self) -> bool:
         return self.finished_shards == self.num_shards
+
+    @property
+    def source_format(self) -> SourceFormat:
+        """How the source stored the weights that were converted: only INT4 codes are counted."""
+        return MXFP4 if self.total.num_codes is None else INT4
 
     @property
     def rule(self) -> str:

@@ -23,7 +23,7 @@ from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.quantize.rules import RULES
 from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
-from k2convert.report.content import caution, needs_section, role_name, role_table, sections
+from k2convert.report.content import bits_words, caution, needs_section, role_name, role_table, sections
 from k2convert.report.evaluated import evaluation_section
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table
@@ -138,6 +138,9 @@ def render_card(
         caution=caution(report),
         serving={name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()},
         draft_heads=family.draft_heads,
+        serving_notes=family.notes,
+        source_title=report.source_format.title,
+        bits=bits_words(report.source_format),
         needs=needs_section(report),
         size=gigabytes(ledger.num_bytes),
         checked="" if checks is None else checks.summary,

@@ -58,6 +58,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
     recipe = report.ledger.recipe
     return environment.from_string(_text("page.html.jinja")).render(
         name=page_name(report),
+        source_title=report.source_format.title,
         made_on=report.made_on,
         keywords=[recipe.rule, recipe.layout, recipe.activations],
         style=Markup(style),
@@ -162,5 +163,7 @@ def _stacked(figures: list[Figure]) -> NDArray[np.uint8]:
 def _draw_title(report: Report, *, width: float) -> Figure:
     sheet = Sheet(0.5, LIGHT, width=width)
     words = [f"{tile.value} {tile.label}" for tile in headline(report, None)[:3]]
-    sheet.text(LEFT, 0.22, f"INT4 to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True)
+    sheet.text(
+        LEFT, 0.22, f"{report.source_format.title} to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True
+    )
     return sheet.figure

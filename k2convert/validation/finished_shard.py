@@ -13,7 +13,6 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
-from k2convert.models import expected_family
 from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
@@ -42,14 +41,14 @@ def check_finished_shard(
     recipe: Recipe,
     calibration: "Calibration | None",
     kept: KeptExperts | None,
+    family: Family,
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
 
-    `calibration` and `kept` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure of the
-    record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if the
-    source changed.
+    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
+    of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
+    the source changed.
     """
-    family = expected_family(None, read_header(path).tensors)
     source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
     result = open_shard(path, family=family, source=source, recipe=recipe)
     if calibration is not None:
@@ -63,7 +62,7 @@ def check_finished_shard(
     scan = found.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
-    problems = list(_problems(result, found, record))
+    problems = list(_problems(result, found, record.read_back(found.errors)))
     if problems:
         (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")

@@ -19,7 +19,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.models.names import INT4_PARAMETERS, WEIGHT, Family
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
 from k2convert.validation.contract.result import Result
 
 ALL: Final = (0, 1 << 62)
@@ -93,8 +93,8 @@ class Shards:
 
     def around_layer(self, part: Result, layer: int, *, source: Checkpoint) -> AbstractContextManager[None]:
         """The same for one layer. `part` is of `Result.of_layers`, `source` the whole one, even if it was pruned."""
-        stem = part.family.layer.format(layer=layer)
-        wanted = (f"{stem}.mlp.", f"{stem}.post_attention_layernorm.")
+        family = part.family
+        wanted = (family.moe_prefix(layer), f"{family.mlp_norm.format(layer=layer)}.")
         of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(wanted))
         return self.around_tensors(part.tensors.values(), of_source)
 
@@ -130,7 +130,7 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
     tensors = result.source.tensors if result.source is not None else {}
     shared: dict[str, list[TensorInfo]] = defaultdict(list)
     for name, parts in result.source_names.items():
-        if parts.parameter in (*INT4_PARAMETERS, WEIGHT):
+        if parts.parameter in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT):
             shared[parts.sharing_key].append(tensors[name])
     found: dict[str, Ranges] = defaultdict(lambda: defaultdict(set))
     for name, tensor in result.tensors.items():
@@ -171,5 +171,5 @@ LOCAL: Final = Shards()
 
 def layer_bytes(checkpoint: Checkpoint, layers: Sequence[int], *, family: Family) -> int:
     """Return the bytes of the MoE blocks of some layers."""
-    stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in layers)
+    stems = tuple(family.moe_prefix(layer) for layer in layers)
     return sum(tensor.num_bytes for name, tensor in checkpoint.tensors.items() if name.startswith(stems))

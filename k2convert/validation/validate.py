@@ -17,7 +17,7 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
-from k2convert.models import read_architecture
+from k2convert.models import check_computed, read_architecture
 from k2convert.models.names import WEIGHT_PACKED
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
@@ -89,6 +89,8 @@ def validate_checkpoint(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
             "and --against."
         )
+    if layers is not None and source is not None:
+        check_computed(source)
     result = _with_smoothing(result, shards, statistics)
     source = result.source
     if layers is not None and source is not None and whole is not None and shards.is_remote:
@@ -124,24 +126,25 @@ def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | No
 
 
 def _check_operands(result: Result) -> None:
-    folder, source = result.folder, result.source
-    has_int4 = any(name.endswith(f".{WEIGHT_PACKED}") and t.dtype == "I32" for name, t in result.tensors.items())
-    is_source = has_int4 and not _is_nvfp4(result.tensors) and not result.is_int4
+    folder, source, known = result.folder, result.source, result.family.source_format
+    packed = (t for name, t in result.tensors.items() if name.endswith(f".{WEIGHT_PACKED}"))
+    has_packed = any(t.dtype == known.packed_dtype for t in packed)
+    is_source = has_packed and not _is_nvfp4(result.tensors) and not result.is_int4
     is_result = source is not None and _is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(
-            f"{folder} is an INT4 checkpoint and {source.folder} an NVFP4 one. Swap them: the result comes first, the "
-            "INT4 source after --source."
+            f"{folder} is an {known.title} checkpoint and {source.folder} an NVFP4 one. Swap them: the result comes "
+            f"first, the {known.title} source after --source."
         )
     if is_source:
         raise CheckpointError(
-            f"{folder}: its weights are INT4, so it is a source, not a result. Pass the folder of a finished "
-            "conversion, and the INT4 source with --source."
+            f"{folder}: its weights are {known.title}, so it is a source, not a result. Pass the folder of a finished "
+            f"conversion, and the {known.title} source with --source."
         )
     if source is not None and is_result:
         raise CheckpointError(
-            f"{source.folder}: its weights are NVFP4, so it is not the source. Pass the INT4 checkpoint that the "
-            "result was converted from with --source."
+            f"{source.folder}: its weights are NVFP4, so it is not the source. Pass the {known.title} checkpoint that "
+            "the result was converted from with --source."
         )
 
 

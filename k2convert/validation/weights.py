@@ -12,7 +12,7 @@ global scales are regenerated, and their figures are measured: they must be thos
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
 
@@ -24,13 +24,16 @@ from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Bf16Weight, Int4Weight, SourceWeight, bf16_bits
+from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import CPU, create_native_quantizer, has_kernel
 from k2convert.quantize.rules import RULES
+from k2convert.quantize.rules.cast import SMALLEST_STEP
 from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.records.shard_record import DecodedError
+from k2convert.quantize.rules.mse import global_exponent
+from k2convert.records.shard_record import DecodedError, proven
 from k2convert.validation.decode import measure_decoded
 
 ROW_STRIDE: Final = 61
@@ -140,6 +143,8 @@ def _check(
         weight.source, name=weight.module, magnitude=shared, global_scale=expected, importance=weight.importance
     )
     problems += _difference(weight, again)
+    if isinstance(weight.source, Mxfp4Weight) and metrics.cast_tensors is not None:
+        error = replace(error, changed_codes=_changed_codes(weight.source, weight.packed, global_exponent(expected)))
     sampled, wrong = _check_sample(weight, rule, scale) if has_kernel(rule) else (0, 0)
     if wrong:
         problems.append(f"{wrong:,} of {sampled:,} sampled blocks are not what the reference arithmetic gives")
@@ -149,7 +154,7 @@ def _check(
         num_blocks=again.block_scales.size,
         sampled_blocks=sampled,
         problems=tuple(problems),
-        metrics=None if problems else metrics,
+        metrics=None if problems else proven(metrics, error),
         has_exact_scale=has_scale or not names.is_divisor,
     )
 
@@ -177,6 +182,16 @@ def _check_measured(
     return CheckedWeight(weight.module, error, problems=tuple(problems), metrics=metrics)
 
 
+def _changed_codes(source: Mxfp4Weight, packed: Bytes, exponent: int) -> int:
+    """Return how many bytes of codes differ from the source's, in groups that are not below the window of a cast."""
+    groups, written = source.groups(), packed.reshape(-1, GROUP_BYTES)
+    if np.array_equal(groups, written):
+        return 0
+    steps = source.scale_bytes.reshape(-1).astype(np.int64) - SCALE_BIAS - exponent
+    is_copied = (steps >= SMALLEST_STEP) | is_empty(groups)
+    return int(np.count_nonzero((groups != written)[is_copied]))
+
+
 def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
     scales, packed = expected.block_scales.reshape(-1), expected.packed.reshape(-1)
     written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
@@ -197,8 +212,10 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     stride = max(1, rows * columns // GROUP_SIZE // MIN_SAMPLED_GROUPS)
     stride = min(ROW_STRIDE_CHANNELS if is_slow else ROW_STRIDE, stride, rows)
     chosen = slice(zlib.crc32(weight.module.encode()) % stride, None, stride)
-    is_int4 = isinstance(source, Int4Weight)
-    some: SourceWeight = _some_rows(source, chosen) if is_int4 else Bf16Weight(source.bits[chosen])
+    if isinstance(source, Mxfp4Weight):
+        some: SourceWeight = source.select(chosen)
+    else:
+        some = _some_rows(source, chosen) if isinstance(source, Int4Weight) else Bf16Weight(source.bits[chosen])
     again = RULES[rule].quantize(some, global_scale, importance)
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]

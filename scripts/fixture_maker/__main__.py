@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.fixture_maker import edges, headers, layouts, make_k2_shaped, make_token_ids
+from scripts.fixture_maker import edges, headers, k3, layouts, make_k2_shaped, make_token_ids
 from scripts.fixture_maker.inventory import K2_SHAPE
 from scripts.fixture_maker.shaped import VOCABULARY, experts_for
 
@@ -25,6 +25,9 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "wide": edges.make_wide,
     "k2-thinking-headers": headers.make_k2_thinking_headers,
     "k2.5-headers": headers.make_k25_headers,
+    "k3-tiny": k3.make_k3_tiny,
+    "k3-edges": k3.make_k3_edges,
+    "k3-headers": k3.make_k3_headers,
 }
 
 

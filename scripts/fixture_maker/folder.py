@@ -53,7 +53,7 @@ def read_small(folder: Path) -> SmallCheckpoint:
 def write_small(checkpoint: SmallCheckpoint, out: Path) -> Path:
     """Write shards, index, config and sidecars into the new folder `out`."""
     fresh_folder(out)
-    for path in sorted(checkpoint.sidecars.iterdir()):
+    for path in sorted(checkpoint.sidecars.iterdir()) if checkpoint.sidecars.is_dir() else ():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
             shutil.copyfile(path, out / path.name)
     weight_map, total = {}, 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-DTYPE_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2}
+DTYPE_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "U8": 1}
 GROUP_SIZE = 32
 CODES_PER_WORD = 8
 

@@ -15,7 +15,7 @@ from scripts.fixture_maker.config import write_json
 from scripts.fixture_maker.inventory import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPE_ORDER = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3}
+_DTYPE_ORDER = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "U8": 4}
 
 Buffers = Iterable[bytes | memoryview]
 

@@ -150,7 +150,10 @@ KINDS: dict[str, tuple[Callable[[SmallCheckpoint], None], list[str]]] = {
     "FP8": (without_int4(torch.float8_e4m3fn), ["FP8", "INT4 release"]),
     "BF16": (without_int4(torch.bfloat16), ["weight_packed", "INT4 release"]),
     "early NVFP4 names": (renamed("model.layers.", "language_model.layers."), ["language_model.layers."]),
-    "another model": (renamed("model.layers.", "transformer.h."), ["not a Kimi K2 checkpoint", "K2-Thinking"]),
+    "another model": (
+        renamed("model.layers.", "transformer.h."),
+        ["not a Kimi K2 or Kimi K3 checkpoint", "K2-Thinking"],
+    ),
 }
 
 

@@ -38,6 +38,23 @@ def test_hub_to_hub(
     assert_published(tiny_hub, local_result)
 
 
+def test_kimi_k3_from_hub_to_hub(server: LoopbackHub, cli: RunCli, k3_tiny: Path, tmp_path: Path) -> None:
+    """The card says what was proven of the written bytes, and what engines need."""
+    server.store.add_folder("moon/tiny", k3_tiny)
+    cli("run", k3_tiny, tmp_path / "local", code=0)
+    cli(*JOB, code=0)
+    store = server.store
+    for path in sorted((tmp_path / "local").glob("*.safetensors")):
+        assert store.read("me/out", path.name) == path.read_bytes()
+    assert store.read("me/out", "config.json") == (tmp_path / "local" / "config.json").read_bytes()
+    card = store.read("me/out", "README.md").decode()
+    assert ALL_RULES in card
+    assert "36 of 36 tensors are lossless: read back, every value is the source's" in card
+    assert "MXFP4 has 4.25 bits per weight, NVFP4 4.5" in card
+    assert "does not load the layout compressed-tensors" in card
+    assert "INT4" not in card
+
+
 def test_hub_to_folder_gives_the_local_bytes(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
     done = cli("run", "hf://moon/tiny@main", "out", "--json", code=0)
     assert json.loads(done.stdout)["commit"] is None

@@ -28,6 +28,13 @@ def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["tried"] > 15
 
 
+def test_crashes_of_a_cast_resume_to_identical_bytes(k3_tiny: Path, tmp_path: Path) -> None:
+    """The written shards are read back before they are recorded."""
+    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="spread")
+    assert found["wrong"] == []
+    assert found["tried"] > 15
+
+
 @pytest.mark.slow
 def test_a_crash_at_every_call_and_twenty_random_moments(small: Path, tmp_path: Path) -> None:
     [found] = crash(tmp_path, ["run", small, "OUT", *OPTIONS], points="every")

@@ -120,6 +120,7 @@ def tasks_of(job: Job) -> list[ShardTask]:
             fingerprint=job.digest,
             header_digests={name: job.source.checkpoint.headers[name].digest for name in shard.source_shards},
             inflight_bytes=1 << 26,
+            family=job.plan.family,
             for_upload=True,
             calibration=job.calibration,
         )

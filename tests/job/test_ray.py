@@ -32,7 +32,7 @@ def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
     return ("run", str(source), str(out), "--ray", nodes.address, "--cpus-per-shard", "1")
 
 
-@pytest.mark.parametrize("name", ["split", "small"])
+@pytest.mark.parametrize("name", ["split", "small", "k3_edges"])
 def test_a_cluster_gives_equal_bytes(name: str, nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source: Path = request.getfixturevalue(name)
     assert run("run", source, tmp_path / "here") == 0

@@ -20,6 +20,7 @@ from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.resources import output_headers
 from k2convert.job.shard import ShardTask, convert_shard
+from k2convert.models import find_family
 from k2convert.plan.plan import CopyStep, plan_conversion
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.plan.recipe import load_recipe
@@ -57,6 +58,7 @@ def tasks(job: Job) -> dict[str, ShardTask]:
             header_digests={name: headers[name].digest for name in shard.source_shards},
             inflight_bytes=1 << 26,
             calibration=job.calibration,
+            family=job.plan.family,
         )
         for shard in job.plan.jobs
     }
@@ -64,6 +66,7 @@ def tasks(job: Job) -> dict[str, ShardTask]:
 
 def check(task: ShardTask, record: ShardRecord, **other: Any) -> ShardFindings:
     options = {"source_folder": task.source_folder, "recipe": task.recipe, "calibration": task.calibration}
+    options |= {"family": find_family(task.family)}
     return check_finished_shard(task.destination / record.shard, record, **options | {"kept": task.kept} | other)
 
 
@@ -182,7 +185,7 @@ def pruned_task(source: Path, folder: Path, view_of: KeptExperts) -> ShardTask:
     found = plan_conversion(source=keep_experts(whole, view_of), recipe=load_recipe("kimi-k2-thinking-nvfp4"))
     shard = next(shard for shard in found.jobs if shard.name == CUT_SHARD)
     digests = {name: whole.headers[name].digest for name in shard.source_shards}
-    return ShardTask(shard, found.recipe, source, folder, "cpu", "0" * 64, digests, 1 << 26, kept=KEPT)
+    return ShardTask(shard, found.recipe, source, folder, "cpu", "0" * 64, digests, 1 << 26, found.family, kept=KEPT)
 
 
 def test_every_tensor_of_a_pruned_shard_is_compared(cut: Path, tmp_path: Path) -> None:

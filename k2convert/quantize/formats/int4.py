@@ -28,27 +28,31 @@ from k2convert.quantize.formats.nvfp4 import row_chunks, unpack_nibbles
 _NAN_BITS: Final = 0x7FC0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Bf16Weight:
     """A BF16 weight: `bits` uint16 [N, K], K a multiple of 16; FormatError otherwise."""
 
-    bits: NDArray[np.uint16]
+    __slots__ = ("_bits",)
 
-    def __post_init__(self) -> None:
-        if self.bits.dtype != np.uint16 or self.bits.ndim != 2 or self.bits.shape[1] % BLOCK_SIZE:
+    def __init__(self, bits: NDArray[np.uint16]) -> None:
+        if bits.dtype != np.uint16 or bits.ndim != 2 or bits.shape[1] % BLOCK_SIZE:
             raise FormatError(
-                f"BF16 weights must be the bits uint16 [N, K] with K a multiple of {BLOCK_SIZE}, "
-                f"not {describe(self.bits)}"
+                f"BF16 weights must be the bits uint16 [N, K] with K a multiple of {BLOCK_SIZE}, not {describe(bits)}"
             )
+        self._bits = bits
+
+    @property
+    def bits(self) -> NDArray[np.uint16]:
+        """The bits of every number, uint16 [N, K]."""
+        return self._bits
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K) of the weight."""
-        return self.bits.shape[0], self.bits.shape[1]
+        return self._bits.shape[0], self._bits.shape[1]
 
     def rows(self, start: int, stop: int) -> Bf16Weight:
         """A view of some rows."""
-        return Bf16Weight(self.bits[start:stop])
+        return Bf16Weight(self._bits[start:stop])
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

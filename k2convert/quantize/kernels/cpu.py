@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from k2convert.buffers import BUFFERS
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, check_int4_scales
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight
+from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.search_tables import search_tables
 from k2convert.quantize.rules import RULES, check_rule_scale
+from k2convert.quantize.rules.cast import check_exponent, check_mxfp4_scales
 from k2convert.quantize.rules.imatrix import importance_factors
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import check_importance, global_exponent
@@ -36,6 +38,8 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     """Measure a weight as `rules.max.measure` does; FormatError, naming it, if a value is not usable."""
+    if isinstance(weight, Mxfp4Weight):
+        return _measure_mxfp4(weight, name=name)
     if isinstance(weight, Bf16Weight):
         return measure(weight, name=name)
     codes = flat(weight.packed), flat(weight.scale_bits)
@@ -47,6 +51,24 @@ def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
     return Magnitude(scale_max=float(bf16_values(np.array(largest_bits, dtype=np.uint16))), amax=float(amax))
+
+
+def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
+    check_mxfp4_scales(weight.scale_bytes, name=name)
+    tally = tally_mxfp4(weight)
+    used = np.flatnonzero(tally[:, 0])
+    amax = float(np.ldexp(np.array(E2M1_VALUES)[tally[used, 3]], used - SCALE_BIAS).max(initial=0.0))
+    return Magnitude(amax, amax, largest_exponent=check_exponent(used[-1] if used.size else None, name=name))
+
+
+def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
+    """Return exact counts by scale byte, int64 [256, 4]: groups that are not empty, codes that are not zero, the sum of
+    their (2v)**2, and the largest code. They are kept with the weight."""
+    if weight.tally is None:
+        tallies = np.zeros(4 * 256, dtype=np.int64)
+        _cpu.tally_mxfp4(flat(weight.packed), flat(weight.scale_bytes), tallies)
+        weight.tally = tallies.reshape(256, 4)
+    return weight.tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +112,8 @@ def convert(
     check_rule_scale(rule, global_scale)
     if importance is not None:
         check_importance(importance, weight.shape[1])
+    if isinstance(weight, Mxfp4Weight) and not _is_plain(rule):
+        return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
     if isinstance(weight, Bf16Weight):
         return Converted(_convert_bf16(weight, rule, global_scale, importance))
     result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)

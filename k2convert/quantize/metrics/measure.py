@@ -18,16 +18,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
-from k2convert.quantize.formats.nvfp4 import MAX_BYTE, Nvfp4Weight, decode_e4m3, sampled_range
+from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, decode_mxfp4, look_up
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, sampled_range
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, flat
+from k2convert.quantize.kernels.cpu import Converted, Sums, flat, tally_mxfp4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import Magnitude, max_global_scale
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, mse_global_scale
 
 MAX_SCALE_SPREAD: Final = 2.0**13
+CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
+SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
+"""The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
 
 
 def measure_quantized(
@@ -82,6 +88,7 @@ def measure_quantized(
         sampled_error_bound=bound,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
+        **_cast_counts(source, result.global_scale, magnitude),
     )
 
 
@@ -101,6 +108,8 @@ def add_up(
     sums_N4 = np.zeros((rows, 4))
     factors = None if importance is None else importance.astype(np.float64)
     written = flat(packed), flat(block_scales), block_values, columns
+    if isinstance(source, Mxfp4Weight):
+        return _add_up_mxfp4(source, packed, block_scales, block_values)
     if isinstance(source, Bf16Weight):
         counts = _cpu.measure_bf16(flat(source.bits), *written, factors, sums_N4.reshape(-1))
     else:
@@ -113,9 +122,92 @@ def add_up(
     return Sums(energy, error, weighted_energy, weighted_error, *counts)
 
 
+def _add_up_mxfp4(
+    source: Mxfp4Weight, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], block_values: NDArray[np.float64]
+) -> Sums:
+    """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
+    tally, groups, scales = tally_mxfp4(source), source.groups(), flat(source.scale_bytes)
+    written, written_scales = flat(packed).reshape(groups.shape), flat(block_scales).reshape(-1, BLOCKS_PER_GROUP)
+    exists_S, bytes_S = _same_scales(block_values)
+    expected = look_up(bytes_S, scales)
+    is_equal = (expected == written_scales[:, 0]) & (expected == written_scales[:, 1])
+    if not exists_S[np.flatnonzero(tally[:, 0])].all():
+        is_equal &= exists_S[scales]
+    if packed is not source.packed and not np.array_equal(groups.view(np.uint64), written.view(np.uint64)):
+        is_equal &= (groups == written).all(axis=1)
+    others, num_rest, equal_rest, equal_blocks, errors = np.flatnonzero(~is_equal), 0, 0, 0, [0.0]
+    for start in range(0, others.size, CHUNK_GROUPS):
+        some = others[start : start + CHUNK_GROUPS]
+        rest, sums = Mxfp4Weight(groups[some], scales[some, None]), np.zeros(4)
+        arrays = flat(rest.bits), flat(written[some]), flat(written_scales[some])
+        counts = _cpu.measure_bf16(*arrays, block_values, 2 * written[some].size, None, sums)
+        num_rest, equal_rest, equal_blocks = num_rest + counts[0], equal_rest + counts[1], equal_blocks + counts[2]
+        errors.append(float(sums[1]))
+    num_nonzero = int(tally[:, 1].sum())
+    exact_blocks = BLOCKS_PER_GROUP * (len(groups) - others.size)
+    return Sums(
+        energy=_sum(tally[:, 2] * SCALE_VALUES**2 / 4),
+        squared_error=_sum(np.array(errors)),
+        weighted_energy=0.0,
+        weighted_error=0.0,
+        num_nonzero=num_nonzero,
+        equal_nonzero=num_nonzero - num_rest + equal_rest,
+        equal_blocks=exact_blocks + equal_blocks,
+        recoverable_codes=0,
+        num_five_or_seven=0,
+        num_minus_eight=0,
+        max_error_steps=0.0,
+        least_scale=math.inf,
+    )
+
+
+def _same_scales(block_values: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    """Return for each MXFP4 scale byte whether a block scale is the same number, and which."""
+    is_same = SCALE_VALUES[:, None] == block_values
+    return is_same.any(axis=1), is_same.argmax(axis=1).astype(np.uint8)
+
+
+def _cast_counts(source: SourceWeight, global_scale: float, magnitude: Magnitude) -> dict[str, int | None]:
+    """Return the counts of a cast, by their fields in WeightMetrics; empty for any other conversion."""
+    if not isinstance(source, Mxfp4Weight) or global_scale != mse_global_scale(magnitude, is_int4=False):
+        return {}
+    groups_S = tally_mxfp4(source)[:, 0]
+    steps_S, used = np.arange(256) - SCALE_BIAS - global_exponent(global_scale), np.flatnonzero(groups_S)
+    below = int(groups_S[steps_S < SMALLEST_STEP].sum())
+    subnormal = int(groups_S[(steps_S >= SMALLEST_STEP) & (steps_S < SMALLEST_NORMAL_STEP)].sum())
+    return {
+        "empty_groups": source.scale_bytes.size - int(groups_S.sum()),
+        "below_window_groups": below,
+        "subnormal_groups": subnormal,
+        "min_source_byte": int(used[0]) if used.size else None,
+        "max_source_byte": int(used[-1]) if used.size else None,
+        "cast_tensors": 1,
+        "below_window_tensors": int(below > 0),
+        "subnormal_tensors": int(subnormal > 0),
+    }
+
+
 def _sum(values: NDArray[np.float64]) -> float:
     # fsum refuses infinity minus infinity, which damaged scales can give.
     return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
+
+
+def _sample_mxfp4(
+    source: Mxfp4Weight,
+    written: tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]],
+    chosen: range,
+    max_scale: float,
+) -> tuple[float, float, float]:
+    """The same for MXFP4: the source's own scales, as real numbers, leave no error, so the bound is zero."""
+    blocks = slice(chosen.start, None, chosen.step)
+    scales = flat(source.scale_bytes)[np.arange(chosen.start, chosen.stop, chosen.step) // BLOCKS_PER_GROUP, None]
+    bits = flat(decode_mxfp4(flat(source.packed).reshape(-1, BLOCK_SIZE // 2)[blocks], scales))
+    codes, block_scales = flat(written[0].reshape(-1, BLOCK_SIZE // 2)[blocks]), flat(written[1][blocks])
+    max_codes, max_scales, sums = np.empty_like(codes), np.empty_like(block_scales), np.zeros((2, 4))
+    _cpu.quantize_max_bf16(bits, max_scale, max_codes, max_scales)
+    _cpu.measure_bf16(bits, codes, block_scales, written[2], bits.size, None, sums[0])
+    _cpu.measure_bf16(bits, max_codes, max_scales, _E4M3 * max_scale, bits.size, None, sums[1])
+    return float(sums[0, 1]), float(sums[1, 1]), 0.0
 
 
 def _sample(
@@ -127,6 +219,8 @@ def _sample(
         return 0, 0.0, 0.0, 0.0
     written = flat(result.packed), flat(result.block_scales), _E4M3 * result.global_scale
     sample = chosen.start, chosen.step, max_global_scale(magnitude)
+    if isinstance(source, Mxfp4Weight):
+        return len(chosen), *_sample_mxfp4(source, written, chosen, sample[2])
     if isinstance(source, Bf16Weight):
         return len(chosen), *_cpu.sample_bf16(flat(source.bits), *written, *sample)
     codes = flat(source.packed), flat(source.scale_bits), source.channel_exponents

@@ -20,7 +20,7 @@ class WeightMetrics:
 
     A field is None if it has no meaning for the source or rule: figures about INT4 codes for a BF16 source,
     blocks_outside_normal for a rule that does not count them, and the extreme scales of a tensor without elements. The
-    two weighted sums are left out of a record if they are None.
+    fields after the sampled ones are left out of a record if they are None.
     """
 
     num_weights: int
@@ -61,6 +61,22 @@ class WeightMetrics:
     """Sum of importance / 255 * w**2, if the rule was given the importance of channels."""
     weighted_error: float | None = None
     """Sum of importance / 255 * (w - w')**2, likewise."""
+    empty_groups: int | None = None
+    """Of an MXFP4 source that was cast: groups of 32 without a code that is not zero. So are all fields below."""
+    below_window_groups: int | None = None
+    """Groups whose scale is more than 17 powers of two below the largest of their set, so that codes were rounded."""
+    subnormal_groups: int | None = None
+    """Groups with an exact block scale below 2**-6, which Marlin flushes to zero."""
+    min_source_byte: int | None = None
+    """The least scale byte of a group that is not empty."""
+    max_source_byte: int | None = None
+    cast_tensors: int | None = None
+    """1; totals count tensors, here and below."""
+    below_window_tensors: int | None = None
+    """1 if a group is below the window."""
+    subnormal_tensors: int | None = None
+    lossless_tensors: int | None = None
+    """1 if the written bytes were read back and every value is the source's, 0 if not; None if they were not read."""
 
     @property
     def relative_mse(self) -> float:
@@ -71,6 +87,20 @@ class WeightMetrics:
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio, 10 log10(energy / squared_error); infinite if nothing changed."""
         return decibels(self.energy, self.squared_error)
+
+    @property
+    def cast_words(self) -> str | None:
+        """One sentence on the tensors that were cast; None if none was."""
+        if self.cast_tensors is None:
+            return None
+        tensors = f"{self.cast_tensors:,} tensor{'' if self.cast_tensors == 1 else 's'}"
+        proof = f"{self.lossless_tensors or 0:,} of {tensors} are lossless: read back, every value is the source's"
+        if self.lossless_tensors is None:
+            proof = f"{tensors} were cast, and not read back"
+        return (
+            f"{proof}; {self.below_window_tensors or 0:,} have groups below the window "
+            f"({self.below_window_groups or 0:,} groups), {self.subnormal_tensors or 0:,} have subnormal block scales"
+        )
 
     @property
     def weighted_sqnr_db(self) -> float | None:

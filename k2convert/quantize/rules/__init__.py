@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
+from k2convert.quantize.rules.cast import cast
 from k2convert.quantize.rules.imatrix import quantize_bf16
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
 from k2convert.quantize.rules.mse import check_importance, global_exponent, mse_global_scale, quantize_columns
@@ -60,9 +62,12 @@ def quantize_best(
 ) -> Nvfp4Weight:
     """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
 
-    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`.
+    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`. An MXFP4 weight is cast:
+    no other scale has less error.
     """
     exponent = global_exponent(global_scale)
+    if isinstance(weight, Mxfp4Weight):
+        return cast(weight, exponent)
     if importance is not None:
         check_importance(importance, weight.shape[1])
     if isinstance(weight, Int4Weight):

@@ -36,6 +36,7 @@ from k2convert.quantize.formats.int4 import (
     round_to_bf16,
     unpack_int4,
 )
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -48,6 +49,7 @@ from k2convert.quantize.formats.nvfp4 import (
     quantize_rows,
     row_chunks,
 )
+from k2convert.quantize.rules.cast import largest_exponent, largest_weight
 
 _INFINITY_BITS = 0x7F80
 _MAGNITUDE_BITS = 0x7FFF
@@ -58,18 +60,28 @@ class Magnitude:
     """`scale_max`: the largest INT4 scale (BF16 sources: the same as amax); `amax`: max |w| after BF16 rounding.
 
     With channel exponents, `scale_max` is the largest s * 2**-a of a column, and the weight is q * s * 2**-a.
+    `largest_exponent` is that of the scales of an MXFP4 weight's non-empty groups; None for all others.
     """
 
     scale_max: float
     amax: float
+    largest_exponent: int | None = None
 
     def merge(self, other: Magnitude) -> Magnitude:
         """The magnitude of both tensors together."""
-        return Magnitude(scale_max=max(self.scale_max, other.scale_max), amax=max(self.amax, other.amax))
+        found = [e for e in (self.largest_exponent, other.largest_exponent) if e is not None]
+        return Magnitude(
+            scale_max=max(self.scale_max, other.scale_max),
+            amax=max(self.amax, other.amax),
+            largest_exponent=max(found, default=None),
+        )
 
 
 def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
     """Measure a weight; FormatError, naming the tensor, if a value is not usable."""
+    if isinstance(weight, Mxfp4Weight):
+        exponent, amax = largest_exponent(weight, name=name), largest_weight(weight)
+        return Magnitude(scale_max=amax, amax=amax, largest_exponent=exponent)
     if isinstance(weight, Bf16Weight):
         return _measure_bf16(weight, name=name)
     check_int4_scales(weight.scale_bits, name=name)

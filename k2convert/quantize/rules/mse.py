@@ -51,6 +51,7 @@ from k2convert.quantize.formats.nvfp4 import (
     quantize_rows,
     run_starts,
 )
+from k2convert.quantize.rules.cast import cast_global_scale
 from k2convert.quantize.rules.max import Magnitude
 
 MIN_MANTISSA: Final = 128
@@ -66,8 +67,10 @@ MIN_GLOBAL_EXPONENT: Final = -126
 def mse_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
     """Return g = 2**k, k = max(ceil(log2(2.6 * s_max / 448)), -126), computed exactly; 1.0 if all is zero.
 
-    For a BF16 source s_max is amax / 7, the scale that INT4 would have had.
+    For a BF16 source s_max is amax / 7, the scale that INT4 would have had. For an MXFP4 source it is that of the cast.
     """
+    if magnitude.largest_exponent is not None:
+        return cast_global_scale(magnitude.largest_exponent)
     scale_max = Fraction(magnitude.scale_max) if is_int4 else Fraction(magnitude.amax) / 7
     if scale_max == 0:
         return 1.0

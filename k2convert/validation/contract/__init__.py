@@ -84,7 +84,7 @@ def check_result(
     found += [check(whole) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(check_hf_quant_config(whole, compare_lists=list_is_good))
-    on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan)]
+    on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
@@ -158,8 +158,10 @@ def _recipe_input_scale(result: Result, module: Module) -> bytes | None:
     return result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
 
 
-def check_copies(result: Result, scan: ScanResult) -> Findings:
+def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedError]) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
+
+    So are the codes of MXFP4 weights that were cast, except for groups below the window.
 
     Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
@@ -193,8 +195,15 @@ def check_copies(result: Result, scan: ScanResult) -> Findings:
             found.error(name, scan.misscaled[name])
         elif name not in scan.compared:
             found.error(name, "was not compared")
+    cast = {module: error.changed_codes for module, error in errors.items() if error.changed_codes is not None}
+    for module, changed in cast.items():
+        if changed:
+            weight = result.modules[module].parameters[result.names.weight]
+            problem = f"{changed:,} of {weight.num_bytes:,} bytes of codes are not the source's"
+            found.error(f"{module}.{result.names.weight}", problem)
     scaled = f", {len(scan.scaled):,} of them scaled" if scan.scaled else ""
-    found.note = f"{compared:,} tensors compared{scaled}"
+    copied = f", and the codes of {len(cast):,} that were cast" if cast else ""
+    found.note = f"{compared:,} tensors compared{scaled}{copied}"
     return found
 
 

@@ -1,7 +1,7 @@
 """Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
 import filecmp
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from k2convert.checkpoint.files import (
     walk_folder,
 )
 from k2convert.checkpoint.index import list_sidecars
-from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, Quantization
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
@@ -24,7 +24,8 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
-from k2convert.models.config import EXPERTS_KEY
+from k2convert.models.config import EXPERTS_KEY, key_of
+from k2convert.models.names import Role
 from k2convert.validation.contract.result import Result
 from k2convert.validation.results import Findings
 
@@ -58,12 +59,25 @@ def check_quantization_config(result: Result) -> Findings:
     if result.layout == MODELOPT:
         expected = _expected_modelopt(result)
     for key, value in expected.items():
-        if not is_same_json(declared.get(key), value):
+        if key == "quantized_layers":
+            _check_banks(declared.get(key), cast(dict[str, object], value), found)
+        elif not is_same_json(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
     _check_groups(result, declared, found)
     if result.layout == MODELOPT and not result.has_input_scale:
         found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
     return found
+
+
+def _check_banks(stated: object, expected: Mapping[str, object], found: Findings) -> None:
+    """Engines look the experts of a layer up by names of their own; what they do not find is not quantized to them."""
+    stated = mapping_or_empty(stated)
+    for bank in sorted(expected.keys() | stated.keys()):
+        if not is_same_json(stated.get(bank), expected.get(bank)):
+            wanted = f"expected {expected[bank]!r}" if bank in expected else "no bank of experts has this name"
+            found.error(
+                f"quantization_config.quantized_layers.{shortened(bank)}", f"{quoted(stated.get(bank))}, {wanted}"
+            )
 
 
 def _find_keys(node: Any, path: str) -> Iterator[str]:
@@ -76,8 +90,17 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
 
 
 def _expected_modelopt(result: Result) -> dict[str, object]:
-    algo = quant_algo("w4a4" if result.has_input_scale else "w4a16")
-    return {"quant_method": "modelopt", "quant_algo": algo, "group_size": BLOCK_SIZE}
+    declared = _expected_declaration(result)
+    expected: dict[str, object] = {"quant_method": declared.quant_method, "quant_algo": declared.quant_algo}
+    expected["group_size"] = BLOCK_SIZE
+    return expected | ({"quantized_layers": declared.quantized_layers} if declared.banks else {})
+
+
+def _expected_declaration(result: Result) -> Quantization:
+    """Return what the configs must declare of the tensors; the exclude list is rule 14's."""
+    activations = "w4a4" if result.has_input_scale else "w4a16"
+    moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
+    return Quantization(result.layout, activations, None, (), result.family.bank_names(sorted(moe_layers)))
 
 
 def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
@@ -100,7 +123,10 @@ def _check_groups(result: Result, declared: dict[str, object], found: Findings) 
         elif activations is not None:
             found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
         targets: Any = mapping_or_empty(group).get("targets")
-        if not isinstance(targets, list) or "Linear" not in targets:
+        wanted = list(_expected_declaration(result).banks) if result.layout == MODELOPT else []
+        if wanted and targets != wanted:
+            found.error(f"{where}.targets", "does not name the banks of experts")
+        elif not wanted and (not isinstance(targets, list) or "Linear" not in targets):
             found.error(f"{where}.targets", "does not name Linear")
 
 
@@ -137,7 +163,7 @@ def check_config_unchanged(result: Result) -> Findings:
             found.title = f"{part}config.json equals the source's, except for the number of experts"
         unread = () if result.is_int4 else QUANTIZATION_KEYS
         for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
-            if result.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
+            if result.is_pruned and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
                 stated = "missing" if after is ABSENT else quoted(after)
                 found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
             elif before is ABSENT:

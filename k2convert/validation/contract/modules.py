@@ -23,7 +23,7 @@ from k2convert.validation.results import Findings
 
 _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
-    Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
+    Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR, Role.LATENT, Role.RESIDUAL,
 )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ class Engine:
     """How an engine names modules and reads the list. `may_exclude` is the widest reading among its versions.
 
     `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
+    `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Engine:
     excludes: Callable[[EngineModule, Sequence[str]], bool]
     may_exclude: Callable[[EngineModule, Sequence[str]], bool]
     cut_prefix: str = ""
+    bank: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -119,7 +121,9 @@ def engine_modules(linears: Sequence[Module], engine: Engine) -> list[EngineModu
 def _engine_name(module: Module, engine: Engine) -> str:
     name = module.name.removeprefix(engine.cut_prefix)
     if module.parts.role is Role.EXPERTS:
-        return f"{name.split('.experts.')[0]}.experts" if engine.fuses_experts else name
+        if not engine.fuses_experts:
+            return name
+        return engine.bank.format(layer=module.parts.layer) or f"{name.split('.experts.')[0]}.experts"
     if name in engine.renamed:
         return engine.renamed[name]
     stem, _, last = name.rpartition(".")
@@ -149,21 +153,23 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
     return (
         Engine(
             name="vLLM",
-            fused=_fused_into("fused_qkv_a_proj"),
+            fused=_fused_into("fused_qkv_a_proj") | dict(naming.vllm_fused),
             fuses_experts=is_modelopt,
             entries=vllm_map(entries, naming),
             excludes=vllm,
             may_exclude=vllm,
+            bank=naming.banks.get("vLLM", ""),
             renamed=naming.renamed_modules,
         ),
         Engine(
             name="SGLang",
-            fused=_fused_into("fused_qkv_a_proj_with_mqa"),
+            fused=_fused_into("fused_qkv_a_proj_with_mqa") | dict(naming.sglang_fused),
             fuses_experts=is_modelopt,
             entries=sglang_map(entries, naming),
             excludes=sglang,
             may_exclude=sglang,
             cut_prefix=naming.wrapper,
+            bank=naming.banks.get("SGLang", ""),
             renamed=naming.renamed_modules,
         ),
         Engine(

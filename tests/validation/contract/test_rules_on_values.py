@@ -212,7 +212,8 @@ def check_with(converted: Converted, up: float | None) -> ContractReport:
     experts = product((1, 2, 3), range(4), ("gate", "up", "down"))
     figures: dict[str, float | None] = {converted.expert(*expert): 20.0 for expert in experts}
     figures[converted.expert(1, 2, "up")] = up
-    errors = {module: SimpleNamespace(sqnr_db=value) for module, value in figures.items() if value is not None}
+    known = {module: value for module, value in figures.items() if value is not None}
+    errors = {module: SimpleNamespace(sqnr_db=value, changed_codes=None) for module, value in known.items()}
     return check(converted.folder, source=converted.source, errors=errors)
 
 

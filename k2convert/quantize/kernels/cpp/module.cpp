@@ -22,6 +22,7 @@
 #include "instructions.hpp"
 #include "int4.hpp"
 #include "measure.hpp"
+#include "mxfp4.hpp"
 #include "numbers.hpp"
 
 namespace nb = nanobind;
@@ -252,6 +253,11 @@ void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
     k2::count_bytes(bytes.data(), bytes.size(), counts.data());
 }
 
+void tally_mxfp4(const In<uint8_t>& packed, const In<uint8_t>& scale_bytes, const Out<int64_t>& tallies) {
+    require(packed.size() == 16 * scale_bytes.size() && tallies.size() == 4 * 256, "sizes do not fit");
+    k2::tally_mxfp4(packed.data(), scale_bytes.data(), scale_bytes.size(), tallies.data());
+}
+
 void round_gptq(const In<float>& target, const In<float>& form, const In<float>& factor,
                          const In<float>& block_factors, int sweeps, size_t threads, const Out<uint8_t>& packed,
                          const Out<uint8_t>& scale_bytes) {
@@ -292,6 +298,7 @@ NB_MODULE(_cpu, module) {
     module.def("sample_int4", &sample_int4, freely, "source"_a, "scale_bits"_a, "exponents"_a.none(), "packed"_a,
                "block_scales"_a, "block_values"_a, "first"_a, "stride"_a, "max_scale"_a);
     module.def("count_bytes", &count_bytes, freely);
+    module.def("tally_mxfp4", &tally_mxfp4, freely);
     module.def("round_gptq", &round_gptq, freely);
     module.def("instructions", &k2::instructions);
     module.def("use_instructions", &use_instructions);

@@ -1,0 +1,152 @@
+"""The Kimi K3 family: MXFP4 experts on latent columns, KDA and MLA attention. The only file that knows Kimi K3.
+
+Names are those of moonshotai/Kimi-K3: the language model under `language_model.model.`, next to `vision_tower.` and
+`mm_projector.`, its MoE in `block_sparse_moe` with the projections w1 (gate), w3 (up) and w2 (down). TensorRT-LLM reads
+the experts' format from `quantized_layers` alone, and each engine asks for a layer's experts under names of its own, so
+each bank is listed six times.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final
+
+from k2convert.models.config import read_architecture, text_config
+from k2convert.models.kimi import NUMBER, expected_name
+from k2convert.models.names import (
+    WEIGHT,
+    Architecture,
+    EngineNaming,
+    Family,
+    ModelCardFacts,
+    ModulePlace,
+    Role,
+)
+from k2convert.models.source_formats import MXFP4
+
+_WRAPPER: Final = "language_model."
+_PREFIX: Final = "language_model.model."
+_EXPERT: Final = re.compile(rf"block_sparse_moe\.experts\.{NUMBER}\.(w[123])")
+_MLP: Final = re.compile(r"(block_sparse_moe\.shared_experts|mlp)\.(gate|up|down)_proj")
+_LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
+_PROJECTIONS: Final = {"w1": "gate", "w3": "up", "w2": "down"}
+_ROLES: Final = {
+    "block_sparse_moe.gate": Role.ROUTER,
+    "block_sparse_moe.routed_expert_down_proj": Role.LATENT,
+    "block_sparse_moe.routed_expert_up_proj": Role.LATENT,
+    "block_sparse_moe.routed_expert_norm": Role.NORM,
+    "input_layernorm": Role.NORM,
+    "post_attention_layernorm": Role.NORM,
+    "self_attention_res_norm": Role.NORM,
+    "mlp_res_norm": Role.NORM,
+    "self_attention_res_proj": Role.RESIDUAL,
+    "mlp_res_proj": Role.RESIDUAL,
+    "self_attn": Role.ATTENTION,  # A_log and dt_bias
+}
+_OUTER: Final = {
+    f"{_PREFIX}embed_tokens": Role.EMBEDDINGS,
+    f"{_PREFIX}norm": Role.NORM,
+    f"{_PREFIX}output_attn_res_norm": Role.NORM,
+    f"{_PREFIX}output_attn_res_proj": Role.RESIDUAL,
+    f"{_WRAPPER}lm_head": Role.LM_HEAD,
+}
+
+
+@lru_cache(maxsize=4096)
+def _classify(module: str) -> ModulePlace | None:
+    if module in _OUTER:
+        return ModulePlace(_OUTER[module])
+    for start, role in (("vision_tower.", Role.VISION_TOWER), ("mm_projector.", Role.MM_PROJECTOR)):
+        if module.startswith(start):
+            return ModulePlace(role)
+    matched = _LAYER.fullmatch(module.removeprefix(_PREFIX)) if module.startswith(_PREFIX) else None
+    if matched is None:
+        return None
+    layer, inner = int(matched[1]), matched[2]
+    if expert := _EXPERT.fullmatch(inner):
+        return ModulePlace(Role.EXPERTS, layer, int(expert[1]), _PROJECTIONS[expert[2]])
+    if mlp := _MLP.fullmatch(inner):
+        return ModulePlace(Role.DENSE_MLP if mlp[1] == "mlp" else Role.SHARED_EXPERTS, layer, None, mlp[2])
+    if inner in _ROLES:
+        return ModulePlace(_ROLES[inner], layer)
+    return ModulePlace(Role.ATTENTION, layer) if inner.startswith("self_attn.") else None
+
+
+def _matches_config(config: Mapping[str, Any]) -> bool:
+    text = text_config(config)
+    return text is not config and (config.get("model_type") == "kimi_k3" or text.get("model_type") == "kimi_linear")
+
+
+def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
+    dense = [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
+    whole = ("block_sparse_moe.gate", "mlp.gate", "routed_expert_down_proj", "routed_expert_up_proj", "_res_proj")
+    return [
+        ("self_attn", True),
+        ("shared_experts", True),
+        *dense,
+        ("lm_head", True),
+        *((part, False) for part in whole),
+        ("vision_tower", True),
+        ("mm_projector", True),
+    ]
+
+
+_VLLM_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"], "in_proj_qkvgfab")
+_SGLANG_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj"], "fused_qkvg_proj")
+
+K3: Final = Family(
+    name="kimi-k3",
+    title="Kimi K3",
+    source_hint="Use moonshotai/Kimi-K3, in MXFP4.",
+    recipe="kimi-k3-nvfp4",
+    prefix=_PREFIX,
+    layer=_PREFIX + "layers.{layer}",
+    router=_PREFIX + "layers.{layer}.block_sparse_moe.gate",
+    experts=_PREFIX + "layers.{layer}.block_sparse_moe.experts",
+    mlp_norm=_PREFIX + "layers.{layer}.post_attention_layernorm",
+    classify=_classify,
+    expected_name=partial(expected_name, _PREFIX),
+    read_architecture=read_architecture,
+    matches_config=_matches_config,
+    unconverted=_unconverted,
+    card=ModelCardFacts(
+        model_kind="a Kimi K3 model",
+        kept=("attention", "router", "latent and residual projections", "embeddings and output head"),
+        tags=("kimi-k3",),
+        has_vision=True,
+        notes=(
+            "SGLang on Blackwell needs `--moe-runner-backend flashinfer_trtllm`, because its other kernels have no "
+            "SiTU; on Hopper it runs Marlin.",
+            "TensorRT-LLM loads W4A4 only, without pipeline parallelism.",
+            "SGLang 0.5.23 does not load the layout compressed-tensors for this model: it skips the experts' tensors "
+            "without a message.",
+            "The model needs about 2 TB of GPU memory.",
+        ),
+    ),
+    model_types=("kimi_k3",),
+    source_format=MXFP4,
+    roles=(Role.EXPERTS,),
+    projections={"gate": "w1", "up": "w3", "down": "w2"},
+    router_parameters=(WEIGHT, "e_score_correction_bias"),
+    usual_num_experts=896,
+    naming=EngineNaming(
+        wrapper=_WRAPPER,
+        vllm_fused=_VLLM_FUSED,
+        sglang_fused=_SGLANG_FUSED,
+        banks={
+            "vLLM": "language_model.model.layers.{layer}.block_sparse_moe.experts",
+            "SGLang": "model.layers.{layer}.mlp.experts",
+        },
+    ),
+    banks=(
+        "language_model.model.layers.{layer}.block_sparse_moe.experts",
+        "language_model.model.layers.{layer}.mlp.experts",
+        "model.layers.{layer}.block_sparse_moe.experts",
+        "model.layers.{layer}.mlp.experts",
+        "layers.{layer}.block_sparse_moe.experts",
+        "layers.{layer}.mlp.experts",
+    ),
+    tensor_parallel_sizes=(1, 2, 4, 8, 16, 32),
+    not_computed="KDA attention and experts on latent columns are not computed yet",
+    has_kv_scheme=False,
+)

@@ -1,0 +1,99 @@
+"""MXFP4 weights of a source, as compressed-tensors' mxfp4-pack-quantized format stores them.
+
+    weight_packed  uint8 [N, K/2]    two E2M1 nibbles per byte, the even column low: NVFP4's codes (nvfp4.py)
+    weight_scale   uint8 [N, K/32]   E8M0 bytes; the weight is v * 2**(byte - 127)
+
+Byte 255 is NaN and refused. Byte 0 is 2**-127, a number. Every weight is an exact BF16 number up to 2**125, so an MXFP4
+weight is also a BF16 weight, whose bits are decoded when they are asked for. A group is empty if its codes are all 0 or
+-0. Authority: OCP Microscaling Formats v1.0, sections 5.3.3 and 5.4.1; compressed_tensors.compressors.mxfp4 (0.19.0).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.choices import GROUP_SIZE
+from k2convert.errors import FormatError
+from k2convert.quantize.formats.int4 import Bf16Weight, bf16_bits, describe
+from k2convert.quantize.formats.nvfp4 import decode_e2m1, row_chunks
+
+SCALE_BIAS: Final = 127
+NAN_BYTE: Final = 255
+MAX_EXPONENT: Final = 125
+"""The largest exponent of a group with codes: 6 * 2**126 is beyond BF16 and FP32."""
+
+GROUP_BYTES: Final = GROUP_SIZE // 2
+_MAGNITUDE_WORD: Final = np.uint64(0x7777777777777777)
+
+
+class Mxfp4Weight(Bf16Weight):
+    """An MXFP4 projection: `packed` uint8 [N, K/2], `scale_bytes` uint8 [N, K/32]; FormatError if shapes do not fit."""
+
+    __slots__ = ("packed", "scale_bytes", "tally")
+
+    def __init__(self, packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]) -> None:
+        are_bytes = packed.dtype == scale_bytes.dtype == np.uint8 and packed.ndim == scale_bytes.ndim == 2
+        if not are_bytes or packed.shape != (scale_bytes.shape[0], scale_bytes.shape[1] * GROUP_BYTES):
+            raise FormatError(
+                f"MXFP4 codes must be uint8 [N, K/2] with scales uint8 [N, K/{GROUP_SIZE}], "
+                f"not {describe(packed)} with {describe(scale_bytes)}"
+            )
+        self.packed, self.scale_bytes = packed, scale_bytes
+        self.tally: NDArray[np.int64] | None = None  # what the kernels count once, see kernels/cpu.py
+
+    @property
+    def bits(self) -> NDArray[np.uint16]:
+        """The exact BF16 bits of every weight, uint16 [N, K], decoded now."""
+        decoded = np.empty(self.shape, dtype=np.uint16)
+        for start, stop in row_chunks(*self.shape):
+            decoded[start:stop] = decode_mxfp4(self.packed[start:stop], self.scale_bytes[start:stop])
+        return decoded
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the weight."""
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    def rows(self, start: int, stop: int) -> Mxfp4Weight:
+        """A view of some rows."""
+        return self.select(slice(start, stop))
+
+    def select(self, rows: slice) -> Mxfp4Weight:
+        """A view of the rows of a slice."""
+        return Mxfp4Weight(self.packed[rows], self.scale_bytes[rows])
+
+    def groups(self) -> NDArray[np.uint8]:
+        """The bytes of the codes by group, uint8 [N * K/32, 16]."""
+        return np.ascontiguousarray(self.packed).reshape(-1, GROUP_BYTES)
+
+
+def decode_mxfp4(packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    """Return BF16 bits uint16 [N, K] of codes [N, K/2] under scale bytes [N, S] that divide the columns equally."""
+    rows, scales = scale_bytes.shape
+    places = (scale_bytes.astype(np.uint16) << np.uint16(8))[:, :, None] | packed.reshape(rows, scales, -1)
+    return _pairs()[places].reshape(rows, -1).view(np.uint16)
+
+
+def is_empty(groups: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Return whether every code of a group, uint8 [M, 16], is 0 or -0: bool [M]."""
+    words: NDArray[Any] = groups.view(np.uint64) & _MAGNITUDE_WORD
+    return (words[:, 0] | words[:, 1]) == 0
+
+
+def look_up(table: NDArray[np.uint8], places: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return table[places] for a table uint8 [256] and flat places, three times as fast as NumPy does."""
+    return np.frombuffer(bytearray(places).translate(table.tobytes()), dtype=np.uint8)
+
+
+@cache
+def _pairs() -> NDArray[np.uint32]:
+    """Return the BF16 bits of both nibbles of a byte under a scale byte, uint32 [256 * 256], the low column low."""
+    with np.errstate(over="ignore"):
+        values = np.ldexp(decode_e2m1(np.arange(16, dtype=np.uint8)), np.arange(256)[:, None] - SCALE_BIAS)
+        bits = bf16_bits(values.astype(np.float32)).astype(np.uint32)
+    bits[NAN_BYTE] = bf16_bits(np.array([np.nan], dtype=np.float32))[0]
+    return (bits[:, None, :] | bits[:, :, None] << np.uint32(16)).reshape(-1)

@@ -1,0 +1,65 @@
+#include "mxfp4.hpp"
+
+#include <algorithm>
+
+#include "instructions.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace k2 {
+
+namespace {
+
+constexpr uint8_t kSquares[8] = {0, 1, 4, 9, 16, 36, 64, 144};  // (2v)**2 by code
+
+void tally_portable(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies) {
+    for (size_t group = 0; group < num_groups; ++group, packed += 16) {
+        int64_t nonzero = 0, sum = 0, largest = 0;
+        for (int i = 0; i < 32; ++i) {
+            const int64_t code = packed[i / 2] >> i % 2 * 4 & 7;
+            nonzero += code != 0, sum += kSquares[code], largest = std::max(largest, code);
+        }
+        int64_t* tally = tallies + 4 * scale_bytes[group];
+        tally[0] += nonzero != 0, tally[1] += nonzero, tally[2] += sum, tally[3] = std::max(tally[3], largest);
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void tally_avx2(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups,
+                                                int64_t* tallies) {
+    const __m256i squares = _mm256_set1_epi64x(static_cast<long long>(0x9040241009040100u)), zero = _mm256_setzero_si256();
+    static thread_local __m256i largest[256];
+    std::fill_n(largest, 256, zero);
+    for (size_t group = 0; group < num_groups; ++group, packed += 16) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
+        const __m256i both = _mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes);
+        const __m256i codes = _mm256_and_si256(both, _mm256_set1_epi8(7));
+        const __m256i sums = _mm256_sad_epu8(_mm256_shuffle_epi8(squares, codes), zero);
+        const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+        const uint32_t empty = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(codes, zero)));
+        __m256i& top = largest[scale_bytes[group]];
+        top = _mm256_max_epu8(top, codes);
+        int64_t* tally = tallies + 4 * scale_bytes[group];
+        tally[0] += empty != 0xFFFFFFFFu;
+        tally[1] += 32 - __builtin_popcount(empty);
+        tally[2] += _mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1);
+    }
+    for (int scale = 0; scale < 256; ++scale) {
+        const auto* codes = reinterpret_cast<const uint8_t*>(&largest[scale]);
+        tallies[4 * scale + 3] = std::max<int64_t>(tallies[4 * scale + 3], *std::max_element(codes, codes + 32));
+    }
+}
+#endif
+
+}  // namespace
+
+void tally_mxfp4(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies) {
+#if defined(__x86_64__)
+    if (uses_avx2()) return tally_avx2(packed, scale_bytes, num_groups, tallies);
+#endif
+    tally_portable(packed, scale_bytes, num_groups, tallies);
+}
+
+}  // namespace k2

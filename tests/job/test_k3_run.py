@@ -1,0 +1,224 @@
+"""Kimi K3 from folder to folder: values proven by both libraries, configs as documented, killed, in parts, pruned."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from command import run_here
+from forked_runs import finish, send, start
+from mxfp4_makers import library_values
+from results import contents, raw_tensors
+from safetensors.torch import load_file
+
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
+from k2convert.validation.library_decoders import create_decoder
+from scripts.fixture_maker.damage import edit_checkpoint, edit_json
+from scripts.fixture_maker.folder import SmallCheckpoint
+
+MOE = "language_model.model.layers.{}.block_sparse_moe"
+BANKS = [
+    f"{prefix}layers.{layer}.{moe}.experts"
+    for prefix in ("language_model.model.", "model.", "")
+    for layer in (1, 2, 3)
+    for moe in ("block_sparse_moe", "mlp")
+]
+EXCLUDES = [
+    "*self_attn*", "*shared_experts*", "*layers.0.mlp*", "*lm_head*", "*block_sparse_moe.gate", "*mlp.gate",
+    "*routed_expert_down_proj", "*routed_expert_up_proj", "*_res_proj", "*vision_tower*", "*mm_projector*",
+]  # fmt: skip
+IGNORES = [
+    "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*layers\\.0\\.mlp.*", "re:.*lm_head.*",
+    "re:.*block_sparse_moe\\.gate$", "re:.*mlp\\.gate$", "re:.*routed_expert_down_proj$", "re:.*routed_expert_up_proj$",
+    "re:.*_res_proj$", "re:.*vision_tower.*", "re:.*mm_projector.*",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("k3") / "result"
+    run_here("run", k3_tiny, folder, "--device", "cpu", code=0)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
+def test_every_value_is_the_sources_by_the_layouts_own_library(
+    layout: str, activations: str, k3_tiny: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
+    assert "36 of 36 tensors are lossless: read back, every value is the source's" in said.stdout
+    before, after, decode = tensors_of(k3_tiny), tensors_of(out), create_decoder(layout)
+    codes, scale = ("weight", "weight_scale_2") if layout == "modelopt" else ("weight_packed", "weight_global_scale")
+    inputs = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
+    modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]
+    assert len(modules) == 36
+    for module in modules:
+        source = Mxfp4Weight(before[f"{module}.weight_packed"].numpy(), before[f"{module}.weight_scale"].numpy())
+        assert torch.equal(after[f"{module}.{codes}"], before[f"{module}.weight_packed"])
+        blocks = after[f"{module}.weight_scale"].view(torch.uint8).numpy()
+        values = decode(after[f"{module}.{codes}"].numpy(), blocks, float(after[f"{module}.{scale}"]))
+        assert torch.equal(values.float(), library_values(source).float())
+        assert (f"{module}.{inputs}" in after) == (activations == "w4a4")
+    copied = {name for name in before if name.rpartition(".")[0] not in modules}
+    assert len(copied) == 124
+    for name in copied:
+        assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
+    validated = json.loads(run_here("validate", out, "--source", k3_tiny, "--reference", "--json", code=0).stdout)
+    assert [rule["verdict"] for rule in validated["contract"]["rules"]].count("pass") == 19
+
+
+def test_the_bytes_do_not_change_by_accident(result: Path) -> None:
+    digest = blake3()
+    for shard in sorted(result.glob("*.safetensors")):
+        digest.update(shard.read_bytes())
+    assert digest.hexdigest()[:32] == "70ae61f4b225ed22ea4ccd9a944eb978"
+
+
+def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path) -> None:
+    scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    layers = {bank: {"quant_algo": "NVFP4", "group_size": 16} for bank in sorted(BANKS)}
+    config, source = read(result), read(k3_tiny)
+    declared = config.pop("quantization_config")
+    del declared["producer"]
+    assert declared == {
+        "config_groups": {"group_0": {"input_activations": scheme, "weights": scheme, "targets": sorted(BANKS)}},
+        "quantized_layers": layers,
+        "ignore": EXCLUDES,
+        "quant_algo": "MIXED_PRECISION",
+        "group_size": 16,
+        "quant_method": "modelopt_mixed",
+    }
+    del source["text_config"]["quantization_config"]
+    assert config == source
+    assert read(result, "hf_quant_config.json")["quantization"] == {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "quantized_layers": layers,
+        "exclude_modules": EXCLUDES,
+    }
+
+
+def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path) -> None:
+    run_here("run", k3_tiny, tmp_path / "out", "--layout", "compressed-tensors", "--quiet", code=0)
+    declared = read(tmp_path / "out")["quantization_config"]
+    assert (declared["ignore"], declared["format"]) == (IGNORES, "nvfp4-pack-quantized")
+    assert declared["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
+    """Spreads of 18 and 30 octaves are below the window, those of 15 and 17 have subnormal scales."""
+    said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
+    words = "27 of 36 tensors are lossless: read back, every value is the source's; 9 have groups below the window"
+    assert words in said
+    total = read(tmp_path / "out", "k2convert.json")["totals"]["total"]
+    assert (total["lossless_tensors"], total["below_window_tensors"], total["subnormal_tensors"]) == (27, 9, 9)
+    assert (total["cast_tensors"], total["min_source_byte"], total["max_source_byte"]) == (36, 0, 252)
+    validated = run_here("validate", tmp_path / "out", "--source", k3_edges, "--reference", code=0).stdout
+    assert "36 tensors regenerated from the source" in validated
+    assert "rule 5 warn" in validated
+    run_here("report", tmp_path / "out", "--source", k3_edges, code=0)
+    assert words in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(result, tmp_path / "out"))
+
+    def change(checkpoint: SmallCheckpoint) -> None:
+        checkpoint.tensors()[f"{MOE.format(2)}.experts.1.w3.weight"][5, 6] ^= 1
+
+    edit_checkpoint(out, change)
+    said = run_here("validate", out, "--source", k3_tiny, COLUMNS="250").stdout
+    assert re.search(
+        r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", said
+    )
+    assert "0 of 4,096 block scales and 1 of 65,536 codes differ" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda q: q["quantized_layers"].pop(BANKS[0]), "rule 11 fail"),
+        (lambda q: q["quantized_layers"].update({"model.layers.9.mlp.experts": {}}), "no bank of experts has this"),
+        (lambda q: q["quantized_layers"][BANKS[3]].update(quant_algo="W4A16_NVFP4"), "rule 11 fail"),
+        (lambda q: q.update(quant_method="modelopt"), "quant_method: 'modelopt', expected 'modelopt_mixed'"),
+        (lambda q: q["ignore"].append("*.experts"), "is NVFP4, but *.experts excludes it"),
+        (lambda q: q["ignore"].remove("*_res_proj"), "mlp_res_proj: is BF16, but no entry excludes it"),
+        (lambda q: q["ignore"].remove("*self_attn*"), "in_proj_qkvgfab: is BF16, but no entry excludes it"),
+        (lambda q: q["ignore"].remove("*routed_expert_up_proj"), "routed_expert_up_proj: is BF16, but no entry"),
+    ],
+)  # fmt: skip
+def test_a_config_that_engines_misread_is_found(change: Any, problem: str, result: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(result, tmp_path / "out"))
+    edit_json(out / "config.json", lambda config: change(config["quantization_config"]))
+    assert problem in run_here("validate", out, COLUMNS="250").stdout
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_killed_run_is_resumed(seed: int, k3_tiny: Path, result: Path, tmp_path: Path) -> None:
+    process = start("run", k3_tiny, tmp_path / "out", "--device", "cpu")
+    time.sleep(random.Random(seed).uniform(0, 0.5))
+    send(process, signal.SIGKILL)
+    process.join()
+    for shard in (tmp_path / "out").glob("*.safetensors"):
+        assert shard.read_bytes() == (result / shard.name).read_bytes()
+    assert finish("run", k3_tiny, tmp_path / "out", "--device", "cpu") == 0
+    assert contents(tmp_path / "out") == contents(result)
+
+
+def test_parts_end_in_the_same_bytes(k3_tiny: Path, result: Path, tmp_path: Path) -> None:
+    for part in ("2/2", "1/2"):
+        run_here("run", k3_tiny, tmp_path / "out", "--part", part, code=0)
+    run_here("run", k3_tiny, tmp_path / "out", code=0)
+    assert contents(tmp_path / "out") == contents(result)
+
+
+def test_pruning_keeps_experts_and_their_bytes(k3_tiny: Path, result: Path, tmp_path: Path) -> None:
+    kept = {layer: [0, 1 + layer % 3] for layer in (1, 2, 3)}
+    (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(k): sorted(v) for k, v in kept.items()}}))
+    out = tmp_path / "out"
+    run_here("run", k3_tiny, out, "--keep-experts", tmp_path / "kept.json", code=0)
+    assert read(out)["text_config"]["num_experts"] == 2
+    assert "n_routed_experts" not in read(out)["text_config"]
+    ours, whole = raw_tensors(out), raw_tensors(result)
+    for layer, experts in kept.items():
+        for new, old in enumerate(sorted(experts)):
+            for leaf in ("w1.weight", "w2.weight_scale", "w3.weight_scale_2"):
+                moe = MOE.format(layer)
+                assert ours[f"{moe}.experts.{new}.{leaf}"] == whole[f"{moe}.experts.{old}.{leaf}"]
+    router = tensors_of(k3_tiny)[f"{MOE.format(1)}.gate.weight"][sorted(kept[1])]
+    assert torch.equal(tensors_of(out)[f"{MOE.format(1)}.gate.weight"], router)
+    run_here("validate", out, "--source", k3_tiny, code=0)
+
+
+def test_the_bf16_copy_is_exact(k3_tiny: Path, tmp_path: Path) -> None:
+    run_here("run", k3_tiny, tmp_path / "out", "--to", "bf16", code=0)
+    before, after = tensors_of(k3_tiny), tensors_of(tmp_path / "out")
+    module = f"{MOE.format(3)}.experts.2.w2"
+    source = Mxfp4Weight(before[f"{module}.weight_packed"].numpy(), before[f"{module}.weight_scale"].numpy())
+    assert torch.equal(after[f"{module}.weight"].float(), library_values(source).float())
+
+
+def test_reference_layers_are_refused_by_name(result: Path, k3_tiny: Path) -> None:
+    said = run_here("validate", result, "--source", k3_tiny, "--layers", "1", code=1)
+    assert "no forward pass of Kimi K3 is computed" in said.stderr
