@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LEAST_TOKENS, LayerAccumulator, LayerTokens
+from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import (
     GateUpRows,
     Proxy,
@@ -219,10 +220,10 @@ def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp
     found: dict[int, np.ndarray] = {}
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         layer = DecoderLayer(reader, LAYER)
-        for tokens in (LEAST_TOKENS - 1, LEAST_TOKENS):
+        for tokens in (SAMPLED_TOKENS - 1, SAMPLED_TOKENS):
             varied = LayerTokens(are_varied=True, held_out=np.zeros(tokens, dtype=np.bool_))
             accumulator = LayerAccumulator(reader, LAYER, seed=0, tokens=varied)
             layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), accumulator)
             found[tokens] = accumulator.finish().smoothing_exponents
-    assert not found[LEAST_TOKENS - 1].any()
-    assert found[LEAST_TOKENS].any()
+    assert not found[SAMPLED_TOKENS - 1].any()
+    assert found[SAMPLED_TOKENS].any()
