@@ -245,7 +245,7 @@ def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Pat
     states = 2 * tokens * hidden
     busy = min(3 * 4 * tokens * chosen // config["n_routed_experts"], chosen * tokens)  # two workers, and one waits
     inner = tokens * chosen * config["moe_intermediate_size"]
-    mapped = 4 * (4 * tokens * hidden + inner + 3 * busy * hidden)
+    mapped = 4 * (3 * tokens * hidden + inner + busy * hidden)
     expected = 4 * states + mapped  # two streams, two layers
     assert jobs[1].limits.disk_needed - jobs[0].limits.disk_needed == expected
     needed = jobs[1].limits.disk_needed
