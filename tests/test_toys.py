@@ -100,6 +100,7 @@ from functools import partial
 
 from k2convert.models.config import read_architecture
 from k2convert.models.names import WEIGHT, Family, ModelCardFacts, ModulePlace, Role
+from k2convert.models.source_formats import INT4
 
 _BLOCK = re.compile(r"toy\\.blocks\\.(\\d+)\\.(.+)")
 _EXPERT = re.compile(r"ffn\\.experts\\.(\\d+)\\.(gate|up|down)_proj")
@@ -144,6 +145,7 @@ TOY = Family(
     unconverted=_unconverted,
     card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
     router_parameters=(WEIGHT, "e_score_correction_bias"),
+    source_format=INT4,
 )
 '''
 COMMAND = "from k2convert.cli.app import main; main(sys.argv[2:])"
@@ -179,8 +181,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copied / "models" / "toy.py").write_text(FAMILY)
     (root / "recipes" / "toy-nvfp4.yaml").write_text("name: toy-nvfp4\nfamily: toy\nroles: [experts]\n")
     families = copied / "models" / "__init__.py"
-    edit(families, "from k2convert.models import kimi\n", "from k2convert.models import kimi, toy\n")
-    edit(families, "(kimi.K2_5, kimi.K2_THINKING)", "(kimi.K2_5, kimi.K2_THINKING, toy.TOY)")
+    edit(families, "from k2convert.models import kimi, kimi_k3\n", "from k2convert.models import kimi, kimi_k3, toy\n")
+    edit(families, "kimi.K2_THINKING)", "kimi.K2_THINKING, toy.TOY)")
     return root
 
 

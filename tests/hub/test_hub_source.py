@@ -144,12 +144,12 @@ def test_a_shard_outside_the_index_is_accepted(tiny_hub: LoopbackHub, hub: Hub, 
 def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackHub, tiny: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     with (source / "samples.tar").open("wb") as file:
-        file.truncate(80_000_000)
+        file.truncate(300_000_000)
     server.store.add_folder("moon/tiny", source)
     notices: list[str] = []
     open_tiny(Hub(notify=notices.append), tmp_path)
     assert len(notices) == 1
-    assert "samples.tar is left out: 80,000,000 bytes" in notices[0]
+    assert "samples.tar is left out: 300,000,000 bytes" in notices[0]
     assert (tmp_path / "small" / "tokenizer.json").exists()
     assert not (tmp_path / "small" / "samples.tar").exists()
     assert server.traffic.matching("GET", "samples") == []
