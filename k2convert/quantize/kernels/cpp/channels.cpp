@@ -312,8 +312,11 @@ const PackedErrors* packed_errors(const SearchTables& tables) {
 class FastConverter {
 public:
     FastConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
-        : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), packed_(packed_errors(tables)), converter_(converter) {
-        for (size_t block = 0; block < plans.size(); ++block) split_[block] = plans[block].split_importance;
+        : plans_(plans), split_(plans.size()), is_even_(plans.size()), exponent_(exponent), tables_(tables),
+          packed_(packed_errors(tables)), converter_(converter) {
+        for (size_t block = 0; block < plans.size(); ++block) {
+            split_[block] = plans[block].split_importance, is_even_[block] = plans[block].is_even();
+        }
     }
 
     void convert(const Int4& source, uint8_t* out, uint8_t* scale_bytes) {
@@ -329,20 +332,35 @@ private:
         const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
         const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
         const uint8_t* packed = source.packed + 16 * group;
-        const bool is_even[2] = {plans[0].is_even(), plans[1].is_even()};
+        const uint8_t* is_even = &is_even_[place];
         int places[2];
         if (is_even[0] || is_even[1]) avx2::search_even(packed, &split_[place], packed_[table], is_even, places);
+        const auto byte_of = [&](int half, int lowest) {
+            const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest;
+            return 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
+        };
+        const auto is_settled = [&](int half, int byte) {
+            return scale.mantissa != 0 && places[half] >= 0 && byte >= kMinNormalByte && byte <= kMaxByte;
+        };
+        if (is_even[0] && is_even[1]) {
+            const int first = byte_of(0, plans[0].exponents[0]), second = byte_of(1, plans[1].exponents[0]);
+            if (is_settled(0, first) && is_settled(1, second)) {
+                scale_bytes[0] = static_cast<uint8_t>(first), scale_bytes[1] = static_cast<uint8_t>(second);
+                const auto* marks = packed_[table].shifted[0].marks;
+                return avx2::encode_both(packed, tables_.maps + 16 * marks[places[0]].map,
+                                         tables_.maps + 16 * marks[places[1]].map, out);
+            }
+        }
         for (int half = 0; half < 2; ++half) {
             const Plan& plan = plans[half];
             Seen seen;
-            seen.lowest = 0;
+            seen.lowest = plan.exponents[0];
             if (!is_even[half] || places[half] < 0) {
                 places[half] = avx2::search_block(packed + 8 * half, plan, packed_[table], seen);
                 if (places[half] < 0) places[half] = settle(plan, table, seen);
             }
-            const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * seen.lowest;
-            const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
-            if (scale.mantissa == 0 || places[half] < 0 || byte < kMinNormalByte || byte > kMaxByte) {
+            const int byte = byte_of(half, seen.lowest);
+            if (!is_settled(half, byte)) {
                 converter_.convert(packed + 8 * half, source.scale_bits[group], plan, out + 8 * half, scale_bytes + half);
                 continue;
             }
@@ -352,10 +370,6 @@ private:
                 const int shift = std::max(plan.exponents[group] - seen.lowest, 0);
                 return tables_.maps + 16 * packed_[table].shifted[shift].marks[places[half]].map;
             };
-            if (plan.num_groups == 1) {
-                avx2::encode_block(packed + 8 * half, map(0), out + 8 * half);
-                continue;
-            }
             const uint8_t* maps[kNumExponents];
             for (int i = 0; i < plan.num_groups; ++i) maps[i] = map(i);
             avx2::encode_groups(packed + 8 * half, plan.split_groups, maps, plan.num_groups, out + 8 * half);
@@ -380,7 +394,9 @@ private:
     }
 
     const std::vector<Plan>& plans_;
+    // Of each plan, since all plans are larger than a core's nearest cache.
     std::vector<SplitImportance> split_;
+    std::vector<uint8_t> is_even_;
     const int exponent_;
     const SearchTables& tables_;
     const PackedErrors* packed_;
@@ -409,10 +425,17 @@ int64_t convert_columns(const Int4& source, const Columns& columns, bool is_max,
 
 MeasuredColumns measure_columns(const Int4& source, const Columns& columns) {
     const std::vector<Plan> plans = make_plans(columns);
+    // 2**-a of each group of 32 columns with the lowest a.
+    std::vector<float> powers(plans.size() / 2);
+    for (size_t i = 0; i < powers.size(); ++i) {
+        powers[i] = std::ldexp(1.0f, -std::min(plans[2 * i].exponents[0], plans[2 * i + 1].exponents[0]));
+    }
     MeasuredColumns measured{0.0f, 0.0f};
     for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
         if (place == plans.size()) place = 0;
         const uint32_t bits = source.scale_bits[group] & 0x7FFF;
+        // Most groups can raise neither: amax is at most eight times the largest scale.
+        if (!(8.0f * (bf16_value(bits) * powers[place / 2]) > measured.amax)) continue;
         for (size_t half = 0; half < 2; ++half) {
             const Plan& plan = plans[place + half];
             const float largest = bf16_value(divided_bits(bits, plan.exponents[0]));

@@ -118,7 +118,8 @@ struct Plan {
     SplitGroups split_groups{};
     SplitImportance split_importance{};
 
-    bool is_even() const { return num_groups == 1 && exponents[0] == 0; }
+    // Whether all columns have the same exponent.
+    bool is_even() const { return num_groups == 1; }
 };
 
 // What a block's search found. Bit i of `near` is set if the candidate at place start + i can be the winner; none is if
@@ -131,14 +132,14 @@ struct Seen {
 inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 
 namespace avx2 {
-// The winners' places in both blocks of a group of 32 weights without exponents; -1 where a search of all candidates must
-// decide.
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, const bool* is_wanted,
-                 int* places);
+// The winners' places in both blocks of a group of 32 weights, as columns with the block's only exponent see them; -1 where
+// a search of all candidates must decide.
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors,
+                 const uint8_t* is_wanted, int* places);
 // The same of one block; if it is -1, what was seen.
 int search_block(const uint8_t* packed, const Plan& plan, const PackedErrors& errors, Seen& seen);
-// Replace the nibbles of a block of 8 bytes.
-void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out);
+// Replace the nibbles of two blocks of 8 bytes.
+void encode_both(const uint8_t* packed, const uint8_t* first_map, const uint8_t* second_map, uint8_t* out);
 // The same functions as in channels.cpp.
 void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
                   Fields& fields);

@@ -12,7 +12,7 @@
 //
 // In 10 % of the blocks with exponents of "weighted and scaled" in scripts/bench/kernels.py, the candidates that can win are
 // a step and its half with the same errors; then the larger wins. In 7 % exact sums decide. In 6 % the window does not
-// suffice, and 64 candidates are looked at. Without exponents sums are exact, the window starts at t = 4/7 (see
+// suffice, and 64 candidates are looked at. With equal exponents sums are exact, the window starts at t = 4/7 (see
 // channels.hpp), and its last octave at 16/7.
 #include "channels.hpp"
 
@@ -186,8 +186,8 @@ int search_groups(const uint8_t* packed, const Plan& plan, const PackedErrors& e
 
 }  // namespace
 
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, const bool* is_wanted,
-                 int* places) {
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors,
+                 const uint8_t* is_wanted, int* places) {
     const int start = errors.starts[7];
     const __m256i sums = sum_importance(packed, importance);
     const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
@@ -220,12 +220,13 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
     count_groups(packed, groups, importance, num_groups, fields);
 }
 
-void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(map));
-    const __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(bytes, mask));
-    const __m128i high = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_or_si128(low, _mm_slli_epi16(high, 4)));
+void encode_both(const uint8_t* packed, const uint8_t* first_map, const uint8_t* second_map, uint8_t* out) {
+    const __m256i maps = _mm256_set_m128i(load(second_map), load(first_map)), mask = _mm256_set1_epi8(15);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_castsi128_si256(load(packed)), 0x50);
+    const __m256i low = _mm256_shuffle_epi8(maps, _mm256_and_si256(bytes, mask));
+    const __m256i high = _mm256_shuffle_epi8(maps, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask));
+    const __m256i codes = _mm256_permute4x64_epi64(_mm256_or_si256(low, _mm256_slli_epi16(high, 4)), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(codes));
 }
 
 void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
@@ -248,9 +249,9 @@ void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8
 namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
-void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const bool*, int*) {}
+void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const uint8_t*, int*) {}
 int search_block(const uint8_t*, const Plan&, const PackedErrors&, Seen&) { return -1; }
-void encode_block(const uint8_t*, const uint8_t*, uint8_t*) {}
+void encode_both(const uint8_t*, const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
 void encode_groups(const uint8_t*, const SplitGroups&, const uint8_t* const*, int, uint8_t*) {}
 
