@@ -170,8 +170,7 @@ class LayerConverter:
         """Take each of an expert's outputs off the residual f32 [T, K] that it belongs to."""
         tokens = expert.routed.tokens
         for left, output in zip(residuals, expert.outputs, strict=True):
-            for rows in self.scratch.pieces(tokens.shape[0]):
-                left.index_add_(0, tokens[rows], output[rows], alpha=-1)
+            self.scratch.subtract(left, tokens, output)
 
     def _module(self, expert: int, projection: str) -> str:
         return f"{self.mlp}.experts.{expert}.{projection}"
@@ -279,7 +278,7 @@ class LayerConverter:
         shape = (3, tokens.shape[0], inputs.x.shape[1])
         outputs = self.scratch.empty(shape[0] * shape[1], shape[2]).view(shape)
         for rows in self.scratch.pieces(tokens.shape[0]):
-            x, weights = inputs.x[tokens[rows]], p[rows, None]
+            x, weights = self.scratch.take(inputs.x, tokens[rows]), p[rows, None]
             inner[rows] = mlp.inner(x) * weights
             outputs[0, rows] = mlp.outer(inner[rows])
             outputs[1, rows], outputs[2, rows] = others[0](x) * weights, others[1](x) * weights
@@ -302,7 +301,7 @@ class LayerConverter:
         self.write(self._module(number, DOWN), codes)
         change = LinearLayer(DenseWeight(self._decoded(codes).weight.decode() - down.values))
         for rows in self.scratch.pieces(tokens.shape[0]):
-            residual_TK.index_add_(0, tokens[rows], change.weight.linear(inner[rows]), alpha=-1)
+            self.scratch.subtract(residual_TK, tokens[rows], change.weight.linear(inner[rows]))
         return shrinkage, strength
 
     def _decide_down(
@@ -316,7 +315,8 @@ class LayerConverter:
         moments = Moments.start(inner.shape[1], residual_TK.shape[1], device=self.device)
         for rows in self.scratch.pieces(fitted):
             few = tokens[rows]
-            moments.add(inner[rows], residual_TK[few], inputs.token_weights[few], inputs.halves[few])
+            left = self.scratch.take(residual_TK, few)
+            moments.add(inner[rows], left, inputs.token_weights[few], inputs.halves[few])
         kernel = kernel_for(self.device, threads=self.workers)
         shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel)
         if shrinkage is None:

@@ -28,6 +28,7 @@ from k2convert.quantize.gptq.moments import Moments
 
 _CHUNK_ROWS: Final = 256
 _NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
+_SCATTERED_ROWS: Final = 256  # touched at a time: with each come up to 64 KiB around it
 _FLOAT_BYTES: Final = 4
 
 
@@ -36,7 +37,9 @@ class Scratch:
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder, self._device = folder, device
-        self._piece_rows = PIECE_TOKENS if device == "cpu" else CUDA_PIECE_TOKENS
+        self._piece_rows, self._scattered_rows = (
+            (PIECE_TOKENS, _SCATTERED_ROWS) if device == "cpu" else (CUDA_PIECE_TOKENS, CUDA_PIECE_TOKENS)
+        )
         self._lock = Lock()  # guards the set
         self._mapped: WeakSet[mmap.mmap] = WeakSet()
 
@@ -59,10 +62,25 @@ class Scratch:
             copied[rows] = values[rows]
         return copied
 
+    def take(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows `tokens` int64 [t] of f32 [T, K], a copy in memory."""
+        taken = values.new_empty(tokens.shape[0], values.shape[1])
+        for rows in self._steps(tokens.shape[0], self._scattered_rows):
+            taken[rows] = values[tokens[rows]]
+        return taken
+
+    def subtract(self, values: Tensor, tokens: Tensor, others: Tensor) -> None:
+        """Subtract f32 [t, K] from the rows `tokens` int64 [t] of f32 [T, K]; each is there once."""
+        for rows in self._steps(tokens.shape[0], self._scattered_rows):
+            values.index_add_(0, tokens[rows], others[rows], alpha=-1)
+
     def pieces(self, rows: int) -> Iterator[slice]:
-        """Yield the rows in pieces that fit into memory; releases after each of them what was touched."""
-        for start in range(0, rows, self._piece_rows):
-            yield slice(start, min(start + self._piece_rows, rows))
+        """Return the rows in pieces that fit into memory; releases after each of them what was touched."""
+        return self._steps(rows, self._piece_rows)
+
+    def _steps(self, rows: int, step: int) -> Iterator[slice]:
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
             self.release()
 
     def release(self) -> None:
