@@ -27,7 +27,7 @@ from scripts.evaluation.models import (
 )
 from scripts.evaluation.peers import quark_mlps
 from scripts.evaluation.smollm2 import make_smollm2
-from scripts.evaluation.table import Evaluation, Row, calibrated_markdown, markdown
+from scripts.evaluation.table import CalibratedEvaluation, Evaluation, Row, calibrated_markdown, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--peers", action="store_true", help="score AMD Quark too (installs it, 1.8 GB)")
         _common(command)
     command = commands.add_parser("calibrated", help="score calibrated conversions on text that did not calibrate them")
-    command.add_argument("subject", choices=sorted(CALIBRATED_SUBJECTS))
+    command.add_argument("subject", choices=[*CALIBRATED_SUBJECTS, "all"])
     command.add_argument("--peers", action="store_true", help="calibrate with llm-compressor and ModelOpt too (slow)")
     command.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
@@ -149,10 +149,12 @@ def main() -> None:
             rows = chosen_rows(options.rows, with_peers=options.peers)
         except ValueError as error:
             parser.error(str(error))
-        subject = CALIBRATED_SUBJECTS[options.subject](options.work)
-        result = evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens)
-        print(calibrated_markdown(result), flush=True)
-        _write_json(options.json, result.to_dict())
+        found: list[CalibratedEvaluation] = []
+        for name in CALIBRATED_SUBJECTS if options.subject == "all" else [options.subject]:
+            subject = CALIBRATED_SUBJECTS[name](options.work)
+            found.append(evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens))
+            print(calibrated_markdown(found[-1]), flush=True)
+        _write_json(options.json, [result.to_dict() for result in found])
         return
     names = list(SUBJECTS) if options.command == "all" else [options.command]
     results: list[Evaluation] = []

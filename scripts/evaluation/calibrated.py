@@ -2,7 +2,7 @@
 
 Rule `imatrix` takes statistics of `k2convert calibrate`; rule `gptq` is `k2convert run --calibrate`. The peers see
 the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. A finished conversion in the
-work folder is kept, and so are the weights of a peer.
+work folder is kept, and so are the weights of a peer; their names say how many tokens calibrated them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import files
@@ -42,7 +42,10 @@ W4A16, W4A4 = "W4A16", "W4A4"
 
 @dataclass(frozen=True, slots=True)
 class CalibratedSubject:
-    """A model, the text that calibrates it, the text that it is evaluated on, and the number of tokens of each."""
+    """A model, the text that calibrates it, the text that it is evaluated on, and the number of tokens of each.
+
+    With `second_half`, the text for evaluation begins in its middle.
+    """
 
     name: str
     source: Path
@@ -51,6 +54,17 @@ class CalibratedSubject:
     text: Path
     tokens: int
     batch: int
+    second_half: bool = False
+
+    @property
+    def text_name(self) -> str:
+        """What the text for evaluation is called."""
+        return f"the second half of {self.text.stem}" if self.second_half else self.text.stem
+
+    def read_text(self) -> str:
+        """Return the text for evaluation."""
+        text = self.text.read_text(encoding="utf-8")
+        return text[len(text) // 2 :] if self.second_half else text
 
 
 def tiny_subject(work: Path) -> CalibratedSubject:
@@ -60,16 +74,25 @@ def tiny_subject(work: Path) -> CalibratedSubject:
     return CalibratedSubject(name, TINY, TINY / "calibration.txt", 16_384, TINY / "eval.txt", 16_384, 16)
 
 
+def second_tiny_subject(work: Path) -> CalibratedSubject:
+    """The same conversions on the second half of the text."""
+    return replace(tiny_subject(work), second_half=True)
+
+
 def smollm2_subject(work: Path) -> CalibratedSubject:
     """SmolLM2-135M as a K2-named mixture of experts: Emma calibrates, Persuasion evaluates."""
     source = make_smollm2(work)
     for title in ("Emma", "Persuasion"):
         novel(work, title)
     name = "SmolLM2-135M-Instruct as a K2-named MoE"
-    return CalibratedSubject(name, source, work / "emma.txt", 8_192, work / "persuasion.txt", 8_192, 4)
+    return CalibratedSubject(name, source, work / "emma.txt", 16_384, work / "persuasion.txt", 8_192, 4)
 
 
-CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {"tiny": tiny_subject, "smollm2": smollm2_subject}
+CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {
+    "tiny": tiny_subject,
+    "tiny-second": second_tiny_subject,
+    "smollm2": smollm2_subject,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +109,8 @@ class Conversion:
     walk: bool = False
 
 
+OTHER_COUNTS = (4_096, 65_536)
+"""Tokens of rule gptq, besides those of the other rows."""
 NORM, NO_NORM = ("--set", "smoothing=true"), ("--set", "smoothing=false")
 CONVERSIONS = (
     Conversion("max", None, ("--rule", "max")),
@@ -99,6 +124,7 @@ CONVERSIONS = (
     Conversion(f"imatrix, smoothing, {TOKENS_PER_EXPERT} tokens per expert", "few", NORM, (W4A4,)),
     Conversion("gptq", "text", (), walk=True),
     Conversion("gptq, no smoothing", "text", NO_NORM, walk=True),
+    *(Conversion(f"gptq, {count:,} tokens", str(count), (), walk=True) for count in OTHER_COUNTS),
     Conversion("gptq, foreign text", "foreign", (), walk=True),
     Conversion("gptq, 64 tokens in all", "64", (), walk=True),
     Conversion("gptq, 512 tokens in all", "512", (), walk=True),
@@ -150,15 +176,25 @@ def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Toke
     """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and fewer tokens."""
     config = open_checkpoint(subject.source).config
     few = TOKENS_PER_EXPERT * config["n_routed_experts"] // config["num_experts_per_tok"]
-    ids = work / f"{subject.source.name}-ids.jsonl"
-    ids.write_text("".join(f"{window}\n" for window in calibration_windows(subject).tolist()), encoding="utf-8")
-    return {
+    ids = _ids_file(subject, work, subject.calibration_tokens)
+    others = {str(count): Tokens(_ids_file(subject, work, count), count) for count in OTHER_COUNTS}
+    return others | {
         "text": Tokens(ids, subject.calibration_tokens),
         "foreign": Tokens(foreign_text(work), subject.calibration_tokens),
         "few": Tokens(subject.calibration, few),
         "64": Tokens(ids, 64),
         "512": Tokens(ids, 512),
     }
+
+
+def _ids_file(subject: CalibratedSubject, work: Path, count: int) -> Path:
+    """Write the windows of the first `count` tokens of the calibration text."""
+    path = work / f"{subject.source.name}-ids-{count}.jsonl"
+    windows = calibration_windows(replace(subject, calibration_tokens=count)).tolist()
+    if len(windows) * WINDOW != count:
+        raise ValueError(f"{subject.calibration}: has only {len(windows) * WINDOW:,} tokens, not {count:,}")
+    path.write_text("".join(f"{window}\n" for window in windows), encoding="utf-8")
+    return path
 
 
 def _k2convert(*arguments: object) -> None:
@@ -182,12 +218,13 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
     for conversion in CONVERSIONS:
         if conversion.weights not in rows:
             continue
-        folder = conversion_folder(subject, work, conversion.weights)
+        text = None if conversion.text is None else tokens[conversion.text]
+        folder = conversion_folder(subject, work, conversion.weights, text)
         given: list[object] = []
-        if conversion.text is not None and conversion.walk:
-            given = tokens[conversion.text].options(text="--calibrate")
-        elif conversion.text is not None:
-            given = ["--statistics", _statistics(subject, work, conversion.text, tokens[conversion.text])]
+        if text is not None and conversion.walk:
+            given = text.options(text="--calibrate")
+        elif conversion.text is not None and text is not None:
+            given = ["--statistics", _statistics(subject, work, conversion.text, text)]
         _k2convert("run", subject.source, folder, *given, *conversion.options)
         for mode in conversion.modes:
             loaders[conversion.weights, mode] = partial(_read, folder, mode)
@@ -196,15 +233,16 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
 
 def _statistics(subject: CalibratedSubject, work: Path, name: str, tokens: Tokens) -> Path:
     """Run `k2convert calibrate` on a text, once."""
-    made = work / f"{subject.source.name}-{name}.safetensors"
+    made = work / f"{subject.source.name}-{name}-{tokens.count}.safetensors"
     if not made.exists():
         _k2convert("calibrate", subject.source, made, *tokens.options(text="--text"))
     return made
 
 
-def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> Path:
-    """Return the folder of a row's checkpoint, which serves both modes."""
-    return work / f"{subject.source.name}-{weights.replace(', ', '-').replace(' ', '-')}"
+def conversion_folder(subject: CalibratedSubject, work: Path, weights: str, text: Tokens | None = None) -> Path:
+    """Return the folder of a row's checkpoint, which serves both modes; `text` is what calibrates it, if anything."""
+    name = f"{subject.source.name}-{weights.replace(', ', '-').replace(' ', '-')}"
+    return work / (name if text is None else f"{name}-{text.count}")
 
 
 def _read(folder: Path, mode: str) -> Variant:
@@ -216,7 +254,7 @@ def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[s
     """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
     windows, loaders = calibration_windows(subject), Loaders()
     for name in (name for name in PEERS if name in rows):
-        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}.pt"
+        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{subject.calibration_tokens}.pt"
         if not cached.exists():
             note(f"{subject.name}: {name}")
             torch.save(peer_weights(subject.source, name, windows), cached)
@@ -243,20 +281,22 @@ def evaluate_calibrated(
     loaders |= peers(subject, work, scales, rows)
     if INT4 in rows:
         loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(scales)), {})
-    windows = encode(subject.source, subject.text.read_text(encoding="utf-8"), tokens=tokens or subject.tokens)
+    windows = encode(subject.source, subject.read_text(), tokens=tokens or subject.tokens)
     reference, scores = compare_in_turn(
         build_model(subject.source),
         source,
         loaders,
         windows,
         batch=subject.batch,
-        progress=lambda row, score: note(f"{subject.name}: {', '.join(row)}: mean KL {score.kl_mean:.6f}"),
+        progress=lambda row, score: note(
+            f"{subject.name}, {subject.text_name}: {', '.join(row)}: mean KL {score.kl_mean:.6f}"
+        ),
     )
     return CalibratedEvaluation(
         subject.name,
         subject.calibration.stem,
         subject.calibration_tokens,
-        subject.text.stem,
+        subject.text_name,
         windows.numel(),
         reference,
         tuple(_rows(scores)),
