@@ -176,7 +176,7 @@ def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
     """One call of each kind for each part of the job: the work of a calibration, shards with records, other files."""
     found: dict[tuple[str, str], list[int]] = {}
     for number, line in enumerate(calls, 1):
-        kind, path = line.split()
+        kind, path = line.split(maxsplit=1)  # a file without a name is called "... (deleted)"
         part = re.search(r"\.work|\.safetensors", path)
         if kind in kinds:
             found.setdefault((kind, part[0] if part else ""), []).append(number)
