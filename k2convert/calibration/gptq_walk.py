@@ -123,28 +123,34 @@ class _LayerConversion:
 
     def _collect(self, kept: NDArray[np.bool_]) -> _CollectedTokens:
         """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
-        walk, layer = self._walk, self._layer
+        walk = self._walk
         collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
-        with layer.writing() as write:
+        with self._layer.writing() as write:
             for first, states, converted in self._chunks():
-                tee = self._tee(first)
-                layer.run(first, states, tee)
+                kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
                 write(states)
-                chunk = finite_windows(states)
-                kept[first : first + chunk.size] = chunk
-                if not chunk.any():
-                    continue
-                after_TK, x_TK, routing = self._decoder.attend(torch.as_tensor(converted[chunk]))
-                assert routing is not None
-                residual_TK = tee.hidden - after_TK - self._decoder.shared_output(x_TK)
-                if not (x_TK.isfinite().all() and residual_TK.isfinite().all()):
-                    raise CalibrationError(
-                        f"layer {layer.number}: the hidden states of the converted model are not finite, those of the "
-                        "source are. Use a different text, or convert with --statistics."
-                    )
-                halves = self._halves(first + np.flatnonzero(chunk)) if first < self._num_fitted else None
-                collected.add(x_TK, tee.x - x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
         return collected
+
+    def _collect_chunk(
+        self, first: int, states: HiddenStates, converted: HiddenStates, collected: _CollectedTokens
+    ) -> NDArray[np.bool_]:
+        """Run a chunk and collect its tokens; returns which windows are kept. Its tensors are gone before the next."""
+        layer, tee = self._layer, self._tee(first)
+        layer.run(first, states, tee)
+        kept = finite_windows(states)
+        if not kept.any():
+            return kept
+        after_TK, x_TK, routing = self._decoder.attend(torch.as_tensor(converted[kept]))
+        assert routing is not None
+        residual_TK = tee.hidden - after_TK - self._decoder.shared_output(x_TK)
+        if not (x_TK.isfinite().all() and residual_TK.isfinite().all()):
+            raise CalibrationError(
+                f"layer {layer.number}: the hidden states of the converted model are not finite, those of the "
+                "source are. Use a different text, or convert with --statistics."
+            )
+        halves = self._halves(first + np.flatnonzero(kept)) if first < self._num_fitted else None
+        collected.add(x_TK, tee.x - x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
+        return kept
 
     def _tee(self, first: int) -> _Tee:
         """Return the observer of a chunk: windows that are kept out are not in the statistics."""

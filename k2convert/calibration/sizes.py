@@ -23,6 +23,7 @@ from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import STEPS
 from k2convert.calibration.token_counts import experts_per_token
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
 from k2convert.forward.walk import DENSE_TOKENS
 from k2convert.models import detect_family
@@ -171,7 +172,7 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 
 
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
-    """Return what a walk of rule gptq holds at its peak, without the buffers that it shares with the conversion."""
+    """Return what a walk of rule gptq holds at its peak, without the buffers for reading, which a conversion counts."""
     square, part = 4 * model.hidden**2, model.width * model.hidden
     states = 4 * size.chunk_windows * size.window * model.hidden
     chosen = size.num_tokens * model.experts_per_token // max(model.num_experts, 1)
@@ -192,7 +193,9 @@ def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
         3 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
         2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2 + pieces,
     )
-    return _memory(model, size, max(phases), streams=2)
+    staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * size.num_tokens * model.hidden)  # of both streams' files
+    held = _memory(model, size, max(phases), streams=2)
+    return replace(held, main=held.main + staging)
 
 
 def _memory(model: ModelSizes, size: PassSize, held: int, *, streams: int) -> Memory:

@@ -26,6 +26,7 @@ from k2convert.calibration.layer_files import (
     read_gptq,
     write_layer,
 )
+from k2convert.calibration.layer_tokens import Scratch
 from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
@@ -230,6 +231,21 @@ def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: P
             walked(work, planned(cut, ids), check_stop=stop_at)
         assert work.num_finished() < 2
         assert files_of(walked(work, planned(cut, ids))) == whole
+
+
+def test_files_instead_of_memory_change_no_byte_and_are_gone(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 100 tokens of an expert, rows one by one, and everything given back after each of them."""
+    ids = windows_of(cut, tokens=512, window=64)
+    monkeypatch.setattr("k2convert.calibration.layer_tokens.PIECE_TOKENS", 100)
+    monkeypatch.setattr("k2convert.calibration.layer_tokens._SCATTERED_ROWS", 1)
+    work = walked(conversion_work(tmp_path / "files"), planned(cut, ids, workers=2))
+    in_files = files_of(work)
+    left = {path.suffix for path in work.folder.iterdir() if path.is_file()}
+    assert left == {".safetensors", ".json", ".kept"}
+    monkeypatch.setattr(Scratch, "empty", lambda _, rows, columns: torch.empty(rows, columns))
+    assert files_of(walked(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
 
 
 @pytest.mark.parametrize("case", ["few", "one token", "repeated"])

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from k2convert.calibration.layer_tokens import Scratch
 from k2convert.calibration.sizes import PassSize, read_sizes, walk_memory
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
+from scripts.fixture_maker import K2Shape, make_k2_shaped
 
 MB = 1 << 20
 
@@ -69,3 +72,44 @@ def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path)
     assert walk_memory(model, few) == walk_memory(model, many)
     few, many = (PassSize(windows, 2048, 2, ("cuda:0",), 2, 4) for windows in (64, 1024))
     assert walk_memory(model, many).gpu - walk_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
+
+
+WALK = """
+import sys
+from pathlib import Path
+import numpy as np
+from k2convert.buffers import BUFFERS
+from k2convert.calibration.layer_files import conversion_work
+sys.path.insert(0, sys.argv[4])
+from test_gptq_walk import planned, walked
+
+staging = [BUFFERS.empty_pages(16 << 20) for _ in range(12)]  # those of files in work, which are kept for the next ones
+for pages in staging:
+    pages.fill(1)
+del pages, staging
+ids = np.random.default_rng(0).integers(0, 1000, (int(sys.argv[3]), 256))
+walked(conversion_work(Path(sys.argv[2])), planned(Path(sys.argv[1]), ids, workers=2, chunk=8))
+lines = Path("/proc/self/status").read_text().splitlines()
+print(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+"""
+
+SHAPE = K2Shape(
+    hidden=1024, moe_intermediate=256, dense_intermediate=1024, experts=8, moe_layers=1, dense_layers=1,
+    vocabulary=1024, heads=8, q_lora_rank=128, kv_lora_rank=128,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_four_times_the_tokens_take_no_more_memory(tmp_path: Path) -> None:
+    """The tensors of a layer would be 300 MB larger."""
+    source = make_k2_shaped(tmp_path / "k2", shape=SHAPE)
+    found: list[int] = []
+    for windows in (16, 64):
+        words = [source, tmp_path / str(windows), windows, Path(__file__).parent]
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system
+        done = subprocess.run(
+            [sys.executable, "-c", WALK, *map(str, words)], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(1024 * int(done.stdout))
+    assert found[1] - found[0] < 40 * MB, found

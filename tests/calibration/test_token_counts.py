@@ -1,0 +1,85 @@
+"""How many tokens a calibration uses without being told, and what is said when experts got few."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run_here
+
+from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.token_counts import default_tokens, fewest_tokens
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+
+CONFIG = Path(__file__).resolve().parents[1] / "data" / "published-configs" / "nvidia--Kimi-K2.6-NVFP4_config.json"
+
+
+def with_counts(source: Path, **counts: int) -> Checkpoint:
+    found = open_checkpoint(source)
+    return replace(found, config_text=json.dumps(found.parse_config() | counts))
+
+
+def test_the_default_gives_an_expert_twice_its_inputs_and_fills_windows(tiny: Path) -> None:
+    published = json.loads(CONFIG.read_text())["text_config"]
+    counts = {key: published[key] for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")}
+    assert list(counts.values()) == [384, 8, 2048]
+    assert default_tokens(with_counts(tiny, **counts), window=2048) == 2 * 2048 * 384 // 8 == 196_608
+    assert default_tokens(with_counts(tiny, **counts), window=1000) == 197_000
+    assert default_tokens(with_counts(tiny, **counts | {"n_routed_experts": 385}), window=1) == 2 * 2048 * 385 // 8
+    assert default_tokens(open_checkpoint(tiny), window=2048) == 131_072, "it is never less than that"
+    absurd = with_counts(tiny, n_routed_experts=10_000, moe_intermediate_size=1_000_000)
+    assert default_tokens(absurd, window=2048) == 1 << 20, "no config makes a pass endless"
+
+
+def test_the_layer_with_the_least_median_is_the_one_that_is_named() -> None:
+    assert fewest_tokens({1: (9, 9, 0), 2: (8, 7, 100), 3: (50, 8, 8, 90)}) == (2, 8)
+
+
+@pytest.fixture
+def text(tiny: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text((tiny / "calibration.txt").read_text()[:4000])
+    return path
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "run"])
+def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
+    cut: Path, text: Path, tmp_path: Path, verb: str
+) -> None:
+    words = (verb, cut, tmp_path / "out", "--text" if verb == "calibrate" else "--calibrate", text, "--device", "cpu")
+    dry = run_here(*words, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    inputs = open_checkpoint(cut).config["moe_intermediate_size"]
+    reason = f"131,072 tokens are the default: if all experts get the same, each gets 131,072 for its {inputs} inputs"
+    assert f"{reason}, and 2 for each input are enough\n" in dry.stdout
+    assert "tokens, " in dry.stderr
+    assert "in all; 131,072 were asked for" in dry.stderr
+    found = json.loads(run_here(*words, "--dry-run", "--json").stdout)
+    found = found if verb == "calibrate" else found["calibration"]
+    assert found["tokens"] < found["tokens_asked"] == 131_072
+    assert found["tokens_reason"].startswith(reason)
+    if verb == "run":
+        words = (*words, "--set", "calibration={tokens: 128, window: 64}")
+    else:
+        words = (*words, "--tokens", "128", "--window", "64")
+    asked = run_here(*words, "--dry-run")
+    assert "are the default" not in asked.stdout
+    done = run_here(*words)
+    assert done.returncode == 0, done.stderr
+    option = "--tokens " if verb == "calibrate" else "--set calibration.tokens="
+    fitted = 128 if verb == "calibrate" else 64  # one of two windows is kept out
+    line = f"tokens of the median expert: {fitted}, in layer 1, where they are fewest"
+    enough = 2 * inputs * 128 // fitted
+    assert f"{line}. 2 for each of its {inputs} inputs lose less: use {option}{enough}\n" in done.stdout
+
+
+def test_the_median_is_that_of_the_statistics(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("calibrate", tiny, out, "--text", tiny / "calibration.txt", "--tokens", "2048", "--window", "256")
+    done = run_here(*words, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    statistics = open_statistics(out)
+    medians = {n: int(np.sort(statistics.layer(n).tokens)[7]) for n in (1, 2, 3)}
+    layer = min(medians, key=lambda n: medians[n])
+    assert f"tokens of the median expert: {medians[layer]:,}, in layer {layer}, where they are fewest\n" in done.stdout
