@@ -13,6 +13,7 @@ from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+K3_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class Checkpoint:
@@ -23,6 +24,7 @@ class Checkpoint:
         self.whole_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.config: dict[str, Any] = self.whole_config.get("text_config", self.whole_config)
         self.prefix = "language_model." if "text_config" in self.whole_config else ""
+        self.is_k3 = self.whole_config.get("model_type") == "kimi_k3"
         self.tensors: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             with safe_open(shard, "pt") as file:
@@ -36,7 +38,7 @@ class Checkpoint:
 
     @property
     def num_experts(self) -> int:
-        return self.config["n_routed_experts"]
+        return self.config["num_experts" if self.is_k3 else "n_routed_experts"]
 
     @property
     def num_matrices(self) -> int:
@@ -51,7 +53,12 @@ class Checkpoint:
         return names[:3] if self.is_weight_only else names
 
     def expert(self, layer: int, expert: int, projection: str) -> str:
-        return f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+        name = K3_PROJECTIONS[projection] if self.is_k3 else projection
+        return f"{self.bank(layer)}.{expert}.{name}"
+
+    def bank(self, layer: int) -> str:
+        """Return the name of a layer's routed experts."""
+        return f"model.layers.{layer}.{'block_sparse_moe' if self.is_k3 else 'mlp'}.experts"
 
     def experts(self) -> Iterator[tuple[int, int, str]]:
         """Yield (layer, expert, projection) of every routed expert's matrix."""

@@ -65,7 +65,7 @@ def start(folder: Path, *, backend: str) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    server = ServerArgs(model_path=str(folder), device="cpu", moe_runner_backend=backend, disable_cuda_graph=True)
+    server = ServerArgs(model_path=str(folder), device="cpu", moe_runner_backend=backend, disable_cuda_graph=True, disable_radix_cache=True)
     publish(server, role="weight_cache_daemon", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()
     config = ModelConfig(model_path=str(folder), dtype="bfloat16")

@@ -1,9 +1,8 @@
-"""Loads a checkpoint with the real vLLM on a CPU, checks what it holds, and computes logits and greedy text with it."""
+"""Loads a checkpoint with the real vLLM on a CPU, checks what it holds, and computes logits and text with K2's."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from typing import Any
 
 from scripts.engine_checks.clients import vllm_on_cpu
@@ -23,12 +22,35 @@ def main() -> int:
     vllm_on_cpu.enable(is_weight_only=files.is_weight_only)
     from vllm import LLM, __version__
 
-    from scripts.engine_checks.clients.vllm_loading import check_loading, record_loading
+    from scripts.engine_checks.clients.vllm_k3 import load_k3
+    from scripts.engine_checks.clients.vllm_loading import check_loading, check_methods, record_loading
     from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
 
     outcome, loading = Outcome(f"vLLM {__version__.removesuffix('+cpu')}"), record_loading()
-    engine = LLM(
-        str(arguments.checkpoint),
+    if files.is_k3:
+        model, config = load_k3(arguments.checkpoint, outcome)
+    else:
+        engine = start(LLM, files)
+        model = engine.apply_model(lambda model: model)[0]
+        config = engine.llm_engine.vllm_config.quant_config
+    outcome.note(f"{type(model).__name__}, {type(config).__name__}")
+    check_methods(model, files, outcome)
+    check_loading(loading, files, outcome)
+    for experts in fused_experts(loading, files):
+        check_weights(experts, files, outcome)
+        check_kernel_formats(experts, files, outcome)
+    if arguments.request.windows and not files.is_k3:
+        blocks = _record_blocks(model, files)
+        logits, greedy = compute(engine, model, arguments.request, files.config["vocab_size"])
+        _check_blocks(blocks, files, outcome)
+        save_logits(arguments.out, logits, greedy)
+    return outcome.save(arguments.out)
+
+
+def start(llm: Any, files: Checkpoint) -> Any:
+    """Return vLLM's engine, in this process."""
+    return llm(
+        str(files.folder),
         dtype="float32",
         enforce_eager=True,
         max_model_len=LONGEST,
@@ -38,35 +60,11 @@ def main() -> int:
         moe_backend="emulation",
         **_language_model_only(files),
     )
-    model = engine.apply_model(lambda model: model)[0]
-    _note_methods(engine, model, outcome)
-    check_loading(loading, files, outcome)
-    for experts in fused_experts(loading, files):
-        check_weights(experts, files, outcome)
-        check_kernel_formats(experts, files, outcome)
-    if arguments.request.windows:
-        blocks = _record_blocks(model, files)
-        logits, greedy = compute(engine, model, arguments.request, files.config["vocab_size"])
-        _check_blocks(blocks, files, outcome)
-        save_logits(arguments.out, logits, greedy)
-    return outcome.save(arguments.out)
 
 
 def _language_model_only(files: Checkpoint) -> dict[str, Any]:
     """Return options that keep a multimodal model from preparing pictures."""
     return {"limit_mm_per_prompt": {"vision_chunk": 1}, "skip_mm_profiling": True} if files.prefix else {}
-
-
-def _note_methods(engine: Any, model: Any, outcome: Outcome) -> None:
-    config = engine.llm_engine.vllm_config.quant_config
-    outcome.note(f"{type(model).__name__}, {type(config).__name__}")
-    methods: Counter[str] = Counter()
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            methods[f"{type(module).__name__} {type(method).__name__}"] += 1
-    for method, count in sorted(methods.items()):
-        outcome.note(f"{count:4} x {method}")
 
 
 def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:

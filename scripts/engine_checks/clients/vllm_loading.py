@@ -21,7 +21,13 @@ from scripts.engine_checks.clients.outcome import Outcome
 
 MOE_METHODS = (ModelOptNvFp4FusedMoE, compressed_tensors_moe.CompressedTensorsW4A4Nvfp4MoEMethod)
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")  # of an FP8 cache; 1.0 where the files have none
-FUSED = {"fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+    "in_proj_qkvgfab": ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"),
+    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 PROJECTOR = {"mm_projector.linear_1": "mm_projector.proj.0", "mm_projector.linear_2": "mm_projector.proj.2"}
 
 
@@ -118,6 +124,17 @@ def _recorded_experts(loading: Loading, plain: Any) -> Any:
     return process_weights_after_loading
 
 
+def check_methods(model: Any, files: Checkpoint, outcome: Outcome) -> None:
+    """vLLM's own choice for every module of its model: NVFP4 for each layer's experts, and for nothing else."""
+    chosen = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    methods = {name: type(method).__name__ for name, method in chosen.items() if method is not None}
+    for method, count in sorted(Counter(methods.values()).items()):
+        outcome.note(f"{count:4} x {method}")
+    banks = {f"{files.prefix}{files.bank(layer)}.routed_experts" for layer in files.moe_layers}
+    wrong = sorted(banks ^ {name for name, method in methods.items() if not method.startswith("Unquantized")})
+    outcome.check("every bank of experts gets an NVFP4 method, no other module does", not wrong, ", ".join(wrong[:4]))
+
+
 def check_loading(loading: Loading, files: Checkpoint, outcome: Outcome) -> None:
     """Everything in the files was read, every parameter was written, every part of every expert exactly once."""
 
@@ -150,6 +167,8 @@ def _holds_the_files(name: str, value: Tensor, files: Checkpoint) -> bool:
     if not all(source in files.tensors for source in wanted):
         return False
     stored = torch.cat([torch.atleast_1d(files.tensors[source]) for source in wanted])
+    if name.endswith("A_log"):  # the files pad it with zeros
+        stored = stored[: len(value)]
     rows = value[: stored.shape[0]] if value.dim() else value  # vLLM pads the vocabulary
     return rows.numel() == stored.numel() and torch.equal(
         rows.reshape(stored.shape).float(), stored.to(rows.dtype).float()
