@@ -28,11 +28,12 @@ from scripts.engine_checks.agreement import (
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
+from scripts.engine_checks.k3 import DEFECTS, NOT_REACHED, copy_with_defect
 from scripts.engine_checks.serve_commands import PARSERS, check_commands
 from scripts.engine_checks.served import check_served, check_wire
 from scripts.engine_checks.served import report as served_report
 from scripts.engine_checks.table import Result, markdown
-from scripts.engine_checks.variants import K2, MSE, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
+from scripts.engine_checks.variants import K2, K3, MSE, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
 
 WINDOW = 256
 CLIENT_SECONDS = 1200
@@ -41,10 +42,19 @@ KINDS = sorted(VARIANTS, key=lambda v: (v.layout != "modelopt", v.activations !=
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One checkpoint to load with one engine."""
+    """One checkpoint to load with one engine. With a defect, the engine's checks must fail."""
 
     engine: Engine
     variant: Variant
+    defect: str = ""
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.variant.name, self.defect)))
+
+    @property
+    def computes(self) -> bool:
+        return self.engine.computes and self.variant.form != K3
 
 
 class Reference:
@@ -76,11 +86,11 @@ def tolerance(task: Task) -> Tolerance:
 
 def run_client(task: Task, work: Path, request: Path) -> Path:
     """Start the client and wait; return the folder of its outcome, which is missing if it crashed."""
-    out = work / "results" / task.engine.name / task.variant.name
+    out = work / "results" / task.engine.name / task.name
     out.mkdir(parents=True, exist_ok=True)
     for name in ("outcome.json", "logits.safetensors"):
         (out / name).unlink(missing_ok=True)
-    command = task.engine.command(work, work / "checkpoints" / task.variant.name, request, out)
+    command = task.engine.command(work, work / "checkpoints" / task.name, request, out)
     with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired, FileNotFoundError):
         options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": CLIENT_SECONDS, "check": False}
         subprocess.run(command, env=task.engine.variables(work), cwd=out, **options)
@@ -96,7 +106,7 @@ def read_result(task: Task, out: Path, reference: Reference | None) -> Result:
         return Result(task.engine.name, task.variant, 1, (f"the client stopped, see {out / 'log.txt'}",), None, wrong)
     failed, num_checks = list(outcome["failed"]), len(outcome["failed"]) + len(outcome["passed"])
     agreement = None
-    if reference is not None and task.engine.computes:
+    if reference is not None and task.computes:
         agreement = _agreement(task, out, reference)
         problems = agreement.problems(tolerance(task))
         num_checks += 3 if agreement.same_text is None else 4
@@ -125,15 +135,30 @@ def run_all(
         for number, (task, folder) in enumerate(zip(tasks, folders, strict=True), 1):
             result = read_result(task, folder.result(), reference)
             verdict = "; ".join(result.failed) if result.failed else "ok"
-            say(f"{number}/{len(tasks)} {task.engine.name}, {task.variant.name}: {verdict}")
+            say(f"{number}/{len(tasks)} {task.engine.name}, {task.name}: {verdict}")
             yield result
+
+
+def check_defects(engines: list[Engine], work: Path, request: Path, say: Callable[[str], None]) -> list[str]:
+    """Load copies of Kimi K3 that have a defect; return a problem for each defect that no check found."""
+    variant = Variant(K3, "modelopt", "w4a4", MSE)
+    tasks = [Task(engine, variant, defect) for engine in engines if engine.reads(variant) for defect in DEFECTS]
+    for defect in DEFECTS if tasks else ():
+        copy_with_defect(work / "checkpoints" / variant.name, defect)
+    results = list(run_all(tasks, work, request, None, 1, say))
+    return [
+        f"{task.engine.name}, {task.name}: no check found the defect"
+        for task, result in zip(tasks, results, strict=True)
+        if not result.failed
+    ]
 
 
 def report(results: list[Result], *, tokens: int) -> str:
     """Return the table with a line of text above it."""
     computed = any(result.agreement is not None for result in results)
     text = f"{tokens:,} tokens of eval.txt in windows of {WINDOW}" if computed else "Loaded only"
-    return f"{text}; perplexity with rule `mse`, KL from scripts/eval in nats.\n\n{markdown(results)}"
+    unreached = NOT_REACHED if any(result.variant.form == K3 for result in results) else ""
+    return f"{text}; perplexity with rule `mse`, KL from scripts/eval in nats.\n\n{markdown(results)}{unreached}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,6 +206,7 @@ def main() -> int:
     tasks = [Task(engine, variant) for engine in engines for variant in KINDS if engine.reads(variant)]
     results = list(run_all(tasks, work, request, reference, options.jobs, say))
     problems = [f"{r.title}, {r.variant.name}: {problem}" for r in results for problem in r.failed]
+    problems += check_defects(engines, work, request, say)
     for name in (engine.name for engine in engines if engine.name in PARSERS):
         found = check_commands(name, work)
         say(f"{name}, serve commands: {'; '.join(found) or 'ok'}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.engine_checks.environments import overlay, python_of
-from scripts.engine_checks.variants import K2, MSE, ROOT, WEIGHT_ONLY, Variant
+from scripts.engine_checks.variants import K2, K3, MSE, ROOT, WEIGHT_ONLY, Variant
 
 TRANSFORMERS_AS_RELEASED = "transformers-5-as-released"
 
@@ -55,12 +55,16 @@ def _any(_: Variant) -> bool:
     return True
 
 
-def _modelopt(variant: Variant) -> bool:
-    return not variant.is_compressed_tensors
+def _k2(variant: Variant) -> bool:
+    return variant.form != K3
+
+
+def _modelopt_k2(variant: Variant) -> bool:
+    return not variant.is_compressed_tensors and _k2(variant)
 
 
 def _compressed_tensors(variant: Variant) -> bool:
-    return variant.is_compressed_tensors
+    return variant.is_compressed_tensors and _k2(variant)
 
 
 def _compressed_tensors_k2(variant: Variant) -> bool:
@@ -74,7 +78,7 @@ def _one(variant: Variant) -> bool:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vllm", "vllm", "vllm_client", _any),
+        Engine("vllm", "vllm", "vllm_client", _k2),
         Engine("vllm-0.33", "vllm", "vllm_client", _any),
         Engine("sglang", "sglang", "sglang_client", _any, computes=False),
         Engine("transformers-4", "transformers4", "transformers_client", _compressed_tensors_k2, rounds_weights=True),
@@ -87,6 +91,6 @@ ENGINES = {
             rounds_weights=True,
         ),
         Engine(TRANSFORMERS_AS_RELEASED, "transformers5", "transformers_client", _one, is_known_to_be_wrong=True),
-        Engine("modelopt", "transformers5", "modelopt_client", _modelopt, computes=False),
+        Engine("modelopt", "transformers5", "modelopt_client", _modelopt_k2, computes=False),
     )
 }

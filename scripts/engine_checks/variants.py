@@ -1,4 +1,4 @@
-"""The checkpoints that every engine loads: layouts, activation modes, rules and forms of the tiny checkpoint."""
+"""The checkpoints that engines load: layouts, activation modes, rules and forms of the tiny ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from scripts.engine_checks.k3 import k3_source
 from scripts.engine_checks.k25 import wrap_k25
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-K2, K25 = "K2", "K2.5"
+K2, K25, K3 = "K2", "K2.5", "K3"
 COMPRESSED_TENSORS = "compressed-tensors"
 MSE, WEIGHT_ONLY = "mse", "w4a16"
 RULES = (MSE, "max")
@@ -43,8 +44,9 @@ class Variant:
 VARIANTS = tuple(
     Variant(form, layout, activations, rule)
     for form, layout, activations, rule in product(
-        (K2, K25), ("modelopt", COMPRESSED_TENSORS), ("w4a4", WEIGHT_ONLY), RULES
+        (K2, K25, K3), ("modelopt", COMPRESSED_TENSORS), ("w4a4", WEIGHT_ONLY), RULES
     )
+    if form != K3 or rule == MSE
 )
 
 
@@ -53,6 +55,8 @@ def convert(variant: Variant, folder: Path) -> Path:
     source, destination = TINY, folder / variant.name
     if variant.form == K25:
         source = wrap_k25(TINY, folder / "k2.5-int4")
+    elif variant.form == K3:
+        source = k3_source(folder / "k3-mxfp4")
     options = ["--layout", variant.layout, "--activations", variant.activations, "--rule", variant.rule]
     command = [sys.executable, "-m", "k2convert", "run", str(source), str(destination), "--json", *options]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

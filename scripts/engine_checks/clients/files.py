@@ -25,6 +25,7 @@ class Checkpoint:
         self.config: dict[str, Any] = self.whole_config.get("text_config", self.whole_config)
         self.prefix = "language_model." if "text_config" in self.whole_config else ""
         self.is_k3 = self.whole_config.get("model_type") == "kimi_k3"
+        self.suffix = ", Kimi K3" if self.is_k3 else ""
         self.tensors: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             with safe_open(shard, "pt") as file:

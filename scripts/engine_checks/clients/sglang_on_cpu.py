@@ -1,8 +1,9 @@
 """Lets an unmodified SGLang load NVFP4 models on a CPU. It has no NVFP4 emulation, so nothing is computed with them.
 
 Replaced: the gate "is this a Blackwell GPU" of the NVFP4 methods; torchvision's operators and the compiled rotary
-embedding, which are never called; the rotary embedding of SGLang's CPU path, which knows yarn alone. Config parsing,
-model classes, methods, weight loading and processing after loading are SGLang's own.
+embedding, which are never called; the rotary embedding of SGLang's CPU path, which knows yarn alone; the streams of
+Kimi K3, whose cache of prefixes needs a GPU and is off. Config parsing, model classes, methods, weight loading and
+processing after loading are SGLang's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from scripts.engine_checks.clients.no_gpu import replace_streams
 
 
 def enable() -> None:
@@ -32,6 +35,7 @@ def enable() -> None:
     package.__path__, operators.rotary_embedding = [], None  # type: ignore[attr-defined]
     sys.modules.update({"vllm": package, "vllm._custom_ops": operators})
     _pass_for_blackwell()
+    replace_streams()
 
 
 class _Blackwell:
@@ -65,7 +69,8 @@ def start(folder: Path, *, backend: str) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    server = ServerArgs(model_path=str(folder), device="cpu", moe_runner_backend=backend, disable_cuda_graph=True, disable_radix_cache=True)
+    options = {"disable_cuda_graph": True, "disable_radix_cache": True}
+    server = ServerArgs(model_path=str(folder), device="cpu", moe_runner_backend=backend, **options)
     publish(server, role="weight_cache_daemon", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()
     config = ModelConfig(model_path=str(folder), dtype="bfloat16")

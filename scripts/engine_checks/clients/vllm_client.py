@@ -26,9 +26,10 @@ def main() -> int:
     from scripts.engine_checks.clients.vllm_loading import check_loading, check_methods, record_loading
     from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
 
-    outcome, loading = Outcome(f"vLLM {__version__.removesuffix('+cpu')}"), record_loading()
+    title = f"vLLM {__version__.removesuffix('+cpu')}{files.suffix}"
+    outcome, loading = Outcome(title), record_loading()
     if files.is_k3:
-        model, config = load_k3(arguments.checkpoint, outcome)
+        model, config = load_k3(arguments.checkpoint)
     else:
         engine = start(LLM, files)
         model = engine.apply_model(lambda model: model)[0]

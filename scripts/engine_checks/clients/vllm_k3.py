@@ -18,21 +18,13 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from scripts.engine_checks.clients.outcome import Outcome
-
-NOT_REACHED = "not reached without a GPU: KDA and MLA kernels, SiTU in the experts' kernels, logits"
+from scripts.engine_checks.clients.no_gpu import replace_streams
 
 
-class Idle:
-    """A stream or an event of a GPU that is not there."""
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-
-def load_k3(folder: Path, outcome: Outcome) -> tuple[Any, Any]:
+def load_k3(folder: Path) -> tuple[Any, Any]:
     """Return vLLM's model with the checkpoint's weights, and vLLM's config of its quantization."""
     os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # a kernel for several GPUs
-    torch.cuda.Stream = torch.cuda.Event = Idle
+    replace_streams()
     torch.accelerator.empty_cache = lambda: None
     from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
 
@@ -40,7 +32,6 @@ def load_k3(folder: Path, outcome: Outcome) -> tuple[Any, Any]:
     options: dict[str, Any] = {"enforce_eager": True, "moe_backend": "emulation", "skip_tokenizer_init": True}
     options |= {"max_model_len": 288, "max_num_batched_tokens": 288, "enable_prefix_caching": False}
     config = EngineArgs(str(folder), dtype="bfloat16", skip_mm_profiling=True, **options).create_engine_config()
-    outcome.note(NOT_REACHED)
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)

@@ -21,6 +21,7 @@ from scripts.engine_checks.clients.outcome import Outcome
 
 MOE_METHODS = (ModelOptNvFp4FusedMoE, compressed_tensors_moe.CompressedTensorsW4A4Nvfp4MoEMethod)
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")  # of an FP8 cache; 1.0 where the files have none
+NOT_NVFP4 = ("Unquantized", "ModelOptKVCache")
 FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
@@ -131,7 +132,7 @@ def check_methods(model: Any, files: Checkpoint, outcome: Outcome) -> None:
     for method, count in sorted(Counter(methods.values()).items()):
         outcome.note(f"{count:4} x {method}")
     banks = {f"{files.prefix}{files.bank(layer)}.routed_experts" for layer in files.moe_layers}
-    wrong = sorted(banks ^ {name for name, method in methods.items() if not method.startswith("Unquantized")})
+    wrong = sorted(banks ^ {name for name, method in methods.items() if not method.startswith(NOT_NVFP4)})
     outcome.check("every bank of experts gets an NVFP4 method, no other module does", not wrong, ", ".join(wrong[:4]))
 
 
