@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from scripts.engine_checks.agreement import (
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
-from scripts.engine_checks.k3 import DEFECTS, NOT_REACHED, copy_with_defect
+from scripts.engine_checks.k3 import FOUND_BY, NOT_REACHED, copy_with_defect
 from scripts.engine_checks.serve_commands import PARSERS, check_commands
 from scripts.engine_checks.served import check_served, check_wire
 from scripts.engine_checks.served import report as served_report
@@ -140,16 +141,15 @@ def run_all(
 
 
 def check_defects(engines: list[Engine], work: Path, request: Path, say: Callable[[str], None]) -> list[str]:
-    """Load copies of Kimi K3 that have a defect; return a problem for each defect that no check found."""
+    """Load copies of Kimi K3 that have a defect; return a problem for each defect that is not found."""
     variant = Variant(K3, "modelopt", "w4a4", MSE)
-    tasks = [Task(engine, variant, defect) for engine in engines if engine.reads(variant) for defect in DEFECTS]
-    for defect in DEFECTS if tasks else ():
+    tasks = [Task(ENGINES[name], variant, defect) for name, defect in FOUND_BY if ENGINES[name] in engines]
+    for defect in {task.defect for task in tasks}:
         copy_with_defect(work / "checkpoints" / variant.name, defect)
-    results = list(run_all(tasks, work, request, None, 1, say))
     return [
-        f"{task.engine.name}, {task.name}: no check found the defect"
-        for task, result in zip(tasks, results, strict=True)
-        if not result.failed
+        f"{task.engine.name}, {task.name}: not found"
+        for task, result in zip(tasks, run_all(tasks, work, request, None, 1, say), strict=True)
+        if not re.search(FOUND_BY[task.engine.name, task.defect], "; ".join(result.failed))
     ]
 
 

@@ -1,5 +1,6 @@
-"""What `scripts/engines` does without an engine: the wrapped checkpoint, the plain decoder, the verdicts, the table."""
+"""What `scripts/engines` does without an engine: its checkpoints, the plain decoder, defects, verdicts, the table."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,25 @@ pytest.importorskip("transformers")
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.validation.library_decoders import agrees, create_decoder
-from scripts.engine_checks.__main__ import KINDS, Task, read_result, run_client, tolerance
+from scripts.engine_checks.__main__ import KINDS, Task, check_defects, read_result, run_client, tolerance
 from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, compare
 from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint
 from scripts.engine_checks.clients.outcome import Outcome
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import QUARK, STEPS
 from scripts.engine_checks.expected import Expected
+from scripts.engine_checks.k3 import BANK_MISSING, FOUND_BY, TENSOR_RENAMED, copy_with_defect
 from scripts.engine_checks.k25 import wrap_k25
-from scripts.engine_checks.variants import K2, K25, VARIANTS, Variant, convert
+from scripts.engine_checks.variants import K2, K3, K25, VARIANTS, Variant, convert
 
 W4A16 = Variant(K2, "compressed-tensors", "w4a16", "mse")
+K3_W4A4 = Variant(K3, "modelopt", "w4a4", "mse")
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Path]:
     folder = tmp_path_factory.mktemp("engines")
-    kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "max"))
+    kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "max"), K3_W4A4)
     return {variant: convert(variant, folder) for variant in kinds}
 
 
@@ -54,13 +57,45 @@ def test_every_engine_has_an_environment_and_checkpoints() -> None:
     counts = {name: sum(map(engine.reads, VARIANTS)) for name, engine in ENGINES.items()}
     assert counts == {
         "vllm": 16,
-        "vllm-0.33": 16,
-        "sglang": 16,
+        "vllm-0.33": 20,
+        "sglang": 20,
         "transformers-4": 4,
         "transformers-5": 8,
         "transformers-5-as-released": 1,
         "modelopt": 8,
     }
+
+
+def test_kimi_k3_is_loaded_but_not_computed() -> None:
+    assert not Task(ENGINES["vllm-0.33"], K3_W4A4).computes
+    assert Task(ENGINES["vllm-0.33"], W4A16).computes
+
+
+def test_copies_have_one_defect_each(converted: dict[Variant, Path], tmp_path: Path) -> None:
+    result = converted[K3_W4A4]
+    good = tmp_path / "k3"
+    good.symlink_to(result)
+    whole = Checkpoint(good)
+    banks = copy_with_defect(good, BANK_MISSING)
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        before, after = (json.loads((at / name).read_text())[key]["quantized_layers"] for at in (result, banks))
+        assert set(before) - set(after) == {layer for layer in before if "layers.1." in layer}
+        assert len(before) == 18
+        assert len(after) == 12
+    assert set(Checkpoint(banks).tensors) == set(whole.tensors)
+    renamed = Checkpoint(copy_with_defect(good, TENSOR_RENAMED))
+    assert len(set(whole.tensors) - set(renamed.tensors)) == len(set(renamed.tensors) - set(whole.tensors)) == 1
+    assert renamed.whole_config == whole.whole_config
+    assert open_checkpoint(renamed.folder).tensors.keys() == renamed.tensors.keys()
+
+
+def test_a_defect_that_no_engine_names_is_a_problem(converted: dict[Variant, Path], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / K3_W4A4.name).symlink_to(converted[K3_W4A4])
+    said: list[str] = []
+    problems = check_defects(list(ENGINES.values()), tmp_path, tmp_path / "request.json", said.append)
+    assert [problem.split(",")[0] for problem in problems] == [name for name, _ in FOUND_BY]
+    assert all("the client stopped" in line for line in said)  # a crash is not a finding
 
 
 def test_tolerances_follow_from_what_is_rounded() -> None:

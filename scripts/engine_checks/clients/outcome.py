@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,12 @@ class Outcome:
         """Record a fact and print it."""
         self.notes.append(text)
         print(f"     {text}", flush=True)
+
+    def refused(self, error: Exception, folder: Path) -> int:
+        """Record that the engine does not load the checkpoint, write outcome.json and return the exit code."""
+        traceback.print_exception(error)
+        self.check("the engine loads it", False, f"{type(error).__name__}: {error}")
+        return self.save(folder)
 
     def save(self, folder: Path) -> int:
         """Write outcome.json; return the exit code: 1 if a check failed."""

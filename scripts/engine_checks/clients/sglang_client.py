@@ -42,7 +42,10 @@ def main() -> int:
         backend = WEIGHT_ONLY_BACKEND
     config = sglang_on_cpu.start(arguments.checkpoint, backend=backend)
     loading = record_loading(files)
-    model = load(config)
+    try:
+        model = load(config)
+    except Exception as error:  # whatever SGLang refuses it with
+        return outcome.refused(error, arguments.out)
     outcome.note(f"{type(model).__name__}, {config.quantization}, --moe-runner-backend {backend}")
     experts = {module.layer_id: module for module in model.modules() if isinstance(module, FusedMoE)}
     check_methods(model, files, outcome)
@@ -50,9 +53,10 @@ def main() -> int:
         check_skipped(loading, experts, files, outcome)
     else:
         check_loading(loading, model, experts, files, outcome)
-        for layer, module in experts.items():
+        for layer, module in experts.items() if not outcome.failed else ():
             check_weights(layer, module, files, outcome)
-        check_kernel_format(experts, files, outcome)
+        if not outcome.failed:
+            check_kernel_format(experts, files, outcome)
     torch.distributed.destroy_process_group()
     return outcome.save(arguments.out)
 

@@ -29,7 +29,10 @@ def main() -> int:
     title = f"vLLM {__version__.removesuffix('+cpu')}{files.suffix}"
     outcome, loading = Outcome(title), record_loading()
     if files.is_k3:
-        model, config = load_k3(arguments.checkpoint)
+        try:
+            model, config = load_k3(arguments.checkpoint)
+        except Exception as error:  # whatever vLLM refuses it with
+            return outcome.refused(error, arguments.out)
     else:
         engine = start(LLM, files)
         model = engine.apply_model(lambda model: model)[0]
