@@ -8,9 +8,10 @@ up of routed and shared experts. The model is the same function. The exponents c
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from k2convert.checkpoint.reader import Bytes
+from k2convert.choices import Activations, Engine, Layout
 from k2convert.quantize.formats.int4 import SourceWeight
 
 WEIGHT: Final = "weight"
@@ -102,17 +103,23 @@ class EngineNaming:
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
     """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
-    the repositories of its draft heads, and notes on serving it."""
+    the repositories of its draft heads, and notes on serving it.
+
+    `sglang_blackwell` are the MoE kernels that SGLang needs for W4A4 on data-center Blackwell; empty: its own choice.
+    `refusals` are (engine, what it cannot serve, why): a layout, activations, or `pipeline` parallelism.
+    """
 
     model_kind: str
     kept: tuple[str, ...]
     tags: tuple[str, ...] = ()
     vllm_options: str = ""
     sglang_options: str = ""
+    sglang_blackwell: str = ""
     tensorrt_llm_options: str = ""
     has_vision: bool = False
     draft_heads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    refusals: tuple[tuple[Engine, Layout | Activations | Literal["pipeline"], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
