@@ -11,6 +11,9 @@ The states of linear attention are divided by heads. Only requests in flight are
 of earlier prompts (prefix caching) uses what is free. Decode context parallelism divides the cache. With DP
 attention each GPU has its own requests, and only experts are divided: vLLM runs it as data parallelism.
 
+vLLM pads what a GPU has of a split expert of Kimi K3 to 256 columns (models/kimi_k3/common/moe_padding.py). With TP16
+and no expert parallelism, experts need 4/3 of their bytes.
+
 SGLang keeps kv_b_proj a second time for absorbed attention (models/deepseek_v2.py, w_kc and w_vc), 1.0 GB of K2 over
 the GPUs of tensor parallelism. vLLM keeps views of it. It counts as overhead.
 """
@@ -154,6 +157,8 @@ def fit_layout(
     found: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         by_role = _stage_bytes(weights.parts, layers, layout, is_first=i == 0, is_last=i == len(stages) - 1)
+        if Role.EXPERTS in by_role:
+            by_role[Role.EXPERTS] = _padded(by_role[Role.EXPERTS], shape, layout)
         kv_layers = shape.kv_layers(layers)
         states = shape.state_bytes * (len(layers) - kv_layers)
         pool = Pool(
@@ -189,6 +194,13 @@ def _stage_bytes(
         if is_outer_here if part.layer is None else part.layer in layers:
             sums[part.role] += -(-part.num_bytes // _share(part, layout))
     return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+
+
+def _padded(num_bytes: int, shape: ModelShape, layout: Parallelism) -> int:
+    """Return the bytes of experts with the columns that pad pieces of split ones."""
+    pieces = layout.tensor // layout.expert
+    padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
+    return num_bytes * padded // shape.expert_width
 
 
 def _share(part: Part, layout: Parallelism) -> int:

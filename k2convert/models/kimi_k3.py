@@ -155,6 +155,7 @@ K3: Final = Family(
         "layers.{layer}.mlp.experts",
     ),
     tensor_parallel_sizes=(1, 2, 4, 8, 16, 32),
+    least_expert_piece=256,
     not_computed="KDA attention and experts on latent columns are not computed yet",
     has_kv_scheme=False,
 )

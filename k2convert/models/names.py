@@ -167,6 +167,7 @@ class Family:
     projections          gate, up and down of a routed expert -> the last part of the module's name
     banks                the names of a layer's experts in `quantized_layers`; empty: the config has no such map
     tensor_parallel_sizes   that the model can be split to; empty: any
+    least_expert_piece   columns to which vLLM pads what a GPU has of a split expert; 0: it pads nothing
     not_computed         why no forward pass is computed; empty: it is
     has_kv_scheme        whether engines accept a KV cache type in the config
     classify             the place of a module, None if the family has no such module
@@ -202,6 +203,7 @@ class Family:
     projections: Mapping[str, str] = field(default_factory=lambda: {k: f"{k}_proj" for k in ("gate", "up", "down")})
     banks: tuple[str, ...] = ()
     tensor_parallel_sizes: tuple[int, ...] = ()
+    least_expert_piece: int = 0
     not_computed: str = ""
     has_kv_scheme: bool = True
     naming: EngineNaming = EngineNaming()

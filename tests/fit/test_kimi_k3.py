@@ -133,6 +133,18 @@ def test_a_gpu_of_8_has_about_195_gb_of_the_source(shape: ModelShape, source: We
     assert fit.weight_bytes > source.num_bytes / 8
 
 
+@pytest.mark.parametrize(
+    ("tensor", "expert", "factor"), [(8, 1, 1), (16, 1, 4 / 3), (16, 2, 1), (32, 2, 4 / 3), (16, 16, 1)]
+)
+def test_narrow_pieces_of_experts_are_padded(
+    tensor: int, expert: int, factor: float, shape: ModelShape, converted: Weights
+) -> None:
+    """vLLM: 3072 columns become 4096 with TP16, and stay whole with expert parallelism."""
+    fit = fit_on("b300", tensor, converted, shape, Settings(), tensor=tensor, expert=expert)
+    split = converted.by_role[Role.EXPERTS] / tensor
+    assert fit.weights[Role.EXPERTS] == pytest.approx(split * factor, rel=1e-9)
+
+
 def test_requests_share_the_pool_with_their_states(shape: ModelShape, converted: Weights) -> None:
     one, many = (fit_on("b300", 8, converted, shape, Settings(requests=n)) for n in (1, 100))
     assert one.tokens == one.longest == (one.pool_bytes - one.state_bytes) // one.kv_bytes_per_token
