@@ -191,7 +191,6 @@ def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, opti
 def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
     """Print each command, and its notes but for those that are `known`."""
     for engine, command in commands.items():
-        console.print_line(f"\n{ENGINE_NAMES[engine]}:")
-        if command.words:
-            console.print_line(command.block)
+        for line in ("", f"{ENGINE_NAMES[engine]}:", *(command.block.splitlines() if command.words else ())):
+            console.print_line(line)
     show_notes(dict.fromkeys(note for found in commands.values() for note in found.notes if note not in known))

@@ -30,6 +30,7 @@ def fit_document(name: str, model: Model, settings: Settings) -> dict[str, objec
             "bytes_per_token": bytes_per_token(model.weights, model.shape),
         },
         "kv_bytes_per_token": {kv: model.kv_values * size for kv, size in KV_BYTES.items()},
+        "state_bytes_per_request": model.state_bytes,
         "settings": asdict(settings),
     }
 
@@ -58,6 +59,7 @@ def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[st
             "overhead": fit.overhead_bytes,
             "kv_pool": fit.pool_bytes,
             "kv_bytes_per_token": fit.kv_bytes_per_token,
+            "state_bytes_per_request": fit.state_bytes,
         },
         "nvfp4": holder.gpu.nvfp4,
         "notes": fit_notes(holder, settings),
@@ -159,6 +161,11 @@ def _show_model(name: str, model: Model) -> None:
     )
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
     print_line(f"KV cache of one token: {fp8} bytes in fp8, {bf16} in bf16, on every GPU of a layer")
+    if model.state_bytes:
+        layers = f"{len(model.shape.linear_layers)} layers of linear attention"
+        print_line(
+            f"states of one request: {format_bytes(model.state_bytes)} in {layers}, divided by tensor parallelism"
+        )
 
 
 def _show_speed(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:

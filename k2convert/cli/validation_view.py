@@ -73,8 +73,9 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
     columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged", "weighted SQNR")
     rows = [_error_row(label, error) for label, error in found]
-    shown = len(columns) if is_weighted else -1
-    print_table(title, columns[:shown], [row[:shown] for row in rows])
+    known = columns if is_weighted else columns[:-1]
+    shown = [i for i, name in enumerate(known) if not name or any(row[i] for row in rows)]  # no steps without INT4
+    print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
     rule = weights.rule

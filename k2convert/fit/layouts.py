@@ -46,7 +46,9 @@ class Parallelism:
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
-        _check("tp", layout.tensor, _divisors(shape.num_heads), f"it must divide the {shape.num_heads} attention heads")
+        known = f" and be one of {', '.join(map(str, shape.tensor_sizes))}" if shape.tensor_sizes else ""
+        reason = f"it must divide the {shape.num_heads} attention heads{known}"
+        _check("tp", layout.tensor, _tensor_sizes(shape), reason)
     _check_experts(layout, shape)
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
     _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
@@ -70,9 +72,14 @@ def _check_experts(layout: Parallelism, shape: ModelShape) -> None:
         )
     if choices:
         _check("ep", layout.expert, choices, reason)
-    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _divisors(shape.num_heads)
+    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
     nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
     raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
+
+
+def _tensor_sizes(shape: ModelShape) -> list[int]:
+    """Return the sizes of tensor parallelism that the attention heads, and the engines, allow."""
+    return [n for n in _divisors(shape.num_heads) if not shape.tensor_sizes or n in shape.tensor_sizes]
 
 
 def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:
@@ -147,7 +154,7 @@ def _open_tensor(count: int, shape: ModelShape, pipeline: int | None, data_atten
     if data_attention:
         return count
     widths = _widths(shape)
-    sizes = [n for n in _divisors(shape.num_heads) if count % n == 0 and n <= _MAX_NODE and n in widths]
+    sizes = [n for n in _tensor_sizes(shape) if count % n == 0 and n <= _MAX_NODE and n in widths]
     return max(sizes, default=1)
 
 

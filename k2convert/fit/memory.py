@@ -1,12 +1,18 @@
 """The memory of each GPU: weights by role, the engine's overhead, and the tokens of KV cache that the rest holds.
 
     pool = utilization x memory - weights - overhead
-    tokens = pool / (kv_values x layers x bytes of a value), times what splits the cache
+    tokens = (pool - states) / (kv_values x layers x bytes of a value), times what splits the cache
+    states = requests x state_bytes x layers of linear attention, over the GPUs of tensor parallelism
 
 Tensor parallelism divides attention heads, experts, MLPs, embeddings and output head. Low-rank down-projections (q_a,
-kv_a), router, norms, vision tower and projector are whole on every GPU (vLLM 0.33, models/deepseek_v2.py), and so is
-the KV cache of multi-head latent attention, which has one head. Decode context parallelism divides the cache. With DP
+kv_a; f_a of KDA), router, latent projections, norms, vision tower and projector are whole on every GPU (vLLM 0.33,
+models/deepseek_v2.py and models/kimi_k3), and so is the KV cache of multi-head latent attention, which has one head.
+The states of linear attention are divided by heads. Only requests in flight are counted: an engine that keeps states
+of earlier prompts (prefix caching) uses what is free. Decode context parallelism divides the cache. With DP
 attention each GPU has its own requests, and only experts are divided: vLLM runs it as data parallelism.
+
+vLLM pads what a GPU has of a split expert of Kimi K3 to 256 columns (models/kimi_k3/common/moe_padding.py). With TP16
+and no expert parallelism, experts need 4/3 of their bytes.
 
 SGLang keeps kv_b_proj a second time for absorbed attention (models/deepseek_v2.py, w_kc and w_vc), 1.0 GB of K2 over
 the GPUs of tensor parallelism. vLLM keeps views of it. It counts as overhead.
@@ -52,11 +58,38 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """The memory of one GPU that weights and overhead leave; negative by what is missing.
+
+    A token uses `kv_bytes_per_token` of it, a request `state_bytes`, whatever its length.
+    """
+
+    num_bytes: int
+    kv_bytes_per_token: int
+    state_bytes: int
+
+    def tokens(self, requests: int) -> int:
+        """Return the tokens that fit next to the states of some requests."""
+        left = max(self.num_bytes - requests * self.state_bytes, 0)
+        return left // self.kv_bytes_per_token if self.kv_bytes_per_token else _NO_LIMIT * (left > 0)
+
+    def slots(self, tokens: int, splits: int) -> int:
+        """Return how many requests of that length fit, if each token is on one GPU of `splits`."""
+        of_each = tokens * self.kv_bytes_per_token + self.state_bytes * splits
+        return max(self.num_bytes, 0) * splits // of_each
+
+
+_NO_LIMIT: Final = 1 << 40
+"""Tokens that a pipeline stage without KV cache holds: more than any other stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """One layout on GPUs of `memory_bytes` each. Figures are of the fullest GPU: the one with the fewest tokens.
 
-    `pool_bytes` is negative by what is missing. `tokens` is the KV cache of all GPUs, `longest` the part that one
-    request can have (a GPU's own with DP attention). `request_slots` is how many requests of the wanted length fit.
+    `pools` has one GPU of each pipeline stage, the fullest first. `tokens` is the KV cache of all GPUs next to the
+    states of the requests asked for, `longest` the part that one request alone can have (a GPU's own with DP
+    attention). `request_slots` is how many requests of the wanted length fit.
     """
 
     layout: Parallelism
@@ -64,9 +97,7 @@ class Fit:
     usable_bytes: int
     weights: Mapping[Role, int]
     overhead_bytes: int
-    kv_bytes_per_token: int
-    tokens: int
-    longest: int
+    pools: tuple[Pool, ...]
     context: int
     requests: int
 
@@ -76,7 +107,31 @@ class Fit:
 
     @property
     def pool_bytes(self) -> int:
-        return self.usable_bytes - self.weight_bytes - self.overhead_bytes
+        return self.pools[0].num_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.pools[0].kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        return self.pools[0].state_bytes
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens(-(-self.requests // self._groups)) * self._groups
+
+    @property
+    def longest(self) -> int:
+        return self._tokens(1)
+
+    def _tokens(self, requests: int) -> int:
+        return min(pool.tokens(requests) for pool in self.pools) * self.layout.decode_context
+
+    @property
+    def _groups(self) -> int:
+        """GPUs, or groups of them, that have requests of their own."""
+        return self.layout.tensor if self.layout.data_attention else 1
 
     @property
     def request_slots(self) -> int:
@@ -85,8 +140,7 @@ class Fit:
 
     def slots_of(self, length: int) -> int:
         """Return how many requests of this length the cache holds at once."""
-        groups = self.tokens // self.longest if self.longest else 0
-        return groups * (self.longest // length)
+        return min(pool.slots(length, self.layout.decode_context) for pool in self.pools) * self._groups
 
     @property
     def holds(self) -> bool:
@@ -98,41 +152,37 @@ def fit_layout(
     weights: Weights, shape: ModelShape, layout: Parallelism, *, memory_bytes: int, settings: Settings
 ) -> Fit:
     """Return the memory of the fullest GPU of a layout that `check_layout` accepts."""
-    stages = stage_layers(shape.num_layers, layout.pipeline)
-    fits = [
-        _fit_stage(
-            _stage_bytes(weights.parts, layers, layout, is_first=i == 0, is_last=i == len(stages) - 1),
-            shape.kv_values * len(layers) * KV_BYTES[settings.kv],
-            layout,
-            memory_bytes=memory_bytes,
-            settings=settings,
-        )
-        for i, layers in enumerate(stages)
-    ]
-    return min(fits, key=lambda fit: (fit.tokens, fit.pool_bytes))
-
-
-def _fit_stage(
-    weights: dict[Role, int], kv_bytes: int, layout: Parallelism, *, memory_bytes: int, settings: Settings
-) -> Fit:
     usable = int(settings.utilization * memory_bytes)
-    pool = usable - sum(weights.values()) - settings.overhead_bytes
-    longest = max(pool, 0) // kv_bytes * layout.decode_context
+    stages = stage_layers(shape.num_layers, layout.pipeline)
+    found: list[tuple[Pool, dict[Role, int]]] = []
+    for i, layers in enumerate(stages):
+        by_role = _stage_bytes(weights.parts, layers, layout, is_first=i == 0, is_last=i == len(stages) - 1)
+        if Role.EXPERTS in by_role:
+            by_role[Role.EXPERTS] = _padded(by_role[Role.EXPERTS], shape, layout)
+        kv_layers = shape.kv_layers(layers)
+        states = shape.state_bytes * (len(layers) - kv_layers)
+        pool = Pool(
+            num_bytes=usable - sum(by_role.values()) - settings.overhead_bytes,
+            kv_bytes_per_token=shape.kv_values * kv_layers * KV_BYTES[settings.kv],
+            state_bytes=states if layout.data_attention else -(-states // layout.tensor),
+        )
+        found.append((pool, by_role))
+    found.sort(key=lambda one: (one[0].tokens(1), one[0].num_bytes))
     return Fit(
         layout=layout,
         memory_bytes=memory_bytes,
         usable_bytes=usable,
-        weights=weights,
+        weights=found[0][1],
         overhead_bytes=settings.overhead_bytes,
-        kv_bytes_per_token=kv_bytes,
-        tokens=longest * (layout.tensor if layout.data_attention else 1),
-        longest=longest,
+        pools=tuple(pool for pool, _ in found),
         context=settings.context,
         requests=settings.requests,
     )
 
 
-_LAST_STAGE: Final = frozenset((Role.LM_HEAD, Role.NORM))  # outside the layers; all else there is on the first stage
+_LAST_STAGE: Final = frozenset(
+    (Role.LM_HEAD, Role.NORM, Role.RESIDUAL)
+)  # outside the layers; all else there is on the first stage
 
 
 def _stage_bytes(
@@ -144,6 +194,13 @@ def _stage_bytes(
         if is_outer_here if part.layer is None else part.layer in layers:
             sums[part.role] += -(-part.num_bytes // _share(part, layout))
     return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+
+
+def _padded(num_bytes: int, shape: ModelShape, layout: Parallelism) -> int:
+    """Return the bytes of experts with the columns that pad pieces of split ones."""
+    pieces = layout.tensor // layout.expert
+    padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
+    return num_bytes * padded // shape.expert_width
 
 
 def _share(part: Part, layout: Parallelism) -> int:

@@ -1,23 +1,29 @@
 """A model as `fit` sees it: the counts of config.json, and its bytes by role and layer, from the headers.
 
-A checkpoint is weighed as it is, or, if it is an INT4 source, as it would be converted.
+A checkpoint is weighed as it is, or, if it is a source, as it would be converted.
+
+A layer of linear attention (Kimi K3's KDA) has no KV cache. For each request it keeps a state of a fixed size: per head
+a matrix [head_dim, head_dim] in FP32, and the last inputs of the convolutions of q, k and v in BF16. Those are the
+defaults of vLLM (kda_state_shape and kda_state_dtype in model_executor/layers/mamba/mamba_utils.py) and of SGLang
+(srt/configs/mamba_utils.py). llama.cpp keeps all of it in FP32.
 
 Nothing is planned in detail: the bytes of a converted projection follow from its shape. On the 208,550 tensors of
 Kimi-K2.5 (`scripts/fixtures k2.5-headers`) that takes a third of the time of finding its projections.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Final, Protocol
+from functools import lru_cache, partial
+from typing import Any, Final, Protocol, cast
 
+from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
-from k2convert.models.config import find_quantization_config, max_positions, text_config
+from k2convert.models.config import find_quantization_config, key_of, max_positions, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
 from k2convert.plan.recipe import Recipe, load_recipe
 
@@ -28,6 +34,9 @@ class ModelShape:
 
     `kv_values` is what the KV cache keeps for a token and a layer: the latent (kv_lora_rank) and the rotary part.
     `num_dense_layers` come first and have no experts. `max_context` is None if config.json does not say.
+    `linear_layers` are layers of linear attention, which have no KV cache. A request keeps `state_bytes` in each.
+    `tensor_sizes` are the sizes of tensor parallelism that engines accept; empty: all that divide the heads.
+    `least_expert_piece` are columns to which the pieces of a split expert are padded; 0: they are not.
     """
 
     num_layers: int
@@ -39,6 +48,15 @@ class ModelShape:
     expert_width: int
     kv_values: int
     max_context: int | None
+    linear_layers: frozenset[int] = frozenset()
+    state_bytes: int = 0
+    tensor_sizes: tuple[int, ...] = ()
+    least_expert_piece: int = 0
+
+    def kv_layers(self, layers: Container[int] | None = None) -> int:
+        """Return how many of some layers (None: of all) have a KV cache."""
+        found = (i for i in range(self.num_layers) if i not in self.linear_layers)
+        return sum(layers is None or i in layers for i in found)
 
     def with_experts(self, count: int) -> "ModelShape":
         """Return the shape of a pruned model; raises FitError if the router cannot choose from that many experts."""
@@ -53,39 +71,60 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> ModelShape:
-    """Read config.json; raises PlanError for damaged counts, FitError if the attention is not MLA."""
+    """Read config.json; raises PlanError for damaged counts, FitError if the attention is neither MLA nor KDA."""
     counts = family.read_architecture(config, where)
     text = text_config(config)
-    if "linear_attn_config" in text:
-        raise FitError(
-            f"{where}: config.json: linear_attn_config: `fit` does not know the memory that layers of linear attention "
-            f"keep for each request, so it has no figures for {family.title}. Use the engine's own figures."
-        )
-
-    def size(key: str, default: int | None = None) -> int:
-        value = text.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise FitError(
-                f"{where}: config.json: {key} is {quoted(value)}, expected a count. `fit` needs it; it knows models "
-                "with multi-head latent attention (MLA) only."
-            )
-        return value
-
+    size = partial(_size, text, where=where)
+    linear = mapping_or_empty(text.get("linear_attn_config"))
+    layers = _linear_layers(linear, counts.num_layers, where) if linear else frozenset[int]()
     return ModelShape(
         num_layers=counts.num_layers,
         num_dense_layers=counts.num_dense_layers,
         num_heads=size("num_attention_heads"),
         num_experts=counts.num_experts,
-        experts_per_token=size("num_experts_per_tok"),
-        num_groups=size("n_group", 1),
+        experts_per_token=size(key_of(config, "num_experts_per_tok")),
+        num_groups=size(key_of(config, "n_group"), default=1),
         expert_width=counts.moe_intermediate_size,
         kv_values=size("kv_lora_rank") + size("qk_rope_head_dim"),
         max_context=max_positions(config),
+        linear_layers=layers,
+        state_bytes=_state_bytes(linear, where) if layers else 0,
+        tensor_sizes=family.tensor_parallel_sizes,
+        least_expert_piece=family.least_expert_piece,
     )
 
 
-_CODES_PER_WORD: Final = 8  # of INT4, in one I32
-_DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # of INT4: the bytes of a projection count for its codes
+def _size(fields: Mapping[str, Any], key: str, *, where: str, default: int | None = None) -> int:
+    value = fields.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FitError(
+            f"{where}: config.json: {key} is {quoted(value)}, expected a count. `fit` needs it; it knows models "
+            "with multi-head latent attention (MLA) only, or with it and Kimi Delta Attention (KDA)."
+        )
+    return value
+
+
+def _linear_layers(linear: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
+    """Return the layers of linear attention, from 0. Their lists in config.json count from 1."""
+    kda, full = (linear.get(key) for key in ("kda_layers", "full_attn_layers"))
+    numbers = cast(list[Any], [*kda, *full]) if isinstance(kda, list) and isinstance(full, list) and full else []
+    if {*map(type, numbers)} != {int} or sorted(numbers) != [*range(1, num_layers + 1)]:
+        raise FitError(
+            f"{where}: config.json: linear_attn_config: kda_layers and full_attn_layers must have each of the layers "
+            f"1 to {num_layers} once, and some of them in full_attn_layers. Use the model's own config."
+        )
+    return frozenset(number - 1 for number in cast(list[int], kda))
+
+
+def _state_bytes(linear: Mapping[str, Any], where: str) -> int:
+    """Return what one request keeps in one layer."""
+    size = partial(_size, linear, where=f"{where}: linear_attn_config")
+    heads, width, kernel = size("num_heads"), size("head_dim"), size("short_conv_kernel_size")
+    return heads * width * (width * _FP32_BYTES + _CONVOLUTIONS * (kernel - 1) * _BF16_BYTES)
+
+
+_FP32_BYTES, _BF16_BYTES, _CONVOLUTIONS = 4, 2, 3
+_DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # the bytes of a source's projection count for its codes
 
 
 class Tensor(Protocol):
@@ -147,7 +186,7 @@ _SPLIT_ROLES: Final = frozenset(
 def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = None) -> Weights:
     """Add up the bytes of tensors; raises PlanError naming a tensor that no model of the family has.
 
-    With a `recipe`, INT4 projections, and BF16 ones of its roles, count with the bytes that they would have converted.
+    With a `recipe`, packed projections, and BF16 ones of its roles, count with the bytes that they will have converted.
     """
     places: dict[str, tuple[Role, int | None, bool]] = {}
     sums: dict[tuple[Role, int | None, bool], int] = defaultdict(int)
@@ -159,7 +198,9 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
         if module not in places:
             places[module] = _place(name, module, family)
         place = places[module]
-        sums[place] += tensor.num_bytes if recipe is None else _converted_bytes(tensor, parameter, place[0], recipe)
+        sums[place] += (
+            tensor.num_bytes if recipe is None else _converted_bytes(tensor, parameter, family, place[0], recipe)
+        )
     return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
 
 
@@ -169,14 +210,14 @@ def _place(name: str, module: str, family: Family) -> tuple[Role, int | None, bo
     return place.role, place.layer, place.role in _SPLIT_ROLES and not is_whole
 
 
-def _converted_bytes(tensor: Tensor, parameter: str, role: Role, recipe: Recipe) -> int:
+def _converted_bytes(tensor: Tensor, parameter: str, family: Family, role: Role, recipe: Recipe) -> int:
     is_packed = parameter == WEIGHT_PACKED
     if not is_packed and not (parameter == WEIGHT and role in recipe.roles):
         return tensor.num_bytes
     if len(tensor.shape) != 2:
         raise PlanError(f"tensor {tensor.name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
     rows, columns = tensor.shape
-    columns *= _CODES_PER_WORD if is_packed else 1
+    columns *= family.source_format.columns_per_element if is_packed else 1
     return _projection_bytes(recipe.layout, rows, columns, recipe.activations)
 
 
@@ -190,7 +231,7 @@ def _projection_bytes(layout: str, num_rows: int, num_columns: int, activations:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and its weights. `recipe` is the one an INT4 source is weighed by; None for weights as they are."""
+    """A model and its weights. `recipe` is the one a source is weighed by; None for weights as they are."""
 
     family: Family
     shape: ModelShape
@@ -202,7 +243,12 @@ class Model:
     @property
     def kv_values(self) -> int:
         """Values that the KV cache keeps for one token."""
-        return self.shape.kv_values * self.shape.num_layers
+        return self.shape.kv_values * self.shape.kv_layers()
+
+    @property
+    def state_bytes(self) -> int:
+        """What one request keeps in all layers of linear attention, whatever its length."""
+        return self.shape.state_bytes * len(self.shape.linear_layers)
 
     def with_experts(self, count: int) -> "Model":
         """Return the pruned model; raises FitError for an impossible count."""
@@ -215,10 +261,18 @@ def read_model(checkpoint: Checkpoint) -> Model:
     family = detect_family(checkpoint)
     shape = read_shape(checkpoint.config, family=family, where=str(checkpoint.folder))
     tensors = checkpoint.tensors.values()
-    is_int4 = any(tensor.dtype == "I32" and tensor.name.endswith(f".{WEIGHT_PACKED}") for tensor in tensors)
-    recipe = load_recipe(family.recipe) if is_int4 else None
+    recipe = load_recipe(family.recipe) if _is_source(checkpoint, family) else None
     weights = weigh(tensors, family=family, recipe=recipe)
     return Model(family, shape, weights, recipe, _declared_kv(checkpoint.config))
+
+
+def _is_source(checkpoint: Checkpoint, family: Family) -> bool:
+    """Return whether a projection is stored as the family's sources have it. An NVFP4 result may have U8 codes too."""
+    known, tensors = family.source_format, checkpoint.tensors
+    ending = f".{WEIGHT_PACKED}"
+    packed = (tensor for name, tensor in tensors.items() if name.endswith(ending))
+    scale_of = (tensors.get(f"{tensor.name.removesuffix(ending)}.{WEIGHT_SCALE}") for tensor in packed)
+    return any(scale is not None and scale.dtype in known.scale_dtypes for scale in scale_of)
 
 
 def read_result(tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str) -> Model:

@@ -72,6 +72,14 @@ class Deployment:
         return self.layout == "modelopt" and self.activations == "w4a16"
 
     @property
+    def sglang_kernels(self) -> str | None:
+        """The MoE kernels to name to SGLang; None: it chooses well itself."""
+        if self.needs_marlin:
+            return "marlin"
+        is_fp4 = self.activations == "w4a4" and (self.gpu is None or self.gpu.nvfp4 in ("native", "unknown"))
+        return self.family.sglang_blackwell or None if is_fp4 else None
+
+    @property
     def is_on_sparks(self) -> bool:
         """Whether it runs on several machines with one GPU each."""
         return self.gpu is not None and self.gpu.name == _SPARK and self.parallelism.num_gpus > 1
@@ -149,18 +157,23 @@ def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tupl
 
 def serve_command(engine: Engine, deployment: Deployment) -> ServeCommand:
     """Return the command that serves a checkpoint, and what to know about it."""
-    refusal = _refusal(engine, deployment.parallelism)
+    refusal = _refusal(engine, deployment)
     if refusal is not None:
         return ServeCommand((), (refusal,))
     words = {"vllm": _vllm_words, "sglang": _sglang_words, "tensorrt-llm": _tensorrt_llm_words}[engine]
     return ServeCommand(tuple(words(deployment)), (*_engine_notes(engine, deployment), *_general_notes(deployment)))
 
 
-def _refusal(engine: Engine, parallelism: Parallelism) -> str | None:
-    """Return why the engine cannot lay out a model like this, None if it can.
+def _refusal(engine: Engine, deployment: Deployment) -> str | None:
+    """Return why the engine cannot serve the family's checkpoint, or lay out a model like this; None if it can.
 
     vLLM's rule is in FusedMoEParallelConfig.make (model_executor/layers/fused_moe/config.py).
     """
+    parallelism = deployment.parallelism
+    traits = (deployment.layout, deployment.activations, "pipeline" if parallelism.pipeline > 1 else None)
+    for refusing, trait, reason in deployment.family.refusals:
+        if refusing == engine and trait in traits:
+            return reason
     if engine == "vllm" and parallelism.expert not in (1, parallelism.tensor):
         return (
             f"vLLM gives whole experts to all {parallelism.tensor} GPUs that hold a layer or to none, so not to "
@@ -201,8 +214,7 @@ def _sglang_words(deployment: Deployment) -> Iterator[str]:
     yield from _size("--dcp-size", parallelism.decode_context)
     yield from _option("--context-length", deployment.context)
     yield from _kv_cache("--kv-cache-dtype", deployment, {"fp8": "fp8_e4m3", "bf16": "bf16"})
-    if deployment.needs_marlin:
-        yield from ("--moe-runner-backend", "marlin")
+    yield from _option("--moe-runner-backend", deployment.sglang_kernels)
     yield "--trust-remote-code"
     yield from shlex.split(deployment.family.sglang_options)
 
@@ -241,6 +253,11 @@ def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield (
             "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 "
             "and rounds activations to 4 bits, with input scales of 1.0."
+        )
+    elif engine == "sglang" and (kernels := deployment.sglang_kernels) is not None:
+        yield (
+            f"SGLang 0.5.23 needs `--moe-runner-backend {kernels}` for this model on Blackwell: its other kernels do "
+            "not have the model's activation function. Leave the option out on Hopper, where it runs Marlin."
         )
     if engine == "sglang" and deployment.utilization is not None:
         yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."

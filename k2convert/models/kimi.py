@@ -20,6 +20,9 @@ _WRAPPED_PREFIX: Final = _WRAPPER + _TEXT_PREFIX
 _LEGACY_PREFIX: Final = "language_model.layers."
 _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 
+UNSPLIT_MLA: Final = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+"""What of multi-head latent attention every GPU of tensor parallelism keeps whole."""
+
 NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
 _LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
 _EXPERT: Final = re.compile(rf"mlp\.experts\.{NUMBER}\.(gate|up|down)_proj")
@@ -116,7 +119,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
             ),
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),
-        unsplit_attention=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+        unsplit_attention=UNSPLIT_MLA,
         refused_prefixes={_LEGACY_PREFIX: "an early NVFP4 naming that engines do not load"},
         usual_num_experts=384,
         naming=naming,

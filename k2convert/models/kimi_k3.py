@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from k2convert.models.config import read_architecture, text_config
-from k2convert.models.kimi import NUMBER, expected_name
+from k2convert.models.kimi import NUMBER, UNSPLIT_MLA, expected_name
 from k2convert.models.names import (
     WEIGHT,
     Architecture,
@@ -113,14 +113,21 @@ K3: Final = Family(
         model_kind="a Kimi K3 model",
         kept=("attention", "router", "latent and residual projections", "embeddings and output head"),
         tags=("kimi-k3",),
+        vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k3 --reasoning-parser kimi_k3",
+        sglang_options="--tool-call-parser kimi_k3 --reasoning-parser kimi_k3",
+        tensorrt_llm_options="--tool_parser kimi_k3 --reasoning_parser kimi_k3",
+        sglang_blackwell="flashinfer_trtllm",
         has_vision=True,
-        notes=(
-            "SGLang on Blackwell needs `--moe-runner-backend flashinfer_trtllm`, because its other kernels have no "
-            "SiTU; on Hopper it runs Marlin.",
-            "TensorRT-LLM loads W4A4 only, without pipeline parallelism.",
-            "SGLang 0.5.23 does not load the layout compressed-tensors for this model: it skips the experts' tensors "
-            "without a message.",
-            "The model needs about 2 TB of GPU memory.",
+        notes=("The model needs about 2 TB of GPU memory.",),
+        refusals=(
+            (
+                "sglang",
+                "compressed-tensors",
+                "SGLang 0.5.23 does not load the layout compressed-tensors for this model: it skips the experts' "
+                "tensors without a message. Use the layout modelopt.",
+            ),
+            ("tensorrt-llm", "w4a16", "TensorRT-LLM needs input scales for this model, so it loads W4A4 only."),
+            ("tensorrt-llm", "pipeline", "TensorRT-LLM has no pipeline parallelism for this model."),
         ),
     ),
     model_types=("kimi_k3",),
@@ -128,6 +135,7 @@ K3: Final = Family(
     roles=(Role.EXPERTS,),
     projections={"gate": "w1", "up": "w3", "down": "w2"},
     router_parameters=(WEIGHT, "e_score_correction_bias"),
+    unsplit_attention=(*UNSPLIT_MLA, "f_a_proj", "o_norm"),
     usual_num_experts=896,
     naming=EngineNaming(
         wrapper=_WRAPPER,
@@ -147,6 +155,7 @@ K3: Final = Family(
         "layers.{layer}.mlp.experts",
     ),
     tensor_parallel_sizes=(1, 2, 4, 8, 16, 32),
+    least_expert_piece=256,
     not_computed="KDA attention and experts on latent columns are not computed yet",
     has_kv_scheme=False,
 )

@@ -8,9 +8,10 @@ up of routed and shared experts. The model is the same function. The exponents c
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from k2convert.checkpoint.reader import Bytes
+from k2convert.choices import Activations, Engine, Layout
 from k2convert.quantize.formats.int4 import SourceWeight
 
 WEIGHT: Final = "weight"
@@ -102,17 +103,23 @@ class EngineNaming:
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
     """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
-    the repositories of its draft heads, and notes on serving it."""
+    the repositories of its draft heads, and notes on serving it.
+
+    `sglang_blackwell` are the MoE kernels that SGLang needs for W4A4 on data-center Blackwell; empty: its own choice.
+    `refusals` are (engine, what it cannot serve, why): a layout, activations, or `pipeline` parallelism.
+    """
 
     model_kind: str
     kept: tuple[str, ...]
     tags: tuple[str, ...] = ()
     vllm_options: str = ""
     sglang_options: str = ""
+    sglang_blackwell: str = ""
     tensorrt_llm_options: str = ""
     has_vision: bool = False
     draft_heads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    refusals: tuple[tuple[Engine, Layout | Activations | Literal["pipeline"], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,7 @@ class Family:
     projections          gate, up and down of a routed expert -> the last part of the module's name
     banks                the names of a layer's experts in `quantized_layers`; empty: the config has no such map
     tensor_parallel_sizes   that the model can be split to; empty: any
+    least_expert_piece   columns to which vLLM pads what a GPU has of a split expert; 0: it pads nothing
     not_computed         why no forward pass is computed; empty: it is
     has_kv_scheme        whether engines accept a KV cache type in the config
     classify             the place of a module, None if the family has no such module
@@ -195,6 +203,7 @@ class Family:
     projections: Mapping[str, str] = field(default_factory=lambda: {k: f"{k}_proj" for k in ("gate", "up", "down")})
     banks: tuple[str, ...] = ()
     tensor_parallel_sizes: tuple[int, ...] = ()
+    least_expert_piece: int = 0
     not_computed: str = ""
     has_kv_scheme: bool = True
     naming: EngineNaming = EngineNaming()

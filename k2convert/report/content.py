@@ -190,9 +190,10 @@ def needs_section(report: Report) -> Section | None:
     if (model := report.model) is None:
         return None
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
+    states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request." if model.state_bytes else ""
     sentences = (
         f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
-        "tensor parallelism does not divide it, decode context parallelism does.",
+        f"tensor parallelism does not divide it, decode context parallelism does.{states}",
         f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and {gigabytes(OVERHEAD_BYTES)} "
         "assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes other GPUs, layouts and lengths.",
     )

@@ -103,7 +103,7 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, resul
     [fit] = answer(tiny, "--memory", "2GB", "--count", "1", code=3)["fits"]
     assert fit["serve"] == {}
     shown = run_fit(tiny, *words)
-    assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.stdout
+    assert "\n\nvLLM:\nvllm serve DEST --tensor-parallel-size 2 --enable-expert-parallel \\\n    --kv" in shown.stdout
     assert shown.stderr.count("36 % in BABILong") == 1, "each note is said once"
 
 

@@ -191,7 +191,7 @@ def test_sglang_keeps_activations_of_weight_only_checkpoints_in_16_bits() -> Non
     for made in {(made.layout, made.activations): made for made in deployments()}.values():
         needs = (made.layout, made.activations) == ("modelopt", "w4a16")
         found = serve_command("sglang", made)
-        assert ("--moe-runner-backend" in found.words) == needs
+        assert ("marlin" in found.words) == needs
         assert any("rounds activations to 4 bits" in note for note in found.notes) == needs
 
 

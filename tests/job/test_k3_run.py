@@ -149,6 +149,8 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
 
     edit_checkpoint(out, change)
     said = run_here("validate", out, "--source", k3_tiny, COLUMNS="250").stdout
+    assert "non-zero unchanged" in said
+    assert "INT4 steps" not in said, "its source has none"
     assert re.search(
         r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", said
     )
