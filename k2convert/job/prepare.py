@@ -30,7 +30,7 @@ from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import JobDescription, job_fingerprint
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger, parse_ledger
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.shard_record import PackedRecords
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -61,7 +61,7 @@ class Job:
     items: tuple[Item, ...]
     description: JobDescription
     limits: Limits
-    finished: dict[str, ShardRecord]
+    finished: PackedRecords
     command: JobCommand | None = None
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None

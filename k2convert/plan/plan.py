@@ -7,7 +7,7 @@ output bytes are known shard by shard and tensor by tensor before the first byte
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -59,11 +59,12 @@ class ConvertStep:
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """The tensors that are written, in file order."""
-        return tuple(
-            OutputTensor(f"{p.module}.{parameter}", dtype, shape, num_bytes)
-            for p in self.members
-            for parameter, dtype, shape, num_bytes in self._tensors(p)
-        )
+        return tuple(output for member in self.members for output in self.outputs_of(member))
+
+    def outputs_of(self, member: Projection) -> Iterator[OutputTensor]:
+        """Yield the tensors of one projection."""
+        for parameter, dtype, shape, num_bytes in self._tensors(member):
+            yield OutputTensor(f"{member.module}.{parameter}", dtype, shape, num_bytes)
 
     @property
     def num_bytes(self) -> int:

@@ -44,7 +44,7 @@ from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.fingerprint import JobDescription, changed_shards, describe_changes, source_error
 from k2convert.records.lock import read_lock
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.shard_record import PackedRecords, ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class JobState:
     """
 
     job: JobDescription
-    finished: dict[str, ShardRecord]
+    finished: PackedRecords
     is_complete: bool
     is_running: bool
     command: JobCommand | None = None
@@ -68,7 +68,7 @@ class JobState:
 class FoundRecords:
     """The undamaged records of one job by shard, and the files that are damaged."""
 
-    records: dict[str, ShardRecord]
+    records: PackedRecords
     damaged: tuple[Path, ...]
 
 
@@ -155,14 +155,14 @@ class Journal:
         with writing(path), opened_folder(path.parent, root=self.destination) as folder:
             remove_file(path, folder)
 
-    def records(self, digest: str) -> dict[str, ShardRecord]:
+    def records(self, digest: str) -> PackedRecords:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
         found = (_read_record(path) for path in self._record_paths())
-        return {record.shard: record for record in found if record.fingerprint == digest}
+        return PackedRecords((record.shard, record) for record in found if record.fingerprint == digest)
 
     def find_records(self, digest: str) -> FoundRecords:
         """Return what is known of the job with this fingerprint digest, damaged records set aside."""
-        records: dict[str, ShardRecord] = {}
+        records = PackedRecords()
         damaged: list[Path] = []
         for path in self._record_paths():
             try:
@@ -174,9 +174,10 @@ class Journal:
                 records[record.shard] = record
         return FoundRecords(records, tuple(damaged))
 
-    def finished(self, digest: str) -> dict[str, ShardRecord]:
+    def finished(self, digest: str) -> PackedRecords:
         """Return the records of a job whose shards are here with the recorded size."""
-        return {name: record for name, record in self.find_records(digest).records.items() if self.has_file(record)}
+        records = self.find_records(digest).records
+        return records.only(name for name, record in records.items() if self.has_file(record))
 
     def has_file(self, record: ShardRecord) -> bool:
         """Return whether a record's shard is here with the recorded size. An uploaded shard may have been removed."""
@@ -195,11 +196,12 @@ class Journal:
             raise DestinationError(
                 f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
-        finished = {
-            name: record
-            for name, record in self.find_records(job.digest).records.items()
+        records = self.find_records(job.digest).records
+        finished = records.only(
+            name
+            for name, record in records.items()
             if self.has_file(record) or record.is_checked  # the file of a validated shard is removed after its upload
-        }
+        )
         running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
