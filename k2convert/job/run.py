@@ -34,9 +34,8 @@ from k2convert.job.shard import convert_shard, shard_task
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
-from k2convert.records.journal import Journal
+from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.lock import lock_destination, share_destination
-from k2convert.records.shard_record import PackedRecords
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import OpenWalk, ShardWalk

@@ -26,8 +26,8 @@ from k2convert.job.prepare import Job
 from k2convert.job.resources import Item
 from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
-from k2convert.records.journal import Journal
-from k2convert.records.shard_record import PackedRecords, ShardRecord
+from k2convert.records.journal import Journal, PackedRecords
+from k2convert.records.shard_record import ShardRecord
 
 
 @dataclass(slots=True)

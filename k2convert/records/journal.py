@@ -11,6 +11,9 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +47,42 @@ from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.fingerprint import JobDescription, changed_shards, describe_changes, source_error
 from k2convert.records.lock import read_lock
-from k2convert.records.shard_record import PackedRecords, ShardRecord
+from k2convert.records.shard_record import ShardRecord
+
+
+class PackedRecords(MutableMapping[str, ShardRecord]):
+    """Records by shard, in a thirtieth of their memory: a job of K3's size has 247,296 projections.
+
+    A record is made when it is asked for, in some milliseconds.
+    """
+
+    def __init__(self, records: Iterable[tuple[str, ShardRecord]] = ()) -> None:
+        self._packed: dict[str, bytes] = {}
+        self.update(records)
+
+    def __getitem__(self, shard: str) -> ShardRecord:
+        return pickle.loads(zlib.decompress(self._packed[shard]))
+
+    def __setitem__(self, shard: str, record: ShardRecord) -> None:
+        self._packed[shard] = zlib.compress(pickle.dumps(record), level=1)
+
+    def __delitem__(self, shard: str) -> None:
+        del self._packed[shard]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __contains__(self, shard: object) -> bool:
+        return shard in self._packed
+
+    def only(self, shards: Iterable[str]) -> "PackedRecords":
+        """Return the records of some of the shards."""
+        found = PackedRecords()
+        found._packed.update((shard, self._packed[shard]) for shard in shards)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

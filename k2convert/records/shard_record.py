@@ -1,10 +1,8 @@
 """The record of one finished shard: hashes, and what was measured while it was converted."""
 
 import math
-import pickle
 import re
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -152,38 +150,3 @@ class ShardRecord:
     def is_checked(self) -> bool:
         """Whether the bytes with this hash were compared with the source."""
         return self.checked is not None and self.checked.blake3 == self.blake3
-
-
-class PackedRecords(MutableMapping[str, ShardRecord]):
-    """Records by shard, in a thirtieth of their memory: a job of K3's size has 247,296 projections.
-
-    A record is made when it is asked for, in some milliseconds.
-    """
-
-    def __init__(self, records: Iterable[tuple[str, ShardRecord]] = ()) -> None:
-        self._packed: dict[str, bytes] = {}
-        self.update(records)
-
-    def __getitem__(self, shard: str) -> ShardRecord:
-        return pickle.loads(zlib.decompress(self._packed[shard]))
-
-    def __setitem__(self, shard: str, record: ShardRecord) -> None:
-        self._packed[shard] = zlib.compress(pickle.dumps(record), level=1)
-
-    def __delitem__(self, shard: str) -> None:
-        del self._packed[shard]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def __contains__(self, shard: object) -> bool:
-        return shard in self._packed
-
-    def only(self, shards: Iterable[str]) -> "PackedRecords":
-        """Return the records of some of the shards."""
-        found = PackedRecords()
-        found._packed.update((shard, self._packed[shard]) for shard in shards)
-        return found
