@@ -30,6 +30,7 @@ from k2convert.models.projections import (
     check_source_form,
     find_projections,
 )
+from k2convert.models.source_formats import INT4
 from k2convert.plan.recipe import Recipe
 
 BF16_SHARD_BYTES: Final = 5_000_000_000
@@ -185,6 +186,11 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     check_source_form(source, names, family=family)
     check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
+    if recipe.target == "int4" and family.source_format is not INT4:
+        raise PlanError(
+            f"recipe {recipe.name}: target int4 keeps weights as they are in INT4, but those of {source.folder} are "
+            f"{family.source_format.title}. Leave out --to: the result is NVFP4, also with --keep-experts."
+        )
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
