@@ -97,7 +97,7 @@ def convert(
         if job.target is not None and job.is_published:
             from k2convert.job.publish import settle_published
 
-            return Outcome({}, job.finished, commit=settle_published(job, job.target))
+            return Outcome(job.finished.only(()), job.finished, commit=settle_published(job, job.target))
         outcome = execute(job, verify=verify, events=events or SILENT)
         recipe_used = job.plan.recipe
         check_budget(job.destination.folder, recipe_used, below_budget(outcome.records.values(), recipe_used))

@@ -7,6 +7,7 @@ for a checkpoint. Assembling again restores files that were lost or changed, and
 import io
 import json
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.locations import Source
 from k2convert.job.prepare import Job
-from k2convert.plan.plan import Plan
+from k2convert.models.projections import Projection
+from k2convert.plan.plan import ConvertStep, CopyStep, Plan
 from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
 
@@ -101,17 +103,35 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
 
 
 def _encode_index(plan: Plan, metadata: Mapping[str, Any]) -> bytes:
-    """Return the index as `dump_json` would, without a document of a million entries in memory."""
-    shards = {name: json.dumps(name, ensure_ascii=False) for name in (shard.name for shard in plan.jobs)}
-    names = sorted((output.name, shard.name) for shard in plan.jobs for output in shard.outputs)
+    """Return the index as `dump_json` would, without a document or the names of a million entries in memory."""
     begin, _, end = dump_json({"metadata": metadata, "weight_map": {"": ""}}).partition(b'"": ""')
     content = io.BytesIO()
     content.write(begin)
-    for place, (name, shard) in enumerate(names):
-        comma = ",\n    " if place else ""
-        content.write(f"{comma}{json.dumps(name, ensure_ascii=False)}: {shards[shard]}".encode())
+    comma = ""
+    for name, shard in _placed_names(plan):
+        content.write(
+            f"{comma}{json.dumps(name, ensure_ascii=False)}: {json.dumps(shard, ensure_ascii=False)}".encode()
+        )
+        comma = ",\n    "
     content.write(end)
     return content.getvalue()
+
+
+def _placed_names(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the result's tensors and their shards by name. Nothing else is named like the tensors of a projection."""
+    places: list[tuple[str, str, ConvertStep | None, Projection | None]] = []
+    for shard in plan.jobs:
+        for step in shard.steps:
+            if isinstance(step, CopyStep):
+                places.append((step.tensor.name, shard.name, None, None))
+            else:
+                places += ((f"{member.module}.", shard.name, step, member) for member in step.members)
+    places.sort(key=itemgetter(0))
+    for name, shard, step, member in places:
+        if step is None or member is None:
+            yield name, shard
+        else:
+            yield from ((output, shard) for output in sorted(output.name for output in step.outputs_of(member)))
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:

@@ -17,11 +17,14 @@ from typing import Final
 import numpy as np
 
 from k2convert.buffers import PAGE_BYTES
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import GROUP_SIZE
 from k2convert.job.prepare import Job
 from k2convert.job.resources import available_memory, existing_parent, inflight_bytes, peak_bytes
+from k2convert.models import find_family
 from k2convert.plan.plan import ConvertStep
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.channels import divide_columns
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules import RULES
 
@@ -31,7 +34,6 @@ XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bo
 _CHUNK_BYTES: Final = 8 << 20
 _MAX_BYTES: Final = 1 << 30
 _BLOCK: Final = (1024, 2048)  # of the weight that is converted to measure the kernels
-_SCALE_BITS: Final = 0x3C00  # BF16 of 2**-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +174,41 @@ def _open_first(path: Path, choices: tuple[int, ...]) -> int | None:
 
 
 def _convert_rate(job: Job) -> float | None:
-    """Convert a made-up weight on every core; returns source bytes a second, None for what is not measured."""
+    """Convert a made-up weight on every core; returns source bytes a second, None for what is not measured.
+
+    A cast is checked too, as a job does with the written bytes.
+    """
     recipe = job.plan.recipe
     if recipe.target != "nvfp4" or recipe.quantizer != "native" or job.limits.devices != ("cpu",):
         return None
     rows, columns = _BLOCK
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
-    scales = np.full((rows, columns // GROUP_SIZE), _SCALE_BITS, dtype=np.uint16)
-    exponents = (np.arange(columns) % 3 - 1).astype(np.int8) if recipe.smoothing else None
-    weight = Int4Weight(packed=packed, scale_bits=scales, channel_exponents=exponents)
+    known, names = find_family(job.plan.family).source_format, LAYOUTS[recipe.layout]
+    scales = np.frombuffer(known.usual_scale * (rows * columns // GROUP_SIZE), dtype=np.uint8)
+    exponents = (np.arange(columns) % 3 - 1).astype(np.int8)
     quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device="cpu")
     importance = (np.arange(columns) % 255 + 1).astype(np.uint8) if RULES[recipe.rule].uses_importance else None
 
+    def load() -> SourceWeight:
+        weight = known.load(packed, scales, rows, "measured")
+        return divide_columns(weight, exponents, name="measured") if recipe.smoothing else weight
+
     def convert() -> int:
+        weight = load()
         magnitude = quantizer.measure(weight, name="measured")
-        scale = quantizer.global_scale(magnitude, is_int4=True)
-        quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale, importance=importance)
+        scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+        made, metrics = quantizer.quantize(
+            weight, name="measured", magnitude=magnitude, global_scale=scale, importance=importance
+        )
+        if metrics.cast_tensors is not None:
+            from k2convert.validation.weights import WrittenWeight, check_weights
+
+            raw = names.encode_scalar(scale)
+            written = WrittenWeight("measured", load(), made.packed, made.block_scales, raw)
+            check_weights([written], names=names, rule=recipe.rule)
         return packed.nbytes + scales.nbytes
 
+    convert()  # tables are made with the first weight
     cores = os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
         rates = [future.result() for future in [pool.submit(_rate, convert) for _ in range(cores)]]

@@ -19,6 +19,7 @@ from k2convert.job.locations import Source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
+from k2convert.models import check_computed
 from k2convert.plan.recipe import TextUse
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.events import Events
@@ -28,8 +29,10 @@ from k2convert.records.ledger import Ledger, read_ledger
 def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
 
-    Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`.
+    Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`; PlanError for a model
+    whose forward pass is not computed.
     """
+    check_computed(job.source.checkpoint)
     text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
     check_windows(text)
     used = [] if job.calibrated is None else list(job.calibrated.texts)

@@ -28,9 +28,8 @@ from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import JobDescription, job_fingerprint
-from k2convert.records.journal import Journal
+from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
-from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -61,7 +60,7 @@ class Job:
     items: tuple[Item, ...]
     description: JobDescription
     limits: Limits
-    finished: dict[str, ShardRecord]
+    finished: PackedRecords
     command: JobCommand | None = None
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None

@@ -34,9 +34,8 @@ from k2convert.job.shard import convert_shard, shard_task
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
-from k2convert.records.journal import Journal
+from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.lock import lock_destination, share_destination
-from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import OpenWalk, ShardWalk
@@ -57,8 +56,8 @@ class Outcome:
     `finished` are the records that an earlier run left. `calibrated` is the calibration's entry in the ledger.
     """
 
-    records: dict[str, ShardRecord]
-    finished: dict[str, ShardRecord]
+    records: PackedRecords
+    finished: PackedRecords
     commit: str | None = None
     validation: "ValidationReport | None" = None
     calibrated: CalibrationRecord | None = None
@@ -105,8 +104,8 @@ class _Run:
     keep: Keep | None
     mine: Sequence[Item]
     uploads: "Uploads | None" = None
-    finished: dict[str, ShardRecord] = field(default_factory=dict[str, ShardRecord])
-    records: dict[str, ShardRecord] = field(default_factory=dict[str, ShardRecord])
+    finished: PackedRecords = field(default_factory=PackedRecords)
+    records: PackedRecords = field(default_factory=PackedRecords)
     items: list[Item] = field(default_factory=list[Item])
     to_upload: list[Item] = field(default_factory=list[Item])
     stop: Event = field(default_factory=Event)
@@ -130,7 +129,7 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
                 events.note(_resumed_line(run))
         else:  # other tasks write at the same time: nothing of theirs is checked or removed
             run.finished = journal.finished(job.digest)
-            run.records = dict(run.finished)
+            run.records = run.finished.only(run.finished)
             run.items = [item for item in run.mine if item.name not in run.finished]
         yield run
 
@@ -138,7 +137,7 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
 def _resume(run: _Run, *, verify: bool) -> None:
     job = run.job
     run.finished = verify_shards(run.journal, job.digest, everything=verify, events=run.events)
-    run.records = dict(run.finished)
+    run.records = run.finished.only(run.finished)
     if job.source.remote is not None:
         from k2convert.job.transfers import keep_small_files
 
@@ -301,15 +300,15 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     return replace(outcome, commit=commit, validation=validation)
 
 
-def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> dict[str, ShardRecord]:
+def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
     """Return the records of the job's shards that are sound; forget those of wrong shards and damaged ones.
 
     Size and time of modification are always compared with the record. A shard is hashed if its time differs (it was
     copied, or changed), or with `everything`. Hold the lock for this.
     """
     found = journal.find_records(digest)
-    here = {name: record for name, record in found.records.items() if journal.has_file(record)}
-    doubtful = {n: record for n, record in here.items() if everything or not journal.has_recorded_time(record)}
+    here = found.records.only(name for name, record in found.records.items() if journal.has_file(record))
+    doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
     again = [path.name.removesuffix(".json") for path in found.damaged]
     num_bytes = sum(record.file_bytes for record in doubtful.values())
     if doubtful:
@@ -326,7 +325,7 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
         looked = f"finished shards hashed: {len(doubtful)} ({num_bytes:,} bytes)" if doubtful else _NOT_HASHED
         damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}" if again else ""
         events.note(f"verified: {looked}{damaged}")
-    return {name: record for name, record in here.items() if name not in again}
+    return here.only(name for name in here if name not in again)
 
 
 def _has_hash(path: Path, blake3: str) -> bool:

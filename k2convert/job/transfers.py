@@ -26,7 +26,7 @@ from k2convert.job.prepare import Job
 from k2convert.job.resources import Item
 from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
-from k2convert.records.journal import Journal
+from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.shard_record import ShardRecord
 
 
@@ -36,7 +36,7 @@ class Uploads:
 
     branch: Branch
     journal: Journal
-    records: dict[str, ShardRecord]
+    records: PackedRecords
     events: Events = SILENT
     _on_branch: list[str] = field(default_factory=list[str])
     _sent_by_node: set[str] = field(default_factory=set[str])
@@ -132,7 +132,7 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
     """Open the work branch, and take over what an earlier run left there."""
     branch = Branch(job.hub, target, branch_name(job.digest))
     branch.open()
-    uploads = Uploads(branch, journal, {}, events)
+    uploads = Uploads(branch, journal, PackedRecords(), events)
     uploads.restore(job.digest)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
         job.hub.notify(f"{num_unchecked} shards were not validated by an earlier run: they are converted again")

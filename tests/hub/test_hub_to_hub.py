@@ -55,6 +55,21 @@ def test_kimi_k3_from_hub_to_hub(server: LoopbackHub, cli: RunCli, k3_tiny: Path
     assert "INT4" not in card
 
 
+def test_kimi_k3_from_the_hub_to_a_folder_and_published(
+    server: LoopbackHub, cli: RunCli, cwd: Path, k3_tiny: Path
+) -> None:
+    server.store.add_folder("moon/tiny", k3_tiny)
+    cli("run", "hf://moon/tiny", "out", code=0)
+    done = cli("publish", "out", "--repo", "me/out", "--source", "hf://moon/tiny", "--yes", "--json", code=0)
+    store, commit = server.store, server.store.repos["me/out"].refs["main"]
+    assert json.loads(done.stdout)["commit"] == commit
+    for name in (*(path.name for path in (cwd / "out").glob("*.safetensors")), "config.json", "hf_quant_config.json"):
+        assert store.read("me/out", name) == (cwd / "out" / name).read_bytes()
+    assert ALL_RULES in store.read("me/out", "README.md").decode()
+    assert f"published as hf://me/out at commit {commit}\n" in cli("status", "out", code=0).stdout
+    cli("validate", "hf://me/out", "--source", "hf://moon/tiny", code=0)
+
+
 def test_hub_to_folder_gives_the_local_bytes(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
     done = cli("run", "hf://moon/tiny@main", "out", "--json", code=0)
     assert json.loads(done.stdout)["commit"] is None

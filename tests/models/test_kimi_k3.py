@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run_here
+from command import run_here, said
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
@@ -30,6 +30,13 @@ LAYER = "language_model.model.layers.1"
 
 def plan(folder: Path, **keys: Any) -> Any:
     return plan_conversion(source=open_checkpoint(folder), recipe=load_recipe("kimi-k3-nvfp4", keys))
+
+
+@pytest.fixture(scope="module")
+def converted(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("k3") / "result"
+    run_here("run", k3_tiny, folder, "--device", "cpu", code=0)
+    return folder
 
 
 def test_counts_and_bytes_are_those_of_the_published_repository() -> None:
@@ -241,12 +248,33 @@ def test_unusable_scales_stop_the_run_and_name_the_tensor(
     [
         ("calibrate", "SOURCE", "OUT.stats", "--text", "TEXT"),
         ("evaluate", "SOURCE", "SOURCE", "--text", "TEXT", "--out", "OUT"),
+        ("evaluate", "SOURCE", "RESULT", "--text", "TEXT", "--out", "OUT"),
         ("run", "SOURCE", "OUT", "--calibrate", "TEXT"),
+        ("run", "SOURCE", "OUT", "--evaluate", "TEXT"),
+        ("calibrate", "RESULT", "OUT.stats", "--text", "TEXT"),
     ],
 )
-def test_a_forward_pass_is_refused_by_name(command: tuple[str, ...], k3_tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(json.dumps(list(range(64))) + "\n")
-    places = {"SOURCE": k3_tiny, "OUT": tmp_path / "out", "OUT.stats": tmp_path / "k3.stats", "TEXT": tmp_path / "text"}
-    result = run_here(*(places.get(word, word) for word in command), code=None)
-    assert "no forward pass of Kimi K3 is computed: KDA attention" in result.stderr
-    assert result.returncode != 0
+def test_a_forward_pass_is_refused_by_name_in_one_line(
+    command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
+    places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out", "OUT.stats": tmp_path / "k3.safetensors"}
+    places |= {"TEXT": tmp_path / "text.jsonl"}
+    line = said(run_here(*(places.get(word, word) for word in command), code=1).stderr)
+    assert re.fullmatch(r"error: \S+: no forward pass of Kimi K3 is computed: KDA attention .*`validate`\.\n", line)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_mxfp4_is_not_kept_as_int4(options: tuple[str, ...], k3_tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(layer): [0, 2] for layer in (1, 2, 3)}}))
+    pruning = ("--to", "int4", "--keep-experts", tmp_path / "kept.json")
+    line = said(run_here("run", k3_tiny, tmp_path / "out", *pruning, *options, code=1).stderr)
+    assert re.fullmatch(r"error: recipe kimi-k3-nvfp4: target int4 .* are MXFP4\. Leave out --to: .*\.\n", line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compare_asks_for_servers(k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
+    shown = run_here("compare", k3_tiny, converted, "--text", tmp_path / "text.jsonl", code=1)
+    assert "is neither the address of a server nor a folder of answers" in said(shown.stderr)
