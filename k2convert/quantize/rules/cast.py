@@ -58,7 +58,8 @@ def cast_global_scale(largest_exponent: int) -> float:
 def largest_exponent(weight: Mxfp4Weight, *, name: str) -> int | None:
     """Return k_max, None if all groups are empty; FormatError, naming it, for a scale that no BF16 number has."""
     check_mxfp4_scales(weight.scale_bytes, name=name)
-    return check_exponent(next(_used_bytes(weight), None), name=name)
+    largest_byte, _ = next(_used_bytes(weight), (None, None))
+    return check_exponent(largest_byte, name=name)
 
 
 def check_mxfp4_scales(scale_bytes: NDArray[np.uint8], *, name: str) -> None:
@@ -84,23 +85,30 @@ def check_exponent(largest_byte: int | None, *, name: str) -> int | None:
 
 
 def largest_weight(weight: Mxfp4Weight) -> float:
-    """Return max |w|. Groups whose scale is too small to have it are not looked at."""
-    largest, scales = 0.0, weight.scale_bytes.reshape(-1)
-    for byte in _used_bytes(weight):
-        if E2M1_MAX * 2.0 ** (byte - SCALE_BIAS) <= largest:
-            break
-        groups = weight.groups()[scales == byte]
-        bits = decode_mxfp4(groups, np.full((len(groups), 1), byte, dtype=np.uint8))
-        largest = max(largest, float(bf16_values(bits & np.uint16(0x7FFF)).max()))
+    """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once nothing is larger."""
+    largest, groups = 0.0, weight.groups()
+    for byte, places in _used_bytes(weight):
+        most = E2M1_MAX * 2.0 ** (byte - SCALE_BIAS)
+        for start in range(0, places.size, _CHUNK_GROUPS):
+            if most <= largest:
+                return largest
+            chosen = groups[places[start : start + _CHUNK_GROUPS]]
+            bits = decode_mxfp4(chosen, np.full((len(chosen), 1), byte, dtype=np.uint8))
+            largest = max(largest, float(bf16_values(bits & np.uint16(0x7FFF)).max()))
     return largest
 
 
-def _used_bytes(weight: Mxfp4Weight) -> Iterator[int]:
-    """Yield the scale bytes of non-empty groups, the largest first."""
-    scales = weight.scale_bytes.reshape(-1)
+_CHUNK_GROUPS: Final = 1024
+
+
+def _used_bytes(weight: Mxfp4Weight) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """Yield the scale bytes of non-empty groups, the largest first, each with the places of its groups."""
+    scales, groups = weight.scale_bytes.reshape(-1), weight.groups()
     for byte in reversed(np.flatnonzero(np.bincount(scales, minlength=256)).tolist()):
-        if not is_empty(weight.groups()[scales == byte]).all():
-            yield byte
+        places = np.flatnonzero(scales == byte)
+        chunks = (places[start : start + _CHUNK_GROUPS] for start in range(0, places.size, _CHUNK_GROUPS))
+        if not all(is_empty(groups[chunk]).all() for chunk in chunks):
+            yield byte, places
 
 
 def cast(weight: Mxfp4Weight, exponent: int) -> Nvfp4Weight:
