@@ -22,18 +22,18 @@ TINY: Final = ROOT / "tests" / "data" / "k2-tiny"
 _TRACER: Final = """
 import inspect, json, sys, threading
 package, report, entered = sys.argv[1], sys.argv[2], set()
-def see(frame, event, _):
+def see(frame, *_):
     code = frame.f_code
-    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(package):
+    if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(package):
         entered.add(code.co_filename)
 import k2convert.__main__
-threading.setprofile(see)
-sys.setprofile(see)
+threading.settrace(see)
+sys.settrace(see)
 try:
     sys.argv = ["k2convert", *sys.argv[3:]]
     k2convert.__main__.main()
 finally:
-    sys.setprofile(None)
+    sys.settrace(None)
     loaded = sorted(m for m in sys.modules if m == "torch" or m.startswith("k2convert"))
     with open(report, "w") as file:
         json.dump({"entered": sorted(entered), "loaded": loaded}, file)

@@ -3,9 +3,9 @@
     LD_PRELOAD=shim.so python crash_driver.py FOLDER POINTS COMMANDS
 
 COMMANDS are lists of words as JSON, in which OUT is the destination, and OUT/NAME a file in a folder that is there.
-POINTS is `every` for every call, `spread` for one call of each kind in each part of the job, or `layers` for the calls
-around the end of every layer of a walk. One process imports
-everything, then forks a child for each run, which takes a fraction of the time of a new process. Runs are also
+POINTS is `every` for every call, `spread` for one call of each kind in each part of the job, `few` for half as many
+calls that write, rename or remove, or `layers` for a call at or after the end of each layer of a walk. One process
+imports everything, then forks a child for each run, which takes a fraction of the time of a new process. Runs are also
 interrupted, as by Ctrl-C, and a calibration meets a full disk. Prints one JSON document for each command: the calls and
 files of a whole run, how many points were tried, what went wrong, and what an interrupted run said.
 """
@@ -33,6 +33,7 @@ SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])
 KILL, FILL, INTERRUPT = range(3)
 NEVER = 0
 KINDS = ("mkdir", "open", "allocate", "truncate", "write", "utime", "sync", "rename", "unlink", "link")
+FEW_KINDS = ("write", "rename", "unlink")
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,19 @@ def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
 
 
 def around_layers(calls: list[str]) -> list[int]:
-    """The calls that declare a layer done, and those after them."""
+    """The call that declares a layer done, or the one after it, in turn."""
     claims = [number for number, line in enumerate(calls, 1) if re.match(r"rename .*/layer-", line)]
-    return sorted({*claims, *(number + 1 for number in claims)})
+    return [number + place % 2 for place, number in enumerate(claims)]
+
+
+def chosen_points(calls: list[str], points: str) -> list[int]:
+    """The numbers of the calls at which runs are killed."""
+    return {
+        "every": list(range(1, len(calls) + 1)),
+        "spread": spread(calls, KINDS),
+        "few": spread(calls, FEW_KINDS)[::2],
+        "layers": around_layers(calls),
+    }[points]
 
 
 def crash(command: Command, points: str) -> dict[str, object]:
@@ -195,15 +206,14 @@ def crash(command: Command, points: str) -> dict[str, object]:
     calls = command.logged()
     seconds = time.monotonic() - begin
     whole, last = finished(command.folder / "whole"), len(calls)
-    kinds, every = ("write", "rename", "unlink") if command.walks else KINDS, points == "every"
-    chosen = list(range(1, last + 1)) if every else around_layers(calls) if points == "layers" else spread(calls, kinds)
+    chosen, every = chosen_points(calls, points), points == "every"
     tried = [[(KILL, point)] for point in chosen]
     tried += [[(INTERRUPT, point)] for point in chosen[:: -(-len(chosen) // 2)]]
     for point in chosen[:: -(-len(chosen) // 8)] if every else chosen[len(chosen) // 3 :][:1]:
         tried += [[(KILL, point), (KILL, 9), (KILL, last // 3), (KILL, 2 * last // 3)]]
     if command.walks:
-        writes = [point for point in chosen if calls[point - 1].startswith(("write", "allocate"))]
-        tried += [[(FILL, point)] for point in writes]
+        full = spread(calls, ("write",))[::2] if points == "few" else chosen
+        tried += [[(FILL, point)] for point in full if calls[point - 1].startswith(("write", "allocate"))]
     wrong = [problem for faults in tried for problem in try_points(command, whole, faults)]
     return {
         "calls": calls,

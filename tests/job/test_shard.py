@@ -20,8 +20,8 @@ from k2convert.records.shard_record import ShardRecord
 IN_ANOTHER_PROCESS = """
 import pickle, sys
 from k2convert.job.shard import convert_shard
-task = pickle.loads(sys.stdin.buffer.read())
-sys.stdout.buffer.write(pickle.dumps(convert_shard(task)))
+tasks = pickle.loads(sys.stdin.buffer.read())
+sys.stdout.buffer.write(pickle.dumps([convert_shard(task) for task in tasks]))
 """
 
 
@@ -48,15 +48,16 @@ def test_a_task_is_pickled_and_converted_in_another_process(
     whole = executor.execute(plan(cut if overrides == {"rule": "imatrix"} else split, tmp_path / "whole", **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
-    for task in tasks:
-        there = ShardTask(
-            **{name: getattr(task, name) for name in ShardTask.__slots__} | {"destination": tmp_path / "apart"}
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps(there), capture_output=True, check=True
-        )
+    there = [
+        ShardTask(**{name: getattr(task, name) for name in ShardTask.__slots__} | {"destination": tmp_path / "apart"})
+        for task in tasks
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps(there), capture_output=True, check=True
+    )
+    for task, record in zip(tasks, pickle.loads(done.stdout), strict=True):
         name = task.shard.name
-        assert pickle.loads(done.stdout) == whole.records[name]
+        assert record == whole.records[name]
         assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 

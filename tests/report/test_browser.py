@@ -130,8 +130,15 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     assert re.findall("<title>(.*?)</title>", document) == [f"{read}; map-up; true"]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", EVALUATION_SIZES)
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [
+        pytest.param("wide", False, id="wide-light"),
+        pytest.param("telephone", True, id="telephone-dark"),
+        pytest.param("wide", True, id="wide-dark", marks=pytest.mark.slow),
+        pytest.param("telephone", False, id="telephone-light", marks=pytest.mark.slow),
+    ],
+)
 def test_the_charts_of_an_evaluation_are_painted(evaluated: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
     """Both modes are areas in the histogram and lines in the other charts, above everything else on the page."""
     palette, (width, height) = DARK if dark else LIGHT, EVALUATION_SIZES[size]

@@ -102,9 +102,9 @@ if __name__ == "__main__":
     for task in sys.argv[1:]:
         if task == "scales":
             compare_scales()
-        elif task == "columns":
+        elif task == "tiny":
             compare_tiny()
-            compare_columns_of_maker("wide-spread")
+        elif task == "ends":
             compare_ends()
         elif task.startswith("columns-"):
             compare_columns_of_maker(task.removeprefix("columns-"))
