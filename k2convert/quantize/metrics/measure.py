@@ -63,7 +63,8 @@ def measure_quantized(
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
     used = {byte: int(count) for byte, count in enumerate(histogram) if count}
-    sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()))
+    is_exact = found.squared_error == 0.0
+    sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()), is_exact)
     return WeightMetrics(
         num_weights=2 * result.packed.size,
         num_blocks=result.block_scales.size,
@@ -197,6 +198,7 @@ def _sample_mxfp4(
     written: tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]],
     chosen: range,
     max_scale: float,
+    is_exact: bool,
 ) -> tuple[float, float, float]:
     """The same for MXFP4: the source's own scales, as real numbers, leave no error, so the bound is zero."""
     blocks = slice(chosen.start, None, chosen.step)
@@ -205,22 +207,26 @@ def _sample_mxfp4(
     codes, block_scales = flat(written[0].reshape(-1, BLOCK_SIZE // 2)[blocks]), flat(written[1][blocks])
     max_codes, max_scales, sums = np.empty_like(codes), np.empty_like(block_scales), np.zeros((2, 4))
     _cpu.quantize_max_bf16(bits, max_scale, max_codes, max_scales)
-    _cpu.measure_bf16(bits, codes, block_scales, written[2], bits.size, None, sums[0])
+    if not is_exact:
+        _cpu.measure_bf16(bits, codes, block_scales, written[2], bits.size, None, sums[0])
     _cpu.measure_bf16(bits, max_codes, max_scales, _E4M3 * max_scale, bits.size, None, sums[1])
     return float(sums[0, 1]), float(sums[1, 1]), 0.0
 
 
 def _sample(
-    source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int
+    source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int, is_exact: bool
 ) -> tuple[int, float, float, float]:
-    """Return how many blocks are sampled, and on them the error, that of `max` at its own scale, and the bound."""
+    """Return how many blocks are sampled, and on them the error, that of `max` at its own scale, and the bound.
+
+    `is_exact`: no written value differs from the source's.
+    """
     chosen = sampled_range(result.block_scales.size, sample_seed=seed)
     if not chosen:
         return 0, 0.0, 0.0, 0.0
     written = flat(result.packed), flat(result.block_scales), _E4M3 * result.global_scale
     sample = chosen.start, chosen.step, max_global_scale(magnitude)
     if isinstance(source, Mxfp4Weight):
-        return len(chosen), *_sample_mxfp4(source, written, chosen, sample[2])
+        return len(chosen), *_sample_mxfp4(source, written, chosen, sample[2], is_exact)
     if isinstance(source, Bf16Weight):
         return len(chosen), *_cpu.sample_bf16(flat(source.bits), *written, *sample)
     codes = flat(source.packed), flat(source.scale_bits), source.channel_exponents
