@@ -129,6 +129,7 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
             calibration=task.calibration,
             kept=task.kept,
             family=find_family(task.family),
+            by_rule=task.for_upload,  # a cast is only compared with the source here; `validate` regenerates it
         )
     except BaseException:
         path.unlink(missing_ok=True)
