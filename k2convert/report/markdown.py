@@ -113,6 +113,8 @@ def render_card(
     checks = None if report.validation is None else read_checks(report.validation)
     rule, family = RULES[recipe.rule], find_family(str(ledger.source.family)).card
     deployment = result_deployment(config, recipe, family=ledger.source.family, model=repo, revision=revision)
+    serving = {name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()}
+    said = {note for command in serving.values() for note in command.notes}
     return render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
@@ -136,9 +138,9 @@ def render_card(
         evaluation=None if report.evaluation is None else evaluation_section(report.evaluation, recipe),
         errors=role_table(report),
         caution=caution(report),
-        serving={name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()},
+        serving=serving,
         draft_heads=family.draft_heads,
-        serving_notes=family.notes,
+        serving_notes=[*family.notes, *(reason for *_, reason in family.refusals if reason not in said)],
         source_title=report.source_format.title,
         bits=bits_words(report.source_format),
         needs=needs_section(report),

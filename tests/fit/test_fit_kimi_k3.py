@@ -205,8 +205,11 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
     card = render_card(report, base_model=None, source=read_source_card(""), config=config)
     assert "of states per request." in card
     assert "```bash\n\n```" not in card
-    is_refused = "SGLang 0.5.23 does not load the layout compressed-tensors" in card
-    assert is_refused == (layout == "compressed-tensors") == ("sglang.launch_server" not in card)
+    assert "SGLang 0.5.23 does not load the layout compressed-tensors" in card
+    assert (layout == "compressed-tensors") == ("sglang.launch_server" not in card)
+    for reason in ("it loads W4A4 only", "no pipeline parallelism", "about 2 TB of GPU memory"):
+        assert card.count(reason) == 1
+    assert card.count("skips the experts' tensors") == 1, "each note is said once"
 
 
 def test_engines_are_given_the_parsers_of_k3_and_refuse_what_they_cannot_load() -> None:
