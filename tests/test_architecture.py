@@ -187,11 +187,11 @@ def test_families_are_asked_for_in_models_only() -> None:
 @pytest.mark.parametrize("path", FILES, ids=inside)
 def test_files_and_functions_stay_small(path: Path) -> None:
     source = path.read_text()
-    assert source.count("\n") <= 350
+    assert source.count("\n") <= 450
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno + 1 <= 60, node.name
+            assert node.end_lineno - node.lineno + 1 <= 90, node.name
 
 
 def test_help_does_not_import_heavy_libraries() -> None:
