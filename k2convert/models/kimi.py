@@ -111,12 +111,11 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             tensorrt_llm_options=f"--tool_parser kimi_k2 --reasoning_parser {model_type}",
             has_vision=has_vision,
-            draft_heads=(
-                "lightseekorg/kimi-k2.5-eagle3-mla",
-                "lightseekorg/kimi-k2.6-eagle3-mla",
-                "nvidia/Kimi-K2.6-Eagle3",
-                "nvidia/Kimi-K2.7-Code-DFlash",
-            ),
+            draft_heads={
+                "Kimi-K2.5": ("lightseekorg/kimi-k2.5-eagle3-mla",),
+                "Kimi-K2.6": ("lightseekorg/kimi-k2.6-eagle3-mla", "nvidia/Kimi-K2.6-Eagle3"),
+                "Kimi-K2.7-Code": ("nvidia/Kimi-K2.7-Code-DFlash",),
+            },
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),
         unsplit_attention=UNSPLIT_MLA,

@@ -103,7 +103,7 @@ class EngineNaming:
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
     """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
-    the repositories of its draft heads, and notes on serving it.
+    the repositories of its draft heads by the model's name on the Hub, and notes on serving it.
 
     `sglang_blackwell` are the MoE kernels that SGLang needs for W4A4 on data-center Blackwell; empty: its own choice.
     `refusals` are (engine, what it cannot serve, why): a layout, activations, or `pipeline` parallelism.
@@ -117,7 +117,7 @@ class ModelCardFacts:
     sglang_blackwell: str = ""
     tensorrt_llm_options: str = ""
     has_vision: bool = False
-    draft_heads: tuple[str, ...] = ()
+    draft_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     notes: tuple[str, ...] = ()
     refusals: tuple[tuple[Engine, Layout | Activations | Literal["pipeline"], str], ...] = ()
 

@@ -101,9 +101,16 @@ class NativeQuantizer:
         if not RULES[self.rule].uses_importance:
             importance = None
         converted = self._convert(source, global_scale, importance)
-        return converted.weight, measure_quantized(
-            source, converted.weight, name=name, magnitude=magnitude, importance=importance, converted=converted
+        metrics = measure_quantized(
+            source,
+            converted.weight,
+            name=name,
+            magnitude=magnitude,
+            importance=importance,
+            converted=converted,
+            is_cast=RULES[self.rule].casts_mxfp4,
         )
+        return converted.weight, metrics
 
     def _convert(
         self, source: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from k2convert.choices import counted
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat
@@ -19,7 +20,7 @@ from k2convert.report.checks import Checks, read_checks
 from k2convert.report.counts import counts_table
 from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
 from k2convert.report.figures import Report
-from k2convert.report.wording import Section, Table, decibels, percent
+from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
 
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
@@ -111,7 +112,7 @@ def caution(report: Report) -> str:
         "with these values change."
     )
     if (words := total.cast_words) is not None:
-        change = f"Codes were copied and scales relabeled: {words}."
+        change = f"Codes were copied and scales relabeled: {with_exponents(words)}"
     elif total.num_codes is None:
         change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
     text = f"These are errors of weights against {exact}. {change} {space}: {bits_words(known)}."
@@ -219,6 +220,7 @@ def role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
     totals, is_weighted = report.ledger.totals, report.total.weighted_error is not None
     num_roles = len(totals.keys() - {TOTAL})
+    has_proof = report.total.lossless_tensors is not None
     rows = [
         (
             role_name(role),
@@ -229,11 +231,13 @@ def role_table(report: Report) -> Table:
             f"{m.achieved_to_bound:.3f}" if m.sampled_error_bound > 0 else "",
             percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero),
             *(() if m.weighted_error is None else (decibels(m.weighted_sqnr_db),)),
+            *((f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}",) if has_proof else ()),
         )
         for role, m in totals.items()
         if role != TOTAL or num_roles != 1
     ]
-    return Table((*_ROLE_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
+    more = [*(["weighted SQNR"] if is_weighted else []), *(["lossless"] if has_proof else [])]
+    return Table((*_ROLE_COLUMNS, *more), rows)
 
 
 def _worst(report: Report) -> Table:

@@ -35,11 +35,13 @@ def counts_table(metrics: WeightMetrics) -> Table:
         ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
     )  # fmt: skip
     if (tensors := metrics.cast_tensors) is not None:
-        below, groups = "codes were rounded: scales of the expert differ by > 2¹⁷", blocks // BLOCKS_PER_GROUP
+        below, groups = "scales of the expert differ by > 2¹⁷", blocks // BLOCKS_PER_GROUP
         of_source = (
             _count("tensors without a change", metrics.lossless_tensors, tensors, "by the written bytes, read back"),
-            _count("tensors with groups below the window", metrics.below_window_tensors, tensors, below),
-            _count("groups below the window", metrics.below_window_groups, groups, "rounded to the least block scale"),
+            _count("tensors with rounded codes", metrics.below_window_tensors, tensors, below),
+            _count(
+                "groups with rounded codes", metrics.below_window_groups, groups, "rounded to the least block scale"
+            ),
             _count("tensors with subnormal scales", metrics.subnormal_tensors, tensors, "exact, see below"),
             _count("groups of zeros", metrics.empty_groups, groups, "of 32 weights"),
         )

@@ -115,6 +115,8 @@ def render_card(
     deployment = result_deployment(config, recipe, family=ledger.source.family, model=repo, revision=revision)
     serving = {name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()}
     said = {note for command in serving.values() for note in command.notes}
+    traits = (recipe.layout, recipe.activations, "pipeline")
+    refused = [reason for _, trait, reason in family.refusals if trait in traits]
     return render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
@@ -139,8 +141,8 @@ def render_card(
         errors=role_table(report),
         caution=caution(report),
         serving=serving,
-        draft_heads=family.draft_heads,
-        serving_notes=[*family.notes, *(reason for *_, reason in family.refusals if reason not in said)],
+        draft_heads=family.draft_heads.get((base_model or "").rpartition("/")[2], ()),
+        serving_notes=[*family.notes, *(reason for reason in refused if reason not in said)],
         source_title=report.source_format.title,
         bits=bits_words(report.source_format),
         needs=needs_section(report),

@@ -65,7 +65,7 @@ def test_every_value_is_the_sources_by_the_layouts_own_library(
 ) -> None:
     out = tmp_path / "out"
     said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
-    assert "36 of 36 tensors are lossless: read back, every value is the source's" in said.stdout
+    assert "cast: All 36 tensors are lossless: read back, every value is the source's.\n" in said.stdout
     before, after, decode = tensors_of(k3_tiny), tensors_of(out), create_decoder(layout)
     codes, scale = ("weight", "weight_scale_2") if layout == "modelopt" else ("weight_packed", "weight_global_scale")
     inputs = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
@@ -129,7 +129,7 @@ def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path
 def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     """Spreads of 18 and 30 octaves are below the window, those of 15 and 17 have subnormal scales."""
     said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
-    words = "27 of 36 tensors are lossless: read back, every value is the source's; 9 have groups below the window"
+    words = "27 of 36 tensors are lossless: read back, every value is the source's; 9 had codes rounded in"
     assert words in said
     total = read(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert (total["lossless_tensors"], total["below_window_tensors"], total["subnormal_tensors"]) == (27, 9, 9)
@@ -139,6 +139,15 @@ def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     assert "rule 5 warn" in validated
     run_here("report", tmp_path / "out", "--source", k3_edges, code=0)
     assert words in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_rule_that_does_not_cast_says_so_of_no_tensor(k3_edges: Path, tmp_path: Path) -> None:
+    """An expert of minus zeros has no error under any rule."""
+    said = run_here("run", k3_edges, tmp_path / "out", "--rule", "max", "--device", "cpu", code=0).stdout
+    assert "cast:" not in said
+    assert "lossless" not in said
+    assert "cast_tensors" not in read(tmp_path / "out", "k2convert.json")["totals"]["total"]
+    assert "that were cast" not in run_here("validate", tmp_path / "out", "--source", k3_edges, code=0).stdout
 
 
 def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) -> None:

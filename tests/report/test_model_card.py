@@ -83,6 +83,7 @@ def test_sections_have_the_reports_figures(report: Report, config: Any) -> None:
     assert "- Kept byte for byte: attention, router, embeddings" in sections["What was converted"]
     lost = sections["What it lost"]
     assert "| routed experts | 4,718,592 | 22.62 dB | 0.00547 | 0.506 | 1.130 | 98.3 % |" in lost
+    assert "Max is the usual recipe" in lost
     assert "not lossless" in lost
     assert "does not save space" in lost
     needs = needs_section(report)
@@ -119,6 +120,25 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(report: Report, config:
     assert "base_model" not in matter
     assert "A Kimi K2 model with its routed experts" in sections[""]
     assert "- Source: a Kimi K2 model, " in sections["Provenance"]
+
+
+@pytest.mark.parametrize(
+    ("base", "heads"),
+    [
+        ("moonshotai/Kimi-K2.5", {"lightseekorg/kimi-k2.5-eagle3-mla"}),
+        ("me/Kimi-K2.6", {"lightseekorg/kimi-k2.6-eagle3-mla", "nvidia/Kimi-K2.6-Eagle3"}),
+        ("moonshotai/Kimi-K2.7-Code", {"nvidia/Kimi-K2.7-Code-DFlash"}),
+        (BASE, set()),
+        ("me/a-fine-tune", set()),
+        (None, set()),
+    ],
+)
+def test_only_the_draft_heads_of_this_model_are_listed(
+    base: str | None, heads: set[str], report: Report, config: Any
+) -> None:
+    serving = card(with_source(report, family="kimi-k2.5"), config, base=base)[1]["Serving"]
+    assert set(re.findall(r"`(\w+/[\w.-]+)`", serving)) - {"me/Kimi-K2-Thinking-NVFP4"} == heads
+    assert ("draft head" in serving) == bool(heads)
 
 
 def with_source(report: Report, **facts: Any) -> Report:

@@ -28,7 +28,7 @@ from k2convert.quantize.kernels.cpu import Converted, Sums, flat, tally_mxfp4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import Magnitude, max_global_scale
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, mse_global_scale
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
@@ -44,11 +44,13 @@ def measure_quantized(
     magnitude: Magnitude,
     importance: NDArray[np.uint8] | None = None,
     converted: Converted | None = None,
+    is_cast: bool = False,
 ) -> WeightMetrics:
     """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
 
     `magnitude` is that of all tensors that share the global scale. `importance` uint8 [K] adds the weighted sums.
-    `converted` is what the conversion found. The name decides which blocks are sampled.
+    `converted` is what the conversion found. The name decides which blocks are sampled. `is_cast`: the rule casts MXFP4
+    weights; an error of zero does not make a cast.
     """
     if result.shape != source.shape:
         raise FormatError(f"{name}: an NVFP4 weight {list(result.shape)} for a source {list(source.shape)}")
@@ -89,7 +91,7 @@ def measure_quantized(
         sampled_error_bound=bound,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
-        **_cast_counts(source, result.global_scale, magnitude),
+        **(_cast_counts(source, result.global_scale) if is_cast and isinstance(source, Mxfp4Weight) else {}),
     )
 
 
@@ -168,10 +170,8 @@ def _same_scales(block_values: NDArray[np.float64]) -> tuple[NDArray[np.bool_], 
     return is_same.any(axis=1), is_same.argmax(axis=1).astype(np.uint8)
 
 
-def _cast_counts(source: SourceWeight, global_scale: float, magnitude: Magnitude) -> dict[str, int | None]:
-    """Return the counts of a cast, by their fields in WeightMetrics; empty for any other conversion."""
-    if not isinstance(source, Mxfp4Weight) or global_scale != mse_global_scale(magnitude, is_int4=False):
-        return {}
+def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | None]:
+    """Return the counts of a cast, by their fields in WeightMetrics."""
     groups_S = tally_mxfp4(source)[:, 0]
     steps_S, used = np.arange(256) - SCALE_BIAS - global_exponent(global_scale), np.flatnonzero(groups_S)
     below = int(groups_S[steps_S < SMALLEST_STEP].sum())

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from k2convert.choices import counted
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMetrics:
@@ -94,14 +96,22 @@ class WeightMetrics:
         """One sentence on the tensors that were cast; None if none was."""
         if self.cast_tensors is None:
             return None
-        tensors = f"{self.cast_tensors:,} tensor{'' if self.cast_tensors == 1 else 's'}"
-        proof = f"{self.lossless_tensors or 0:,} of {tensors} are lossless: read back, every value is the source's"
+        tensors = counted(self.cast_tensors, "tensor")
         if self.lossless_tensors is None:
-            proof = f"{tensors} were cast, and not read back"
-        return (
-            f"{proof}; {self.below_window_tensors or 0:,} have groups below the window "
-            f"({self.below_window_groups or 0:,} groups), {self.subnormal_tensors or 0:,} have subnormal block scales"
-        )
+            words = f"{tensors} were cast, and not read back"
+        elif self.lossless_tensors == self.cast_tensors:
+            words = f"All {tensors} are lossless: read back, every value is the source's"
+        else:
+            words = f"{self.lossless_tensors:,} of {tensors} are lossless: read back, every value is the source's"
+        if self.below_window_groups:
+            groups = counted(self.below_window_groups, "group")
+            words += (
+                f"; {self.below_window_tensors:,} had codes rounded in {groups}, as the scales of an expert differ "
+            )
+            words += "by more than 2^17"
+        if self.subnormal_tensors:
+            words += f"; {self.subnormal_tensors:,} have subnormal block scales, which are exact"
+        return f"{words}."
 
     @property
     def weighted_sqnr_db(self) -> float | None:

@@ -49,6 +49,8 @@ class RuleArithmetic:
     needs_walk: bool = False
     """Whether the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
     regenerate them, so they are measured; the fields above are for all other weights."""
+    casts_mxfp4: bool = False
+    """Whether MXFP4 weights are cast: their codes are copied, and their scales relabeled."""
     is_modelopt: bool = False
     """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
@@ -85,6 +87,7 @@ _MSE: Final = RuleArithmetic(
     global_scale=mse_global_scale,
     quantize=lambda weight, global_scale, _: quantize_best(weight, global_scale),
     has_power_of_two_scale=True,
+    casts_mxfp4=True,
 )
 _WEIGHTED: Final = replace(
     _MSE,
