@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from blake3 import blake3
 
-from k2convert.checkpoint.folders import remove_folder
+from k2convert.checkpoint.folders import remove_empty_folder
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import counted
 from k2convert.cli import console
@@ -59,7 +59,12 @@ def compare(options: CompareOptions) -> None:
             error.add_note(console.own_command(without=""))  # both are shown after an interrupt
             raise
         found = evaluate(*(side.folder for side in sides)) if second else evaluate(sides[0].folder, None)
-    remove_folder(work, root=work.parent)
+    for side in sides:
+        if side.folder.folder.is_relative_to(work):
+            side.folder.remove()
+    remove_empty_folder(work, root=work.parent)
+    if work.exists():
+        console.print_note(f"{work}: stays, because it has files that are not from k2convert")
     _show(found, options)
 
 
@@ -97,9 +102,10 @@ def _sides(
     other = None if second is None else saved_questions(second, asked)
     digest = blake3(b"".join(seal(one) for one in (asked, other) if one is not None)).hexdigest()
     work = Path(f"compare-{digest[:12]}{WORK_SUFFIX}")
-    sides = [Side(saved or AnswerFolder(options.save or work / "a", asked), first)]
+    root = None if options.save else work.parent
+    sides = [Side(saved or AnswerFolder(options.save or work / "a", asked, root=root), first)]
     if other is not None:
-        sides.append(Side(AnswerFolder(work / "b", other), second))
+        sides.append(Side(AnswerFolder(work / "b", other, root=work.parent), second))
     return sides, work
 
 

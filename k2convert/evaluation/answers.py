@@ -5,21 +5,25 @@
     FOLDER/again-000.json      the answer to window 0, asked a second time
     FOLDER/.k2convert/lock     held by the running process (records/lock.py)
 
-Every file is sealed by its checksum, and complete or absent. One that is damaged is asked for again.
+Every file is sealed by its checksum, and complete or absent. One that is damaged is asked for again, and so is one of
+another window or server: an answer names its question. Files of others are neither read nor removed, and no link is
+followed.
 """
 
 import base64
+import re
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import discard_file, list_folder, write_atomically
-from k2convert.checkpoint.folders import make_folder
+from k2convert.checkpoint.files import list_folder, write_atomically, writing
+from k2convert.checkpoint.folders import make_folder, opened_folder, remove_empty_folder, remove_file, remove_folder
 from k2convert.checkpoint.names import ANSWERS_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, EndpointError, ResumeError
 from k2convert.evaluation.connection import redacted
@@ -37,6 +41,10 @@ _MAX_SUM: Final = 1.01  # of probabilities, by rounding
 _LEAST: Final = -1e6  # vLLM writes -9999 for minus infinity
 _MAX_WORD: Final = 40
 _MAX_ID: Final = (1 << 31) - 1
+_ANSWER: Final = re.compile(r"(window|again)-\d{3,}\.json(\.tmp)?")
+
+MAX_VALUES: Final = 1 << 20
+"""Log-probabilities of one answer. As JSON they are 100 MB, and several times as much in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,12 @@ class Asked:
     again: Count
     token_ids: str
 
+    def __post_init__(self) -> None:
+        if self.again > self.text.windows:
+            raise ValueError(f"again is {self.again:,}, more than {self.text.windows:,} windows")
+        if self.text.window < 2 or self.top_k < 1 or self.text.window * self.top_k > MAX_VALUES:
+            raise ValueError(f"{self.text.window:,} tokens with {self.top_k:,} log-probabilities each are no question")
+
     def windows(self) -> NDArray[np.int32]:
         """Return the windows of token ids, i32 [windows, tokens]; raises ValueError if they are not that many."""
         return _unpacked(self.token_ids, np.dtype(np.int32), (self.text.windows, self.text.window))
@@ -132,8 +146,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The content of a window's file: the arrays of an answer in base64."""
+    """The content of a window's file: the digest of its question, and the arrays of an answer in base64."""
 
+    question: str
     ids: str
     log_p: str
     token: str
@@ -141,10 +156,17 @@ class _Record:
 
 
 class AnswerFolder:
-    """The answers of one server to the windows of a text."""
+    """The answers of one server to the windows of a text.
 
-    def __init__(self, folder: Path, asked: Asked) -> None:
-        self.folder, self.asked, self.windows = folder, asked, asked.windows()
+    `root` is the folder that the user chose, below which no link is followed: the parent of `folder` unless given.
+    """
+
+    def __init__(self, folder: Path, asked: Asked, *, root: Path | None = None) -> None:
+        self.folder = folder
+        self.asked = asked
+        self.windows = asked.windows()
+        self._root = folder.parent if root is None else root
+        self._digest = blake3(seal(asked)).hexdigest()
 
     @property
     def wanted(self) -> list[tuple[int, bool]]:
@@ -158,16 +180,15 @@ class AnswerFolder:
         path = self.folder / ANSWERS_NAME
         if self.folder.is_dir() and not (self.folder / WORK_FOLDER).is_dir() and list_folder(self.folder):
             raise DestinationError(
-                f"{self.folder}: is not empty, and its files are not from k2convert. Choose another."
+                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or choose a different "
+                "folder."
             )
-        make_folder(self.folder / WORK_FOLDER, root=self.folder.parent)
+        make_folder(self.folder / WORK_FOLDER, root=self._root)
         with lock_destination(self.folder, events=events):
             found = _find(Asked, path)
             if found is None:
-                for left in list_folder(self.folder):  # nobody knows what was asked
-                    if left.is_file():
-                        discard_file(left)
-                write_atomically(path, seal(self.asked), root=self.folder)
+                self._remove_answers()  # nobody knows what was asked
+                write_atomically(path, seal(self.asked), root=self._root)
             elif changes := describe_changes(plain(found), plain(self.asked)):
                 raise ResumeError(
                     f"{self.folder}: holds other answers: {changes}. Repeat the command with the same options, choose "
@@ -175,10 +196,34 @@ class AnswerFolder:
                 )
             yield
 
+    def remove(self) -> None:
+        """Remove what this class wrote: the answers first, the mark that the folder is ours last.
+
+        Files of others stay, and with them the folder.
+        """
+        self._remove_answers()
+        self._remove_file(self.folder / ANSWERS_NAME)
+        remove_folder(self.folder / WORK_FOLDER, root=self._root)
+        remove_empty_folder(self.folder, root=self._root)
+
+    def forget(self, window: int) -> None:
+        """Remove an answer, so that it is asked for again."""
+        self._remove_file(self._path(window, again=False))
+
+    def _remove_answers(self) -> None:
+        for path in list_folder(self.folder):
+            if _ANSWER.fullmatch(path.name):
+                self._remove_file(path)
+
+    def _remove_file(self, path: Path) -> None:
+        with writing(path), suppress(FileNotFoundError), opened_folder(self.folder, root=self._root) as folder:
+            remove_file(path, folder)
+
     def read(self, window: int, *, again: bool = False) -> Answer | None:
         """Return an answer; None if it is missing or damaged."""
-        record = _find(_Record, self._path(window, again))
-        if record is None:
+        path = self._path(window, again)
+        record = _find(_Record, path)
+        if record is None or record.question != self._question(path):
             return None
         shape = self.asked.text.window - 1, self.asked.top_k
         try:
@@ -205,11 +250,22 @@ class AnswerFolder:
 
     def write(self, window: int, answer: Answer, *, again: bool) -> None:
         """Keep an answer; raises DiskFullError, DestinationWriteError."""
-        record = _Record(_packed(answer.ids), _packed(answer.log_p), _packed(answer.token), dict(answer.words))
-        write_atomically(self._path(window, again), seal(record), root=self.folder)
+        path = self._path(window, again)
+        record = _Record(
+            question=self._question(path),
+            ids=_packed(answer.ids),
+            log_p=_packed(answer.log_p),
+            token=_packed(answer.token),
+            words=dict(answer.words),
+        )
+        write_atomically(path, seal(record), root=self._root)
 
     def _path(self, window: int, again: bool) -> Path:
         return self.folder / f"{'again' if again else 'window'}-{window:03}.json"
+
+    def _question(self, path: Path) -> str:
+        """Return the digest of what is asked for in a file: the server, the text and the window."""
+        return blake3(f"{self._digest} {path.name}".encode()).hexdigest()
 
 
 def open_saved(folder: Path) -> AnswerFolder:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from k2convert.errors import EndpointError, cut, quoted
+from k2convert.errors import EndpointError, cut, quoted, shortened
 from k2convert.hub.client import FIRST_RETRY_SECONDS, NUM_ATTEMPTS
 from k2convert.hub.request_errors import TRANSIENT_STATUS, retry_after
 
@@ -65,6 +65,11 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}{'' if self.port is None else f':{self.port}'}{self.path}"
+
+    @property
+    def shown(self) -> str:
+        """The address as messages have it: an address may be of any length."""
+        return shortened(str(self))
 
 
 def is_address(text: str) -> bool:
@@ -188,7 +193,8 @@ class Connection:
             raise self._refused(response, data, path)
         if len(data) > limit:
             raise RequestError(
-                f"{self.address}: answers with more than {limit:,} bytes, more than was asked for. Check the address."
+                f"{self.address.shown}: answers with more than {limit:,} bytes, more than was asked for. Check the "
+                "address."
             )
         if announced is not None and len(data) < announced:
             raise ConnectionError(f"{len(data):,} of {announced:,} bytes came")
@@ -197,16 +203,20 @@ class Connection:
     def _refused(self, response: http.client.HTTPResponse, data: bytes, path: str) -> RequestError:
         status, headers = response.status, response.headers
         words = cut(redacted(data.decode(errors="replace")))
-        said = f"{self.address}: answers {status}" + (f" ({words})" if words else "")
+        said = f"{self.address.shown}: answers {status}" + (f" ({words})" if words else "")
         if 300 <= status < 400:
             place = urlsplit(headers.get("Location", ""))
-            where = f" to {place.scheme}://{place.netloc.rpartition('@')[2]}" if place.netloc else ""
-            advice = f"{self.address}: leads elsewhere{where}, which is not followed. Pass the address of the server."
+            where = " to " + shortened(f"{place.scheme}://{place.netloc.rpartition('@')[2]}") if place.netloc else ""
+            advice = (
+                f"{self.address.shown}: leads elsewhere{where}, which is not followed. Pass the address of the server."
+            )
             return RequestError(advice, status=status)
         if status in (401, 403):
             return RequestError(f"{said}. Set {KEY_NAME} to the server's key.", status=status)
         if status in (404, 405):
-            return RequestError(f"{self.address}: has no {path}. Pass the address of vLLM or SGLang.", status=status)
+            return RequestError(
+                f"{self.address.shown}: has no {path}. Pass the address of vLLM or SGLang.", status=status
+            )
         if status in TRANSIENT_STATUS:
             pause = retry_after({"Retry-After": headers.get("Retry-After", "")})
             advice = f"{said}. Check the server, {_AGAIN}"
@@ -215,16 +225,16 @@ class Connection:
 
     def _failed(self, error: Exception, *, expired: bool) -> RequestError:
         if expired:
-            why = f"did not answer within {ANSWER_SECONDS:.0f} seconds. Pass a smaller --window or --concurrency"
-            return RequestError(f"{self.address}: {why}, {_AGAIN}", attempts=_SLOW_ATTEMPTS)
+            why = f"did not answer within {ANSWER_SECONDS:.0f} seconds. Pass a smaller --window or fewer --requests"
+            return RequestError(f"{self.address.shown}: {why}, {_AGAIN}", attempts=_SLOW_ATTEMPTS)
         if isinstance(error, ssl.SSLCertVerificationError):
             why = f"its certificate is not trusted ({error.verify_message}). Set SSL_CERT_FILE to its authority's"
-            return RequestError(f"{self.address}: {why}.")
+            return RequestError(f"{self.address.shown}: {why}.")
         if isinstance(error, socket.gaierror | UnicodeError):
-            return RequestError(f"{self.address}: there is no such host. Check the address.")
+            return RequestError(f"{self.address.shown}: there is no such host. Check the address.")
         what = cut(redacted(str(error))) or type(error).__name__
         reason = f"the connection failed ({what})"
-        return RequestError(f"{self.address}: {reason}. Check the server, {_AGAIN}", attempts=NUM_ATTEMPTS)
+        return RequestError(f"{self.address.shown}: {reason}. Check the server, {_AGAIN}", attempts=NUM_ATTEMPTS)
 
 
 def _shut(opened: socket.socket) -> None:

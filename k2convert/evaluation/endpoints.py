@@ -46,13 +46,13 @@ class Endpoint:
         """Refuse windows that the server has no room for; raises EndpointError."""
         if self.max_tokens is not None and window + 1 > self.max_tokens:
             raise EndpointError(
-                f"{self.connection.address}: accepts {self.max_tokens:,} tokens, one of them for its answer. Pass "
-                f"--window {self.max_tokens - 1} or less."
+                f"{self.connection.address.shown}: accepts {self.max_tokens:,} tokens, one of them for its answer. "
+                f"Pass --window {self.max_tokens - 1} or less."
             )
 
     def ask(self, ids: Sequence[int], *, top_k: int) -> Answer:
         """Return the log-probabilities of a window; raises EndpointError."""
-        where, limit = str(self.connection.address), _MODELS_BYTES + len(ids) * (top_k + 1) * _ENTRY_BYTES
+        where, limit = self.connection.address.shown, _MODELS_BYTES + len(ids) * (top_k + 1) * _ENTRY_BYTES
         path, request = self._request(list(ids), top_k)
         try:
             data = self.connection.request(path, json.dumps(request).encode(), limit=limit)
@@ -89,7 +89,7 @@ class Endpoint:
 
 def open_endpoint(connection: Connection, *, model: str | None, option: str) -> Endpoint:
     """Ask a server what it serves. `option` is how the user chooses one of several models; raises EndpointError."""
-    where = str(connection.address)
+    where = connection.address.shown
     document = _parse(where, connection.request("/v1/models", limit=_MODELS_BYTES, attempts=_FIRST_ATTEMPTS))
     listed = document.get("data")
     found = [mapping_or_empty(card) for card in cast(list[object], listed if isinstance(listed, list) else [])]

@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from k2convert import __version__
 from k2convert.calibration.text import Windows
-from k2convert.errors import EndpointError, quoted
-from k2convert.evaluation.answers import AnswerFolder, Asked, pack_windows, word
+from k2convert.errors import EndpointError, quoted, shortened
+from k2convert.evaluation.answers import MAX_VALUES, AnswerFolder, Asked, pack_windows, word
 from k2convert.evaluation.bound import lower_bound, score_window
 from k2convert.evaluation.endpoints import Endpoint
 from k2convert.evaluation.scores import TokenScores, summarize, worst_tokens
@@ -33,9 +33,6 @@ from k2convert.records.events import Events, Extent
 
 NOISE_WINDOWS: Final = 8
 """So many windows are asked of the reference twice, or all of fewer."""
-
-MAX_VALUES: Final = 1 << 20
-"""Log-probabilities of one answer. As JSON they are 100 MB, and several times as much in memory."""
 
 _NUM_WORST: Final = 10
 _BEFORE: Final = 12  # tokens before such a one
@@ -131,9 +128,13 @@ def _check_words(sides: Sequence[Side]) -> None:
     different = sorted(key for key in common if first[key] != second[key])
     if len(common) >= _MIN_WORDS and len(different) > len(common) // 2:
         key = different[0]
+        for side in sides:
+            if side.endpoint is not None:
+                side.folder.forget(0)  # it may come from a server that is put right before the next run
         raise EndpointError(
-            f"{sides[1].folder.asked.name}: token {key} is {quoted(second[key])}, but {quoted(first[key])} for the "
-            "reference. The models have different vocabularies. Compare conversions of the same model."
+            f"{shortened(sides[1].folder.asked.name)}: token {key} is {quoted(second[key])}, but {quoted(first[key])} "
+            f"for the reference ({sides[0].folder.folder}). The models have different vocabularies. "
+            "Serve conversions of the same model, then run the same command again."
         )
 
 
