@@ -8,6 +8,7 @@ SINGLE_SHARD_NAME: Final = "model.safetensors"
 SHARD_SUFFIX: Final = ".safetensors"
 HF_QUANT_CONFIG_NAME: Final = "hf_quant_config.json"
 CARD_NAME: Final = "README.md"
+IGNORE_NAME: Final = ".gitignore"
 
 TOKENIZER_NAME: Final = "tokenizer.json"
 TIKTOKEN_NAME: Final = "tiktoken.model"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.checkpoint.names import IGNORE_NAME, WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import MAIN, Hub, ignore
 from k2convert.hub.download import file_sha256
@@ -191,6 +191,8 @@ class Branch:
         for pending in taken:
             for path, data in pending.records.items():
                 operations.append(CommitOperationAdd(f"{WORK_FOLDER}/{path}", data))
+        if IGNORE_NAME in self.on_branch:  # main's: the Hub would leave out the records without a word
+            operations.append(CommitOperationAdd(IGNORE_NAME, b"# nothing\n"))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
         self._create_commit(f"commit {len(group)} shards to {self.repo}", operations, message=message)
         self._commits.append(time.monotonic())

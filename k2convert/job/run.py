@@ -122,6 +122,7 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
         (journal.begin if part is None else journal.join)(job.description)
         if job.command is not None:
             keep_command(folder, job.command, suffix=journal.suffix)
+        journal.leave_out_of_uploads()
         run = _Run(job, journal, events, keep, job.items if part is None else part.items(job.items))
         if part is None:
             _resume(run, verify=verify)

@@ -1,11 +1,12 @@
 """The command of a job: it resumes an unfinished one, and says what a finished one was made from.
 
-DEST/.k2convert/command.json    the words of the command and the folder it was given in
+DEST/.k2convert/command.json    the words of the command, and the folder it was given in, relative to DEST
 """
 
 import json
+import os
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_atomically
@@ -16,7 +17,7 @@ from k2convert.records.document import read_document
 
 @dataclass(frozen=True, slots=True)
 class JobCommand:
-    """The words of the command that began or last resumed a job, and the folder in which it was given."""
+    """The words of the command that began or last resumed a job, and the folder in which it was given (absolute)."""
 
     words: tuple[str, ...]
     folder: str
@@ -38,8 +39,9 @@ class JobCommand:
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
     """Keep the command of a job. `suffix` is that of the temporary file."""
-    # In ASCII: the name of a file need not be UTF-8.
-    content = json.dumps(asdict(command)).encode()
+    # Whoever gets the folder should not learn where it was made. In ASCII: the name of a file need not be UTF-8.
+    kept = replace(command, folder=os.path.relpath(command.folder, destination.resolve()))
+    content = json.dumps(asdict(kept)).encode()
     write_atomically(_path(destination), content, root=destination, suffix=suffix)
 
 
@@ -52,9 +54,10 @@ def say_own_command(destination: Path) -> str:
 def read_command(destination: Path) -> JobCommand | None:
     """Return the command that was kept, or None if there is none that can be shown."""
     try:
-        return read_document(JobCommand, _path(destination))
+        kept = read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
+    return replace(kept, folder=os.path.normpath(destination.resolve() / kept.folder))
 
 
 def _path(destination: Path) -> Path:

@@ -11,6 +11,7 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
+import os
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -29,6 +30,7 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
+    IGNORE_NAME,
     INDEX_NAME,
     JOB_NAME,
     LEDGER_NAME,
@@ -120,6 +122,12 @@ class Journal:
         self.folder = destination / WORK_FOLDER
         self._records = self.folder / RECORDS_FOLDER
         self._job_path = self.folder / JOB_NAME
+
+    def leave_out_of_uploads(self) -> None:
+        """Name the work folder in DEST/.gitignore, which git and `hf upload` obey. One that is there stays as it is."""
+        path = self.destination / IGNORE_NAME
+        if not os.path.lexists(path):
+            write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
         """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs."""

@@ -129,12 +129,16 @@ class Api:
         if repo.find(revision) is None:
             return refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files, answer = repo.files(revision), list[Json]()
-        for file in json.loads(body)["files"]:
+        request = json.loads(body)
+        hosted = self.store.read(name, ".gitignore", revision).decode() if ".gitignore" in files else ""
+        folders = [line for line in request.get("gitIgnore", hosted).splitlines() if line.startswith("/")]
+        for file in request["files"]:
             in_lfs = file["path"].endswith(self.lfs_suffixes) or file["size"] > REGULAR_LIMIT
             known = files.get(file["path"])
             mode = "lfs" if in_lfs else "regular"
             oid = known.etag if known is not None else None
-            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            is_ignored = f"/{file['path']}".startswith(tuple(folders))
+            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": is_ignored, "oid": oid})
         return Reply({"files": answer})
 
     def _xet_token(self, name: str, repo: Repo, revision: str, body: bytes) -> Reply:

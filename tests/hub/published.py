@@ -22,7 +22,7 @@ def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out", *, 
     assert list(stored.refs) == ["main"]
     for path in sorted(p for p in local.rglob("*") if p.is_file()):
         name = path.relative_to(local).as_posix()
-        if not name.startswith(".k2convert/") and name != "k2convert.json":  # the ledger names the source's commit
+        if not name.startswith(".") and name != "k2convert.json":  # the ledger names the source's commit
             assert server.store.read(repo, name) == path.read_bytes(), name
     for name in ("README.md", "report.md"):
         text = server.store.read(repo, name).decode()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import RunCli
 from damaged_files import flip
 from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
@@ -87,6 +88,27 @@ def test_main_is_empty_until_the_end(server: LoopbackHub, hub: Hub, tiny: Path, 
         again = [r.path for r in server.traffic.matching("PUT", "/_lfs/")]
         assert again == [f"/_lfs/{sha256_of(tiny / SHARDS[2])}"]
         assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_an_upload_by_hand_leaves_the_work_folder_out(
+    server: LoopbackHub, hub: Hub, cli: RunCli, cwd: Path, tiny: Path
+) -> None:
+    cli("run", tiny, "out", code=0)
+    server.store.create("me/out")
+    hub.api().upload_folder(folder_path=cwd / "out", repo_id="me/out")
+    files = server.store.repos["me/out"].files()
+    assert {*SHARDS, "config.json", "k2convert.json"} < set(files)
+    assert [name for name in files if name.startswith(".k2convert")] == []
+
+
+def test_a_gitignore_on_main_hides_no_records(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
+    server.store.create("me/out", private=True)
+    hub.api().upload_file(path_or_fileobj=b"/.k2convert/\n", path_in_repo=".gitignore", repo_id="me/out")
+    branch = sent(hub, tiny)
+    records = opened(hub).read_records(wanted=lambda name: name.startswith("shards/"))
+    assert sorted(records) == [f"shards/{name}.json" for name in SHARDS]
+    branch.commit_to_main(shards=hashes_of(tiny), files={"config.json": b"{}\n"}, message="Add the model")
+    assert server.store.read("me/out", ".gitignore") == b"/.k2convert/\n"
 
 
 def test_a_moved_main_is_a_clear_error_and_running_again_ends_it(server: LoopbackHub, hub: Hub, tiny: Path) -> None:

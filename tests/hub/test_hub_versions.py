@@ -25,7 +25,7 @@ def assert_version(server: LoopbackHub, result: Path, branch: str, before: str) 
     for path in result.glob("*.safetensors"):
         assert server.store.read("me/out", path.name, branch) == path.read_bytes()
     local = {str(path.relative_to(result)) for path in result.rglob("*") if path.is_file()}
-    expected = {name for name in local if not name.startswith(".k2convert")}
+    expected = {name for name in local if not name.startswith(".")}
     written = {"README.md", "report.html", "report.md", "report.png", ".gitattributes"}
     assert expected <= repo.files(branch).keys() <= expected | written
     assert f"vllm serve me/out --revision {branch} " in server.store.read("me/out", "README.md", branch).decode()
