@@ -7,7 +7,8 @@ from pathlib import Path
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_json, print_line, print_next, print_table, print_verdict
-from k2convert.records.ledger import read_ledger
+from k2convert.models import expected_family
+from k2convert.records.ledger import find_ledger
 from k2convert.records.pruning import share_words
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
@@ -69,6 +70,9 @@ def _decibels(sqnr: float | None) -> str:
 
 def _show_weights(title: str, weights: WeightsReport) -> None:
     totals = weights.totals()
+    if not totals:
+        print_line(f"{title}: no weight could be measured")
+        return
     is_weighted = any(error.weighted_error is not None for error in totals.values())
     found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
     columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged", "weighted SQNR")
@@ -143,10 +147,12 @@ def _show_layers(report: LayersReport) -> None:
 
 
 def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
-    """Print how to serve a folder or a repository. `folder` has the result's config.json and ledger."""
+    """Print how to serve a folder or a repository. `folder` has the result's config.json, and its ledger if any."""
     from k2convert.fit.serving import result_deployment, serve_command
 
-    config, ledger = read_json_file(folder / CONFIG_NAME), read_ledger(folder)
-    family, recipe = ledger.source.family, ledger.recipe
-    deployment = result_deployment(config, recipe, family=family, model=model, revision=revision)
-    print_next(serve_command("vllm", deployment).line)
+    config, ledger = read_json_file(folder / CONFIG_NAME), find_ledger(folder)
+    family = expected_family(config, ()).name if ledger is None else str(ledger.source.family)
+    kv_cache = None if ledger is None else ledger.recipe.kv_cache
+    deployment = result_deployment(config, kv_cache, family=family, model=model, revision=revision)
+    if deployment.layout is not None:  # else no engine of ours loads it
+        print_next(serve_command("vllm", deployment).line)

@@ -17,7 +17,6 @@ from k2convert.fit.layouts import Parallelism
 from k2convert.models import find_family
 from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import ModelCardFacts
-from k2convert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from k2convert.fit.gpus import Gpu, Nvfp4Kind
@@ -131,11 +130,11 @@ def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
 
 
 def result_deployment(
-    config: Mapping[str, Any], recipe: Recipe, *, family: str | None, model: str, revision: str | None = None
+    config: Mapping[str, Any], kv_cache: ServedKvCache | None, *, family: str, model: str, revision: str | None = None
 ) -> Deployment:
     """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
-    facts, layout = find_family(str(family)).card, usual_parallelism(config)
-    return Deployment(model, *nvfp4_scheme(config), facts, layout, kv_cache=recipe.kv_cache, revision=revision)
+    facts, layout = find_family(family).card, usual_parallelism(config)
+    return Deployment(model, *nvfp4_scheme(config), facts, layout, kv_cache=kv_cache, revision=revision)
 
 
 def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:

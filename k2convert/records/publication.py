@@ -9,8 +9,9 @@ from pathlib import Path
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, DestinationError
+from k2convert.records.command import say_own_command
 from k2convert.records.document import encode, read_document
 from k2convert.records.journal import Journal
 
@@ -66,4 +67,16 @@ def check_shards_are_here(folder: Path) -> None:
     raise DestinationError(
         f"{folder}: published as {published}, and its shards are no longer here. `k2convert validate "
         f"hf://{published.repo}` checks what was published."
+    )
+
+
+def check_finished(folder: Path) -> None:
+    """Refuse a folder whose job has not written config.json, its last file (DestinationError)."""
+    journal = Journal(folder)
+    if (folder / CONFIG_NAME).exists() or (job := journal.job()) is None:
+        return
+    finished = len(journal.finished(job.digest))
+    raise DestinationError(
+        f"{folder}: not finished: {finished} of {len(job.shards)} shards are converted. {say_own_command(folder)}Run "
+        "it again: it resumes."
     )

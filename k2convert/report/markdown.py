@@ -112,7 +112,9 @@ def render_card(
     ledger, recipe, repo = report.ledger, report.ledger.recipe, report.name
     checks = None if report.validation is None else read_checks(report.validation)
     rule, family = RULES[recipe.rule], find_family(str(ledger.source.family)).card
-    deployment = result_deployment(config, recipe, family=ledger.source.family, model=repo, revision=revision)
+    deployment = result_deployment(
+        config, recipe.kv_cache, family=str(ledger.source.family), model=repo, revision=revision
+    )
     serving = {name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()}
     said = {note for command in serving.values() for note in command.notes}
     traits = (recipe.layout, recipe.activations, "pipeline")

@@ -23,6 +23,7 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal
+from k2convert.records.publication import check_finished
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import Result, read_result
@@ -82,8 +83,11 @@ def validate_checkpoint(
     those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
     the conversion, from which its weights are regenerated; CalibrationError if they are others.
     """
+    if shards.result is None:
+        check_finished(folder)
     whole, result = source, read_result(folder, source=source, read=shards.header_reader)
     _check_operands(result)
+    _check_source(result)
     if result.is_int4 and (layers is not None or against is not None):
         raise CheckpointError(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
@@ -148,6 +152,22 @@ def _check_operands(result: Result) -> None:
         )
 
 
+def _check_source(result: Result) -> None:
+    """Refuse a source with other headers than the ledger states: every rule would fail (CheckpointError)."""
+    source, ledger = result.source, result.ledger
+    if source is None or ledger is None or not ledger.source.headers:
+        return
+    found = {shard: header.digest for shard, header in source.headers.items()}
+    if found == ledger.source.headers:
+        return
+    stated = ledger.source
+    name = "the one that it was converted from" if stated.repo is None else f"hf://{stated.repo}@{stated.revision}"
+    raise CheckpointError(
+        f"{result.folder}: was converted from another source: {source.folder} has other headers than {LEDGER_NAME} "
+        f"states. Pass {name} with --source."
+    )
+
+
 def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
     global_scales = tuple(names.global_scale for names in LAYOUTS.values())
     return any(name.rpartition(".")[2] in global_scales for name in tensors)
@@ -161,6 +181,8 @@ def _broken_rules(contract: ContractReport) -> str:
 def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Result:
     """Open the result to compare with; raises CheckpointError if it does not have the same experts of the source."""
     other = read_result(folder, source=source)
+    _check_operands(other)
+    _check_source(other)
     ours, theirs = (None if s.ledger is None else s.ledger.pruning for s in (result, other))
     if (ours and ours.kept) != (theirs and theirs.kept) or other.source is None:
         raise CheckpointError(

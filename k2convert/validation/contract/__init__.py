@@ -175,6 +175,9 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     if result.source is None:
         return found.skip(result.no_source)
     compared = 0
+    if 2 * len(scan.different) > len(scan.compared):
+        problem = f"{len(scan.different):,} of {len(scan.compared):,} copied tensors differ: the result was converted "
+        found.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
     for problem in scaling.problems:
         found.error(problem.name, problem.problem)
     reported = {problem.name for problem in scaling.problems}
@@ -248,6 +251,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     ledger = result.ledger
     if (result.folder / LEDGER_NAME).is_symlink():
         return found.skip(f"{LEDGER_NAME} is a link, see rule 16")
+    if result.is_foreign:
+        return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
     if ledger is None:
         return found.error(LEDGER_NAME, result.ledger_problem)
     stated, used = ledger.calibration, ledger.fingerprint.get("statistics")

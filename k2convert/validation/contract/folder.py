@@ -3,7 +3,7 @@
 import filecmp
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import (
     ABSENT,
@@ -21,6 +21,7 @@ from k2convert.checkpoint.names import (
     INDEX_NAME,
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
+    TOKENIZER_NAME,
 )
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
@@ -30,15 +31,14 @@ from k2convert.validation.contract.result import Result
 from k2convert.validation.results import Findings
 
 
+QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
+
+
 def exclude_entries(result: Result) -> list[str]:
     """Return the list of modules that stay BF16, from config.json; empty if there is no list."""
-    declared = _declared(result)
+    declared = result.declared
     entries: Any = declared.get("ignore", declared.get("exclude_modules"))
     return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
-
-
-def _declared(result: Result) -> dict[str, object]:
-    return mapping_or_empty((result.config or {}).get(QUANTIZATION_KEYS[0]))
 
 
 def check_quantization_config(result: Result) -> Findings:
@@ -54,10 +54,14 @@ def check_quantization_config(result: Result) -> Findings:
             found.error(place, "a second quantization config; engines may read this one")
     if QUANTIZATION_KEYS[0] not in places:
         return found.error(QUANTIZATION_KEYS[0], "missing at the top level")
-    declared = _declared(result)
+    declared = result.declared
+    if result.is_quark:
+        return found.skip(QUARK)
     expected: dict[str, object] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
     if result.layout == MODELOPT:
         expected = _expected_modelopt(result)
+        if result.is_foreign and "group_size" not in declared:
+            del expected["group_size"]  # ModelOpt states it in the groups, which are checked below
     for key, value in expected.items():
         if key == "quantized_layers":
             _check_banks(declared.get(key), cast(dict[str, object], value), found)
@@ -155,6 +159,8 @@ def check_config_unchanged(result: Result) -> Findings:
     found = Findings(12)
     if result.source is None:
         found.skip(result.no_source)
+    elif result.is_foreign and result.config is not None:
+        _check_config_of_others(result.source.parse_config(), result.config, found)
     elif result.config is None:
         found.skip("config.json cannot be read, see rule 11")
     else:
@@ -173,6 +179,19 @@ def check_config_unchanged(result: Result) -> Findings:
     return found
 
 
+def _check_config_of_others(source: Mapping[str, Any], config: Mapping[str, Any], found: Findings) -> None:
+    """Compare a config that transformers saved again: it adds and omits defaults, and renames the inner model_type."""
+    for place, before, after in config_differences(source, config, unread=QUANTIZATION_KEYS):
+        if before is ABSENT:
+            found.warn(place, f"{quoted(after)}, not in the source")
+        elif after is ABSENT:
+            found.warn(place, "missing")
+        elif place.endswith(".model_type"):
+            found.warn(place, f"{quoted(after)}, was {quoted(before)}")
+        else:
+            found.error(place, f"{quoted(after)}, was {quoted(before)}")
+
+
 def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     """Rule 13. TensorRT-LLM reads this file first. vLLM's fallback reader requires the producer name `modelopt`.
 
@@ -185,6 +204,8 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
         if path.exists():
             found.error(HF_QUANT_CONFIG_NAME, "belongs to the modelopt layout, but the tensors are in the other one")
         return found
+    if result.is_quark:
+        return found.skip(QUARK)
     if path.is_symlink():
         return found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
     try:
@@ -196,7 +217,7 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
         found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
     stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(result)
     del expected["quant_method"]
-    recipe, declared = result.recipe, _declared(result)
+    recipe, declared = result.recipe, result.declared
     has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
     expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
     if compare_lists:
@@ -213,7 +234,7 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
 def check_kv_cache(result: Result) -> Findings:
     """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1."""
     found = Findings(15)
-    scheme = _declared(result).get("kv_cache_scheme")
+    scheme = result.declared.get("kv_cache_scheme")
     recipe = result.recipe
     place = "quantization_config.kv_cache_scheme"
     if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
@@ -296,10 +317,11 @@ def check_sidecars(result: Result) -> Findings:
         path = result.folder / relative
         if path.is_symlink():
             continue  # reported by rule 16
+        is_saved_again = result.is_foreign and path.suffix == ".json" and path.name != TOKENIZER_NAME
         if not path.is_file():
-            found.error(str(relative), "missing")
+            (found.warn if result.is_foreign else found.error)(str(relative), "missing")
         elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
-            found.error(str(relative), "differs from the source's")
+            (found.warn if is_saved_again else found.error)(str(relative), "differs from the source's")
     for path in _visible_files(result.folder):
         relative = path.relative_to(result.folder)
         if path.suffix == ".py" and relative not in expected:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validation.contract import matchers
-from k2convert.validation.contract.folder import exclude_entries
+from k2convert.validation.contract.folder import QUARK, exclude_entries
 from k2convert.validation.contract.matchers import EngineRefusalError
 from k2convert.validation.contract.result import Module, Result
 from k2convert.validation.results import Findings
@@ -64,6 +64,8 @@ def check_exclude_list(result: Result) -> Findings:
     found = Findings(14)
     if not isinstance((result.config or {}).get(QUANTIZATION_KEYS[0]), dict):
         return found.skip("no quantization_config, see rule 11")
+    if result.is_quark:
+        return found.skip(QUARK)
     entries = exclude_entries(result)
     if result.layout == MODELOPT:
         for entry in entries:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from k2convert.checkpoint.files import list_folder, read_json_file
+from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, LayoutNames
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
+from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, LayoutNames
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
@@ -125,6 +125,24 @@ class Result:
     def is_int4(self) -> bool:
         """Whether the ledger says that the weights are the source's own (--to int4), so that every tensor is a copy."""
         return states_int4(self.ledger)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
+        if self.ledger is not None or self.ledger_problem != "missing" or (self.folder / WORK_FOLDER).exists():
+            return False
+        producer = mapping_or_empty(self.declared.get("producer"))
+        return producer.get("name") != "k2convert"
+
+    @property
+    def declared(self) -> dict[str, object]:
+        """The quantization_config of config.json; empty if there is none."""
+        return mapping_or_empty((self.config or {}).get(QUANTIZATION_KEYS[0]))
+
+    @property
+    def is_quark(self) -> bool:
+        """Whether AMD Quark's loader is named, whose configs no engine of this contract reads."""
+        return self.declared.get("quant_method") == "quark"
 
     @property
     def is_smoothed(self) -> bool:

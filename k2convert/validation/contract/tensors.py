@@ -243,8 +243,11 @@ def _architecture(result: Result, found: Findings) -> Architecture | None:
 def check_alignment(result: Result) -> Findings:
     """Rule 10: what an expert reads is a multiple of 256, the expert width per GPU one of 16, better 64.
 
-    The tensor-parallel sizes are those named on the card, or 1.
+    The tensor-parallel sizes are those named on the card, or else the one that `validate` recommends at the end.
     """
+    from k2convert.fit.serving import usual_parallelism
+
+
     found = Findings(10)
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
@@ -253,11 +256,12 @@ def check_alignment(result: Result) -> Findings:
     hidden, width = text.get(columns), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
         found.error(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
-    card, sizes = result.folder / CARD_NAME, [1]
+    recommended = usual_parallelism(result.config).tensor
+    card, sizes = result.folder / CARD_NAME, [recommended]
     if card.is_file() and not card.is_symlink():
         stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
-        sizes = sorted({int(size) for size in stated if int(size) > 0}) or [1]
-    found.note = "tensor-parallel sizes " + ", ".join(map(str, sizes))
+        sizes = sorted({int(size) for size in stated if int(size) > 0}) or [recommended]
+    found.note = f"tensor-parallel size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
     for size in sizes:
         if allowed and size not in allowed:
             found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")

@@ -37,7 +37,8 @@ def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, sources: dict[str, Path]) -> None:
     report = check(theirs, source=sources["thinking"])
     assert (report.layout, report.activations) == ("compressed-tensors", "w4a16")
-    assert report.failed == [6, 19]  # it has no ledger of k2convert
+    assert report.failed == [6]
+    assert report.unchecked == [18, 19]  # it was not measured here, and has no ledger of k2convert
     rule = report.rules[5]
     assert 8 <= rule.count <= 12  # of twelve experts; two may coincide
     assert all("gate and up differ" in offender.problem for offender in rule.offenders)
@@ -52,7 +53,7 @@ def test_its_weight_error_is_compared_with_ours(
     report = validate_checkpoint(folder=ours.folder, source=open_checkpoint(sources["thinking"]), against=theirs)
     assert report.passed
     assert report.comparison is not None
-    assert report.comparison.contract.failed == [6, 19]
+    assert report.comparison.contract.failed == [6]
     assert report.weights is not None
     mine, other = report.weights.totals()["total"], report.comparison.weights.totals()["total"]
     assert mine.num_weights == other.num_weights

@@ -173,9 +173,9 @@ def test_a_folder_that_is_not_there_or_empty(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         check(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert {11, 16, 19} <= set(check(tmp_path / "empty").failed)
+    assert {11, 16} <= set(check(tmp_path / "empty").failed)
 
 
 def test_the_int4_source_itself_is_no_nvfp4_checkpoint(breakable: Converted) -> None:
     report = check(breakable.source)
-    assert {1, 11, 19} <= set(report.failed)
+    assert {1, 11} <= set(report.failed)
