@@ -1,5 +1,6 @@
 """`inspect`: what a checkpoint or a statistics file holds, as tables for people and plain data for --json."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def _show_inspection(found: Inspection) -> None:
     if (pruning := found.pruning) is not None:
         chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
         print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
+    if (conversion := found.conversion) is not None:
+        print_line(_conversion_line(conversion))
     counts = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections, "NVFP4": found.nvfp4_projections}
     projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
@@ -65,6 +68,17 @@ def _show_inspection(found: Inspection) -> None:
         print_line(f"note: {oddity}")
     if found.recipe is not None:
         print_line(f"recipe by default: {found.recipe}")
+
+
+def _conversion_line(conversion: Mapping[str, Any]) -> str:
+    if conversion["target"] != "nvfp4":
+        return f"converted to {conversion['target']} by k2convert"
+    line = f"converted by rule {conversion['rule']}, layout {conversion['layout']}, {conversion['activations']}"
+    if (error := conversion.get("relative_mse")) is None:
+        return line
+    compared = conversion.get("achieved_to_max")
+    more = "" if compared is None else f", {compared:.3f} of that of rule max"
+    return f"{line}: weight error {error:.5f}{more}"
 
 
 def _inspect_statistics(path: Path, *, as_json: bool) -> None:

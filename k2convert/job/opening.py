@@ -17,8 +17,9 @@ from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
 from k2convert.models import check_computed, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.plan.recipe import TextUse, settle_recipe
+from k2convert.records.document import shown
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import find_ledger
+from k2convert.records.ledger import TOTAL, Ledger, find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan, CalibrationText
@@ -162,17 +163,34 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
     from k2convert.plan.inspection import inspect_checkpoint
 
     with open_source(source, hub=hub) as opened:
-        pruning = _stated_pruning(opened.checkpoint.folder)
-        return inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=pruning)
+        ledger = _sound_ledger(opened.checkpoint.folder)
+        return inspect_checkpoint(
+            opened.checkpoint,
+            shown_as=source,
+            pruning=None if ledger is None else _stated_pruning(ledger),
+            conversion=None if ledger is None else _stated_conversion(ledger),
+        )
 
 
-def _stated_pruning(folder: Path) -> Mapping[str, object] | None:
-    """Return the ledger's entry on the experts that are kept; None for all, or without a sound ledger."""
+def _sound_ledger(folder: Path) -> Ledger | None:
     try:
-        ledger = find_ledger(folder)
+        return find_ledger(folder)
     except CheckpointError:
         return None
-    record = None if ledger is None else ledger.pruning
+
+
+def _stated_conversion(ledger: Ledger) -> Mapping[str, object]:
+    """Return how a result was converted; with its error, if weights were measured."""
+    names = ("rule", "layout", "activations", "target")
+    found = {name: getattr(ledger.recipe, name) for name in names}
+    if (total := ledger.totals.get(TOTAL)) is not None:
+        found |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
+    return shown(found)
+
+
+def _stated_pruning(ledger: Ledger) -> Mapping[str, object] | None:
+    """Return the ledger's entry on the experts that are kept; None for all."""
+    record = ledger.pruning
     if record is None:
         return None
     shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}

@@ -57,6 +57,7 @@ class Inspection:
     layers: dict[str, int]
     experts_per_layer: int
     pruning: Mapping[str, Any] | None
+    conversion: Mapping[str, Any] | None
     hidden_size: int
     moe_intermediate_size: int
     num_shards: int
@@ -71,11 +72,18 @@ class Inspection:
     recipe: str | None
 
 
-def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[str, Any] | None = None) -> Inspection:
+def inspect_checkpoint(
+    source: Checkpoint,
+    *,
+    shown_as: str,
+    pruning: Mapping[str, Any] | None = None,
+    conversion: Mapping[str, Any] | None = None,
+) -> Inspection:
     """Describe a checkpoint; raises PlanError if it belongs to no known family.
 
     `shown_as` is the folder or the repository as the user named it. `pruning` is what its ledger says of the experts
-    that it keeps: how many of how many, and by whose scores.
+    that it keeps: how many of how many, and by whose scores. `conversion` is how a result was converted, with what
+    error, by its ledger.
     """
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
@@ -87,8 +95,9 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
-        oddities.append(f"cannot be converted: {str(error).replace(str(source.folder), shown_as)}")
         recipe = None
+        if conversion is None:
+            oddities.append(f"cannot be converted: {str(error).replace(str(source.folder), shown_as)}")
     return Inspection(
         folder=shown_as,
         family=family.name,
@@ -97,6 +106,7 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
         layers={"total": counts.num_layers, "dense": counts.num_dense_layers, "moe": len(counts.moe_layers)},
         experts_per_layer=counts.num_experts,
         pruning=pruning,
+        conversion=conversion,
         hidden_size=counts.hidden_size,
         moe_intermediate_size=counts.moe_intermediate_size,
         num_shards=len(source.headers),

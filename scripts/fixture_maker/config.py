@@ -63,6 +63,7 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a small K2 config with the fields that it lacks of the published ones, and with K2's positions."""
     published = published_config("moonshotai/Kimi-K2-Instruct")
     del published["torch_dtype"]  # older files have this in place of dtype
+    del published["auto_map"]  # the tiny checkpoint has no code
     return published | config | {"rope_scaling": ROPE_SCALING, "max_position_embeddings": 262144}
 
 

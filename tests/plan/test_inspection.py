@@ -28,7 +28,9 @@ def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path:
     shown = run_cli("inspect", out)
     assert "156 NVFP4 projections" in shown.stdout
     assert "INT4" not in shown.stdout
-    assert "already NVFP4" in shown.stdout
+    assert "cannot be converted" not in shown.stdout
+    assert f"converted by rule mse, layout {layout}, w4a4: weight error 0.00" in shown.stdout
+    assert " of that of rule max\n" in shown.stdout
     assert said(shown.stderr) == f"next: k2convert validate {out}\n"
 
 
@@ -37,3 +39,10 @@ def test_a_folder_is_shown_as_it_was_given(tiny: Path, tmp_path: Path, run_cli: 
     given = f"{tmp_path}/./link/"
     assert run_cli("inspect", given).stdout.startswith(f"{given}: kimi-k2-thinking (")
     assert json.loads(run_cli("inspect", given, "--json").stdout)["folder"] == given
+
+
+def test_nvfp4_without_a_ledger_says_that_there_is_nothing_to_do(tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    out = tmp_path / "out"
+    run_cli("run", tiny, out, "--rule", "max", code=0)
+    (out / "k2convert.json").unlink()
+    assert "already NVFP4" in run_cli("inspect", out).stdout

@@ -30,7 +30,6 @@ from k2convert.models.names import Role
 from k2convert.validation.contract.result import Result
 from k2convert.validation.results import Findings
 
-
 QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
 
 

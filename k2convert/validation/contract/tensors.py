@@ -247,7 +247,6 @@ def check_alignment(result: Result) -> Findings:
     """
     from k2convert.fit.serving import usual_parallelism
 
-
     found = Findings(10)
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
