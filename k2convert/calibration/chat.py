@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,8 +83,8 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """
     config_path, path = folder / TOKENIZER_CONFIG_NAME, folder / CHAT_TEMPLATE_NAME
     with remedy(_REMEDY):
-        config = read_json_file(config_path) if config_path.exists() else {}
-        found = (read_text_file(path) if path.exists() else "") or config.get("chat_template")
+        config = read_json_file(config_path) if os.path.lexists(config_path) else {}
+        found = (read_text_file(path) if os.path.lexists(path) else "") or config.get("chat_template")
     entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
     templates: dict[str, str] = {}
     for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):

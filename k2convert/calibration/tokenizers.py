@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,9 +77,9 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     Raises CalibrationError if there is none or it cannot be used, MissingDependencyError without its library.
     """
     require_extra("calibrate", purpose="text to calibrate on")
-    if (folder / TOKENIZER_NAME).exists():
+    if os.path.lexists(folder / TOKENIZER_NAME):
         return _JsonTokenizer(folder / TOKENIZER_NAME)
-    if (folder / TIKTOKEN_NAME).exists():
+    if os.path.lexists(folder / TIKTOKEN_NAME):
         return _KimiTokenizer(folder / TIKTOKEN_NAME, _special_tokens(folder / TOKENIZER_CONFIG_NAME))
     raise CalibrationError(f"{folder}: has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}. {BAD_FILE}")
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, cast
 
 from blake3 import blake3
@@ -32,6 +33,7 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
 PIECE_BYTES: Final = 8 << 20
 MAX_SMALL_FILE_BYTES: Final = 256 << 20  # the largest of a Kimi checkpoint, the index of K3's NVFP4 form, has 130 MB
+MAX_FILES: Final = 100_000  # of a folder; links of a checkpoint could lead to a whole disk
 MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
 Content = bytes | Path
@@ -42,14 +44,26 @@ class DuplicateKeyError(ValueError):
     """A JSON object with the same key twice."""
 
 
+def mode_of(path: Path) -> int:
+    """Return the mode of what a path or a link leads to; 0 if it leads to nothing that can be looked at."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
+
+
 def check_plain_file(path: Path) -> None:
-    """Refuse links, folders, pipes and devices (MalformedFileError). A missing file passes: opening it will fail."""
+    """Refuse folders, pipes and devices, also behind a link, and links to nothing (MalformedFileError).
+
+    A link to a file is followed: what is only read may lie anywhere. A missing file passes: opening it will fail.
+    """
+    mode = mode_of(path)
+    if S_ISREG(mode):
+        return
     if path.is_symlink():
-        raise MalformedFileError(
-            f"{path}: is a link, and links are not followed. Replace it by the file itself "
-            "(`hf download REPO --local-dir FOLDER` writes files), or pass the folder that holds the real files."
-        )
-    if path.exists() and not path.is_file():
+        problem = "is a folder or a device, not a file" if mode else "leads to no file"
+        raise MalformedFileError(f"{path}: is a link to {quoted(str(path.readlink()))}, which {problem}.")
+    if mode:
         raise MalformedFileError(f"{path}: is a folder or a device, not a file.")
 
 
@@ -111,7 +125,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a small regular file of UTF-8; raises MalformedFileError, also for a link; SourceReadError."""
+    """Read a small regular file of UTF-8; raises MalformedFileError, SourceReadError."""
     try:
         check_plain_file(path)
         return read_small_file(path).decode("utf-8")
@@ -147,15 +161,29 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def walk_folder(folder: Path) -> list[Path]:
-    """Return what is below a folder, sorted, without following links or entering hidden folders (SourceReadError)."""
+    """Return what is below a folder that is only read, sorted, without entering hidden folders (SourceReadError).
+
+    Links to folders are followed, except those that lead back. Raises MalformedFileError if they lead to more files
+    than a checkpoint has.
+    """
     found: list[Path] = []
-    waiting = [folder]
+    waiting: list[tuple[Path, tuple[str, ...]]] = [(folder, (os.path.realpath(folder),))]
     while waiting:
-        for path in list_folder(waiting.pop()):
+        entered, above = waiting.pop()
+        for path in list_folder(entered):
             found.append(path)
-            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                waiting.append(path)
+            if len(found) > MAX_FILES:
+                raise MalformedFileError(f"{entered}: is one of more than {MAX_FILES:,} files and folders.")
+            if path.name.startswith(".") or not S_ISDIR(mode_of(path)):
+                continue
+            real = os.path.realpath(path)
+            if not path.is_symlink() or not any(_is_within(one, real) for one in above):
+                waiting.append((path, (*above, real)))
     return sorted(found)
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return Path(path).is_relative_to(folder)
 
 
 def mapping_or_empty(value: object) -> dict[str, Any]:

@@ -8,14 +8,17 @@ with other numbers. A frozen document is still a dict of dicts and lists, so jso
 Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, NoReturn, cast
 
 from k2convert.checkpoint.files import (
     check_plain_file,
     list_folder,
+    mode_of,
     parse_json_object,
     read_json_file,
     read_text_file,
@@ -124,7 +127,7 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
-    index = read_json_file(index_path) if index_path.exists() or index_path.is_symlink() else None
+    index = read_json_file(index_path) if os.path.lexists(index_path) else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
         raise MalformedFileError(
             f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "
@@ -205,19 +208,26 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
 
 # The source's model card and evaluation would describe the wrong weights. The conversion writes the other names.
 _NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, CARD_NAME, EVALUATION_NAME})
+_READ_SUFFIXES: Final = frozenset({".json", ".model", ".py", ".jinja"})  # tokenizers, templates, code
 _WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
 
 
 def list_sidecars(folder: Path) -> list[Path]:
-    """Return the relative paths of the files to copy, sorted. Skips hidden files and folders; refuses links."""
+    """Return the relative paths of the files to copy, sorted. Skips hidden files and folders, and links to nothing.
+
+    Raises MalformedFileError if a link that an engine reads leads to nothing.
+    """
     found: list[Path] = []
     for path in walk_folder(folder):
         relative = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
-        if path.is_symlink():
+        if str(relative) in _NOT_COPIED or path.suffix in _WEIGHT_SUFFIXES:
+            continue
+        mode = mode_of(path)
+        if path.parent == folder and path.suffix in _READ_SUFFIXES and path.is_symlink() and not S_ISDIR(mode):
             check_plain_file(path)
-        if path.is_file() and str(relative) not in _NOT_COPIED and path.suffix not in _WEIGHT_SUFFIXES:
+        if S_ISREG(mode):
             _check_name(path.name, folder=path.parent)
             found.append(relative)
     return found

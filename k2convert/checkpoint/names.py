@@ -1,5 +1,6 @@
 """The name of every file and folder that k2convert reads or writes by name. Nothing else spells them."""
 
+from pathlib import Path
 from typing import Final
 
 CONFIG_NAME: Final = "config.json"
@@ -38,3 +39,16 @@ WALK_NAME: Final = "calibration"
 WORK_SUFFIX: Final = ".work"
 """What a statistics file's name and this make is the work folder of its pass; the name below is in it."""
 CALIBRATION_JOB_NAME: Final = "calibration.json"
+
+BLOBS_FOLDER: Final = "blobs"
+"""In the Hub's cache: CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE is a link to models--OWNER--NAME/blobs/HASH."""
+_SNAPSHOTS: Final = "snapshots"
+_CACHED_MODEL: Final = "models--"
+
+
+def model_name(folder: Path) -> str:
+    """Return the name of a model's folder; in the Hub's cache, where that is a commit, the repository's."""
+    folder = folder.resolve()
+    repo = folder.parent.parent.name
+    is_cached = folder.parent.name == _SNAPSHOTS and repo.startswith(_CACHED_MODEL)
+    return repo.rpartition("--")[2] if is_cached else folder.name

@@ -43,7 +43,13 @@ from k2convert.quantize.formats.int4 import bf16_bits, bf16_values
 from k2convert.records.command import say_own_command
 from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.fingerprint import changed_shards, describe_changes, source_error
+from k2convert.records.fingerprint import (
+    changed_shards,
+    copied_note,
+    copied_shards,
+    describe_changes,
+    source_error,
+)
 from k2convert.records.lock import lock_destination
 
 HIDDEN_STATES: Final = "hidden_states"
@@ -146,6 +152,8 @@ class WorkFolder:
             )
         if changed := changed_shards(found.source, job.source):
             raise source_error(changed[0], self.folder)
+        if copied := copied_shards(found.source, job.source):
+            events.note(copied_note(copied))
         return found
 
     def path(self, kind: str, layer: int) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from blake3 import blake3
 
 from k2convert.calibration.plan import CalibrationText, WalkSource
-from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
 from k2convert.evaluation.checkpoints import (
@@ -122,6 +122,9 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
         raise DestinationError(
             "no checkpoint is in a folder of its own that the evaluation can be written to. Name a file with --out."
         )
+    for place in local:
+        if (Path(place) / CONFIG_NAME).is_symlink():
+            raise DestinationError(f"{place}: is made of links, so nothing is written to it. Name a file with --out.")
     return {Path(place) / EVALUATION_NAME: place for place in local}
 
 
@@ -140,7 +143,7 @@ def _work(folder: Path, models: int) -> "WorkFolder":
 
 def _names(places: Sequence[str]) -> dict[str, str]:
     """Return a name for every place: of a folder its own, unless two folders have the same."""
-    own = {place: place if place.startswith(SCHEME) else Path(place).resolve().name for place in places}
+    own = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
     counts = Counter(own.values())
     return {place: name if counts[name] == 1 else place for place, name in own.items()}
 

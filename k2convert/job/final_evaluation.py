@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from k2convert.calibration.plan import CalibrationText, WalkSource
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, model_name
 from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW
 from k2convert.errors import CalibrationError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, check_computable
@@ -92,7 +92,7 @@ def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
 
 
 def _evaluated(job: Job, opened: Source, place: str, ledger: Ledger | None) -> EvaluatedCheckpoint:
-    name = opened.checkpoint.folder.resolve().name if opened.remote is None else place
+    name = model_name(opened.checkpoint.folder) if opened.remote is None else place
     return EvaluatedCheckpoint(
         name, place, WalkSource(opened.checkpoint, opened.remote, job.hub, opened.identities()), ledger
     )

@@ -7,16 +7,17 @@ run can tell what was done.
 
 import os
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
+    BLOBS_FOLDER,
     CARD_NAME,
     CONFIG_NAME,
     DOWNLOADS_FOLDER,
@@ -182,12 +183,11 @@ def read_destination(text: str, *, work_folder: Path | None) -> Destination:
 def check_destination(destination: Path, *, source: Path | None) -> None:
     """Refuse a folder that is the source, is in it or contains it, or has files of others (DestinationError)."""
     target = destination.resolve()
-    if source is not None:
-        origin = source.resolve()
+    for origin in () if source is None else source_folders(source):
         if target == origin:
             raise DestinationError(f"{destination}: is the source, which is never written to. Choose a new folder.")
         if target.is_relative_to(origin):
-            raise DestinationError(f"{destination}: is inside the source {source}. Choose a folder outside it.")
+            raise DestinationError(f"{destination}: is inside the source {origin}. Choose a folder outside it.")
         if origin.is_relative_to(target):
             raise DestinationError(f"{destination}: contains the source {source}. Choose a folder next to it.")
     if destination.is_symlink() and not destination.exists():
@@ -199,18 +199,28 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
         raise DestinationError(f"{destination}: has files that are not from k2convert. Choose an empty folder.")
 
 
-def refuse_symlinks(folder: Path, files: Iterable[Path]) -> None:
+def source_folders(source: Path) -> set[Path]:
+    """Return the folders, without links, that a source is: its own, and that to which its config is a link.
+
+    In a cache of the Hub, SOURCE/config.json leads to REPOSITORY/blobs/HASH, and REPOSITORY as a whole is the source.
+    """
+    home = (source / CONFIG_NAME).resolve().parent
+    return {source.resolve(), home.parent if home.name == BLOBS_FOLDER else home}
+
+
+def refuse_symlinks(folder: Path, files: Iterable[Path], *, finished: Container[str]) -> None:
     """Refuse links below `folder` where a job writes (DestinationError): now, and not hours later.
 
     `files` are the relative paths of shards and sidecars. Other links, and `folder` itself if it is one, are left
-    alone.
+    alone. A `finished` shard may be a link to another disk: it is only read.
     """
     work = folder / WORK_FOLDER
-    for path in (work, *walk_folder(work)):
+    for path in (work, *sorted(work.rglob("*"))):
         check_no_link(path)
     for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME))):
         for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
-            check_no_link(folder / path)
+            if str(path) not in finished:
+                check_no_link(folder / path)
 
 
 def check_work_folder(folder: Path) -> None:
@@ -232,7 +242,7 @@ def check_output_path(path: Path, *, source: Path | None) -> None:
     for parent in path.absolute().parents:
         if parent.exists() and not parent.is_dir():
             raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
-    if source is not None and path.resolve().is_relative_to(source.resolve()):
+    if source is not None and any(path.resolve().is_relative_to(folder) for folder in source_folders(source)):
         raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")
 
 

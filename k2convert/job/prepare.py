@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DestinationError, DiskFullError, require_extra
+from k2convert.errors import CheckpointError, DestinationError, DiskFullError, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
 from k2convert.job.resources import (
@@ -23,6 +23,7 @@ from k2convert.job.resources import (
     plan_limits,
 )
 from k2convert.models import detect_family, read_architecture
+from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import Plan, ShardJob, claim_projections, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
@@ -121,15 +122,17 @@ def prepare(
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=has_text)
     items = output_items(plan)
-    refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = cluster_devices(device) if on_cluster else choose_devices(device), None
     identity = None if text is None else text.identity(device_name(devices))
     description = _describe(plan, source, statistics, walk=identity)
+    finished = Journal(folder).finished(description.digest)
+    with remedy(SOURCE_REMEDY):
+        sidecars = list_sidecars(checkpoint.folder)
+    refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     if text is not None:
         walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
-    finished = Journal(folder).finished(description.digest)
     target, card = _check_target(items, source, destination, private=private, hub=hub)
     workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
     limits = plan_limits(

@@ -116,6 +116,19 @@ def convert_shard(
     return replace(record.read_back(findings.decoded), checked=findings if task.for_upload else None)
 
 
+def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
+    """Convert a part of a finished shard again, or `everything`; return the first tensor that differs from the file.
+
+    What a walk through the layers chose cannot be converted again, so it is left out. Raises as `convert_shard`.
+    """
+    with ExitStack() as stack:
+        threads = stack.enter_context(open_threads(1))
+        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
+        stack.enter_context(remedy(SOURCE_REMEDY))
+        quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule, device=task.device)
+        return _Conversion(task, quantizer, reader, threads, events, Event()).difference(everything)
+
+
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
     from k2convert.validation.finished_shard import check_finished_shard
 
@@ -149,10 +162,15 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One unit of work: what it reads, and the call that returns its buffers in file order and its records."""
+    """One unit of work: what it reads, and the call that returns its buffers in file order and its records.
+
+    `is_pure` if nothing but the source and the statistics decides its bytes.
+    """
 
     num_bytes: int
     bytes_in: int
+    bytes_out: int
+    is_pure: bool
     tensors: int
     reads: tuple[tuple[TensorInfo, int, int], ...]
     call: Callable[["_Loaded"], _Result]
@@ -193,6 +211,24 @@ class _Conversion:
             sha256=writer.sha256,
         )
 
+    def difference(self, everything: bool) -> str | None:
+        """Return the first tensor that differs from the finished file: of all pieces, or of the one in the middle."""
+        position, places = len(encoded_header(self.task.shard)), list[tuple[int, _Piece]]()
+        for piece in self._pieces():
+            if piece.is_pure:
+                places.append((position, piece))
+            position += piece.bytes_out
+        if not everything:
+            places = places[len(places) // 2 :][:1]
+        results = self._ahead(piece for _, piece in places)
+        with (self.task.destination / self.task.shard.name).open("rb") as file:
+            for (position, _), (piece, (buffers, _)) in zip(places, results, strict=True):
+                file.seek(position)
+                if any(file.read(buffer.nbytes) != buffer.tobytes() for buffer in buffers):
+                    return piece.reads[0][0].name
+                self.events.progress(bytes_in=piece.bytes_in)
+        return None
+
     def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""
         waiting: deque[tuple[_Piece, Future[_Loaded], Future[_Result]]] = deque()
@@ -223,6 +259,7 @@ class _Conversion:
 
     def _pieces(self) -> Iterator[_Piece]:
         for step in self.task.shard.steps:
+            is_pure = self._is_pure(step)
             if isinstance(step, CopyStep):
                 size = step.tensor.num_bytes
                 if size == 0:
@@ -233,13 +270,22 @@ class _Conversion:
                     reads = ((step.tensor, begin, end),)
                     tensors = 1 if end == size else 0
                     call = partial(self._copy_step, step)
-                    yield _Piece(end - begin, end - begin, tensors, reads, call)
+                    size_of_part = end - begin
+                    yield _Piece(size_of_part, size_of_part, size_of_part, is_pure, tensors, reads, call)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
                 call = partial(self._convert_step, step)
-                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
+                yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, is_pure, len(step.outputs), reads, call)
+
+    def _is_pure(self, step: ConvertStep | CopyStep) -> bool:
+        recipe = self.task.recipe
+        if self.task.calibration is not None:
+            return True
+        if isinstance(step, CopyStep):
+            return step.scaling is None
+        return recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
 
     def _convert_step(self, step: ConvertStep, loaded: _Loaded) -> _Result:
         if self.task.recipe.target == "bf16":

@@ -3,14 +3,16 @@
 The version of the package is not a part: every version with the same arithmetic continues the job.
 
 The fingerprint has the headers of the source. Its data is too much to hash, so the description of a job also has the
-identity of each source shard: size and time of modification of a file, sha256 of a file on the Hub.
+identity of each source shard: sha256 of a file on the Hub; of a local file its size, its time of modification, and the
+blake3 of a sample of its bytes. A file with another time, but the same size and sample, is a copy.
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
@@ -24,6 +26,8 @@ from k2convert.records.pruning import PruningRecord
 StoredRecipe = Annotated[Recipe, PlainSerializer(Recipe.document)]
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
+_SAMPLES: Final = 16  # of a shard, evenly spaced
+_SAMPLE_BYTES: Final = 1 << 16
 
 
 def source_digest(source: Checkpoint) -> str:
@@ -36,11 +40,16 @@ def source_digest(source: Checkpoint) -> str:
 
 def local_identity(path: Path) -> str:
     """Return the identity of a source shard in a folder; raises SourceReadError."""
+    sample = blake3()
     try:
-        found = path.stat()
+        with path.open("rb", buffering=0) as file:
+            found = os.fstat(file.fileno())
+            step = max(found.st_size - _SAMPLE_BYTES, 0) / (_SAMPLES - 1)
+            for place in range(_SAMPLES):
+                sample.update(os.pread(file.fileno(), _SAMPLE_BYTES, round(place * step)))
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    return f"{found.st_size} bytes, modified {found.st_mtime_ns} ns"
+    return f"{found.st_size} bytes, modified {found.st_mtime_ns} ns, sample {sample.hexdigest()}"
 
 
 def job_fingerprint(
@@ -113,13 +122,35 @@ def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue])
 
 
 def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the source shards whose identity differs."""
-    return [shard for shard in sorted(now) if before.get(shard) != now[shard]]
+    """Return the source shards that have other bytes."""
+    return [shard for shard in sorted(now) if _change(before.get(shard, ""), now[shard]) == "bytes"]
+
+
+def copied_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the source shards that have another time, and the same size and sample."""
+    return [shard for shard in sorted(now) if _change(before.get(shard, ""), now[shard]) == "time"]
+
+
+def _change(before: str, now: str) -> Literal["bytes", "time"] | None:
+    """Return what differs between two identities. Earlier versions kept no sample: then another time is a change."""
+    size, *rest = before.split(", ")
+    size_now, *rest_now = now.split(", ")
+    if size != size_now or (len(rest) > 1 and rest[1:] != rest_now[1:]):
+        return "bytes"
+    if rest[:1] == rest_now[:1]:
+        return None
+    return "time" if len(rest) > 1 else "bytes"
+
+
+def copied_note(copied: Sequence[str]) -> str:
+    """Return the note on source shards that were copied."""
+    shards = "source shard was" if len(copied) == 1 else "source shards were"
+    return f"{len(copied)} {shards} copied since this began: size, header and a sample of the bytes are the same"
 
 
 def source_error(shard: str, work: Path) -> ResumeError:
     """Return the error for a changed source shard of the job that is kept in the folder `work`."""
     return ResumeError(
-        f"{shard}: this source shard has a different size or time of modification than when the job in {work.parent} "
-        f"was begun. Restore it with its time (cp -a and rsync -t keep it), or delete {work} to start over."
+        f"{shard}: this source shard has other bytes than when the job in {work.parent} was begun. Restore it, or "
+        f"delete {work} to start over."
     )

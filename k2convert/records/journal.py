@@ -16,7 +16,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,13 @@ from k2convert.errors import (
 )
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
-from k2convert.records.fingerprint import JobDescription, changed_shards, describe_changes, source_error
+from k2convert.records.fingerprint import (
+    JobDescription,
+    changed_shards,
+    copied_shards,
+    describe_changes,
+    source_error,
+)
 from k2convert.records.lock import read_lock
 from k2convert.records.shard_record import ShardRecord
 
@@ -130,7 +136,10 @@ class Journal:
             write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs."""
+        """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs.
+
+        A copy of the source is the same: see `copied`.
+        """
         make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
@@ -170,19 +179,24 @@ class Journal:
             for name in changed:
                 if name in used:
                     raise source_error(name, self.folder)
-            self._describe(job)
+            self._describe(replace(job, source=found.source | {name: job.source[name] for name in changed}))
+
+    def copied(self, job: JobDescription) -> list[str]:
+        """Return the source shards that were copied since the job began: those with another time."""
+        found = self.job()
+        return [] if found is None else copied_shards(found.source, job.source)
 
     def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, encode(job), root=self.destination)
 
     def job(self) -> JobDescription | None:
-        """Return the job begun here, or None; raises CheckpointError if its description is damaged or a link."""
-        check_no_link(self._job_path)
-        if not self._job_path.exists():
+        """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
+        if not os.path.lexists(self._job_path):
             return None
         try:
             return read_document(JobDescription, self._job_path)
         except MalformedFileError as error:
+            check_no_link(self._job_path)
             raise CheckpointError(
                 f"{error} It is damaged, or written by a different version. Delete it and run the same command again: "
                 "finished shards are kept."
@@ -228,7 +242,7 @@ class Journal:
     def has_file(self, record: ShardRecord) -> bool:
         """Return whether a record's shard is here with the recorded size. An uploaded shard may have been removed."""
         target = self.destination / record.shard
-        return target.is_file() and not target.is_symlink() and target.stat().st_size == record.file_bytes
+        return target.is_file() and target.stat().st_size == record.file_bytes
 
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""

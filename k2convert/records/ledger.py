@@ -4,6 +4,7 @@ It is derived from the plan and the records, and travels with the result. This m
 form. It is written once every shard is recorded.
 """
 
+import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,7 +204,7 @@ def parse_ledger(text: str, *, where: str) -> Ledger:
 def find_ledger(folder: Path) -> Ledger | None:
     """Read a folder's ledger; None if there is none; raises MalformedFileError."""
     path = folder / LEDGER_NAME
-    return read_document(Ledger, path) if path.exists() else None
+    return read_document(Ledger, path) if os.path.lexists(path) else None
 
 
 def read_ledger(folder: Path) -> Ledger:

@@ -18,7 +18,7 @@ from stat import S_ISREG
 from typing import Any, Final, TextIO, cast
 
 from k2convert.checkpoint.files import writing
-from k2convert.checkpoint.folders import opened_folder
+from k2convert.checkpoint.folders import opened_folder, remove_file
 from k2convert.checkpoint.names import LOCK_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, DestinationWriteError, LockedError
 from k2convert.records.events import SILENT, Events, Keep
@@ -34,8 +34,7 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
 
     Yields a function that keeps one line in the lock file. If the file cannot be emptied at the end, that is a note.
     """
-    with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
-        _take(lock, fcntl.LOCK_EX, destination)
+    with _taken(fcntl.LOCK_EX, destination) as lock:
         with writing(_path(destination)):
             _write_owner(lock, "")
         try:
@@ -51,9 +50,34 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
 @contextmanager
 def share_destination(destination: Path) -> Generator[None]:
     """Lock a destination together with other processes that do a part each; raises LockedError while a run has it."""
-    with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
-        _take(lock, fcntl.LOCK_SH, destination)
+    with _taken(fcntl.LOCK_SH, destination):
         yield
+
+
+def _taken(kind: int, destination: Path) -> TextIO:
+    """Open and take the lock. A file with a second name (`cp -al`) is not written to: the owner replaces it."""
+    path = _path(destination)
+    while True:
+        lock = _open_lock(destination, os.O_RDWR | os.O_CREAT)
+        try:
+            _take(lock, kind, destination)
+            found = os.fstat(lock.fileno())
+            with writing(path), opened_folder(path.parent, root=destination) as folder:
+                is_here = _is_file_of(found, path, folder)
+                if is_here and (kind == fcntl.LOCK_SH or found.st_nlink == 1):
+                    return lock
+                if is_here:
+                    remove_file(path, folder)
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+def _is_file_of(found: os.stat_result, path: Path, folder: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(found, os.stat(path.name, dir_fd=folder, follow_symlinks=False))
+    return False
 
 
 def _take(lock: TextIO, kind: int, destination: Path) -> None:
@@ -94,13 +118,13 @@ def _path(destination: Path) -> Path:
 
 
 def _open_lock(destination: Path, flags: int) -> TextIO:
-    """Open the lock file without following a link of either kind, which might lead to any file."""
+    """Open the lock file without following a link, which might lead to any file."""
     path = _path(destination)
     try:
         with opened_folder(path.parent, root=destination) as folder:
             descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
         found = os.fstat(descriptor)
-        if not S_ISREG(found.st_mode) or found.st_nlink > 1:
+        if not S_ISREG(found.st_mode):
             os.close(descriptor)
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:

@@ -55,6 +55,8 @@ def write_report(
     damaged, DestinationError if `out` is a file.
     """
     target = folder if out is None else out
+    if out is None and (folder / CONFIG_NAME).is_symlink():
+        raise DestinationError(f"{folder}: is made of links, so nothing is written to it. Name a folder with --out.")
     if target.exists() and not target.is_dir():
         raise DestinationError(f"{target}: is a file. Pass a folder for the report.")
     report = collect_report(folder=folder, validation=validation, measured=measured, tensors=tensors)

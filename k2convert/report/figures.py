@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import list_folder, read_json_file
-from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, model_name
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
@@ -166,7 +166,7 @@ def collect_report(
     if validation is None:
         missing.append(_why_not_validated(folder))
     return Report(
-        name=folder.resolve().name if name is None else name,
+        name=model_name(folder) if name is None else name,
         ledger=ledger,
         tensors=figures,
         maps=maps,

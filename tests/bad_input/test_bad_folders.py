@@ -40,10 +40,10 @@ def repeat_key(source: Path) -> None:
     (source / INDEX).write_text(text.replace(line, f"{line}, {line}"))
 
 
-def link_away(name: str) -> Damage:
+def link_to(name: str, target: str) -> Damage:
     def damage(source: Path) -> None:
-        (source / name).rename(source.parent / name)
-        (source / name).symlink_to(source.parent / name)
+        (source / name).unlink()
+        (source / name).symlink_to(target)
 
     return damage
 
@@ -78,8 +78,8 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
         [INDEX, "JSON", "ownload"],
     ),
     "missing index": (lambda s: (s / INDEX).unlink(), [INDEX, "download"]),
-    "index is a link": (link_away(INDEX), [INDEX, "link"]),
-    "config is a link": (link_away("config.json"), ["config.json", "link"]),
+    "index is a link to nothing": (link_to(INDEX, "gone"), [INDEX, "link to 'gone'", "ownload"]),
+    "config is a link to itself": (link_to("config.json", "config.json"), ["config.json", "leads to no file"]),
     "missing config": (lambda s: (s / "config.json").unlink(), ["config.json", "missing", "ownload"]),
     "config not JSON": (replace_text("config.json", "{"), ["config.json", "JSON", "ownload"]),
     "duplicate config key": (
@@ -99,7 +99,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
         ["config.json", "n_routed_experts", "10,000", "Use the model's own config"],
     ),
     "config not an object": (replace_text("config.json", "[]"), ["config.json", "object", "ownload"]),
-    "sidecar is a link": (link_away("tokenizer.json"), ["tokenizer.json", "link"]),
+    "tokenizer is a link to a device": (link_to("tokenizer.json", "/dev/null"), ["tokenizer.json", "device"]),
 }
 
 

@@ -90,8 +90,8 @@ DAMAGED_SHARDS: dict[str, tuple[Damage, list[str]]] = {
         lambda s: edit_header(s / SHARD, lambda h: h[NORM].pop("dtype")),
         [NORM, "dtype"],
     ),
-    "link to a shard outside": (lambda s: relink(s, "../elsewhere.safetensors"), ["link", "real file"]),
-    "link to nothing": (lambda s: relink(s, "nowhere"), ["link"]),
+    "link to a folder": (lambda s: relink(s, ".."), ["is a link to '..'", "a folder", "ownload"]),
+    "link to nothing": (lambda s: relink(s, "nowhere"), ["is a link to 'nowhere'", "leads to no file", "ownload"]),
     "pipe in place of a shard": (lambda s: ((s / SHARD).unlink(), os.mkfifo(s / SHARD)), ["device", "ownload"]),
     "control characters in a name": (
         lambda s: edit_header(s / SHARD, lambda h: h.update({"a\x1b[2J\nb": h.pop(NORM)})),

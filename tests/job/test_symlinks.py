@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from command import run, run_here, said
+from results import contents
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
-from k2convert.errors import DestinationError
+from k2convert.errors import DestinationError, LockedError
+from k2convert.records.lock import lock_destination, read_lock, share_destination
 
 SHARD = "model-00002-of-000003.safetensors"
 FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/download", ".k2convert/source", "extra"]
@@ -82,10 +84,36 @@ def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path:
     precious.write_text("the only copy")
     for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp", ".k2convert/lock"):
         os.link(precious, destination / name)
-    assert "lock: is a link or a folder" in refusal(small, destination)
-    (destination / ".k2convert" / "lock").unlink()
     assert run("run", small, destination, "--json") == 0
     assert precious.read_text() == "the only copy"
+    assert precious.stat().st_nlink == 1
+
+
+def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, finished: Path, tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    shutil.copytree(finished, original)
+    shutil.copytree(original, copy, copy_function=os.link)
+    kept = contents(copy)
+    (original / "config.json").unlink()
+    with share_destination(original), share_destination(original):
+        pass
+    with lock_destination(original), lock_destination(copy):
+        assert read_lock(original)[0]
+    for folder in (original, copy):
+        assert run("run", small, folder, "--json") == 0
+    assert contents(copy) == contents(original) == kept
+
+
+def test_a_lock_with_two_names_is_still_a_lock(finished: Path, tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    shutil.copytree(finished, original)
+    with lock_destination(original):
+        shutil.copytree(original, copy, copy_function=os.link)
+        for folder in (original, copy):
+            with pytest.raises(LockedError), lock_destination(folder):
+                pass
+    with lock_destination(copy), lock_destination(original):
+        pass
 
 
 def write_shard(path: Path) -> None:

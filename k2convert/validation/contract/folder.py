@@ -3,6 +3,7 @@
 import filecmp
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import (
@@ -10,6 +11,7 @@ from k2convert.checkpoint.files import (
     config_differences,
     is_same_json,
     mapping_or_empty,
+    mode_of,
     read_json_file,
     walk_folder,
 )
@@ -43,8 +45,6 @@ def exclude_entries(result: Result) -> list[str]:
 def check_quantization_config(result: Result) -> Findings:
     """Rule 11. If there is a second or nested quantization_config or compression_config, engines may read that one."""
     found = Findings(11)
-    if (result.folder / CONFIG_NAME).is_symlink():
-        return found.skip("config.json is a link, see rule 16")
     if result.config is None:
         return found.error(CONFIG_NAME, result.config_problem)
     places = list(_find_keys(result.config, ""))
@@ -205,8 +205,6 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
         return found
     if result.is_quark:
         return found.skip(QUARK)
-    if path.is_symlink():
-        return found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
     try:
         document = read_json_file(path)
     except CheckpointError as error:
@@ -249,17 +247,14 @@ def check_kv_cache(result: Result) -> Findings:
 
 
 def check_package(result: Result) -> Findings:
-    """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
+    """Rule 16: index and shards agree and are complete, and there are no stray shards or temporary files."""
     found = Findings(16)
     for shard, problem in result.unreadable.items():
         found.error(shortened(shard), problem)
     _check_index(result, found)
     for path in _visible_files(result.folder):
         name = str(path.relative_to(result.folder))
-        if path.is_symlink():
-            if name not in result.unreadable and name != INDEX_NAME:  # reported already
-                found.error(name, "a link, not a file")
-        elif path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
+        if path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
             found.error(name, "a shard that the index does not name")
         elif path.suffix in (".tmp", ".part", ".incomplete"):
             found.error(name, "a temporary file")
@@ -267,12 +262,12 @@ def check_package(result: Result) -> Findings:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
+    """Return all files, also behind links. Hidden folders (journal, download cache) are not part of the package."""
 
     def is_hidden(path: Path) -> bool:
         return any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
 
-    return [path for path in walk_folder(folder) if not is_hidden(path) and (path.is_symlink() or path.is_file())]
+    return [path for path in walk_folder(folder) if not is_hidden(path) and S_ISREG(mode_of(path))]
 
 
 def _check_index(result: Result, found: Findings) -> None:
@@ -314,8 +309,6 @@ def check_sidecars(result: Result) -> Findings:
     expected = list_sidecars(result.source.folder)
     for relative in expected:
         path = result.folder / relative
-        if path.is_symlink():
-            continue  # reported by rule 16
         is_saved_again = result.is_foreign and path.suffix == ".json" and path.name != TOKENIZER_NAME
         if not path.is_file():
             (found.warn if result.is_foreign else found.error)(str(relative), "missing")

@@ -110,7 +110,7 @@ def scan_shards(
                 source_reader.close()
         for shard in result.unreadable:
             path = result.folder / shard
-            if path.is_file() and not path.is_symlink():
+            if path.is_file():
                 with around(shard):
                     found.digests[shard], found.unreadable_bytes[shard] = file_digest(path), path.stat().st_size
     return found

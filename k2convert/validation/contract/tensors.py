@@ -257,7 +257,7 @@ def check_alignment(result: Result) -> Findings:
         found.error(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
     recommended = usual_parallelism(result.config).tensor
     card, sizes = result.folder / CARD_NAME, [recommended]
-    if card.is_file() and not card.is_symlink():
+    if card.is_file():
         stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
         sizes = sorted({int(size) for size in stated if int(size) > 0}) or [recommended]
     found.note = f"tensor-parallel size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"

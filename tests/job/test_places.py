@@ -1,0 +1,143 @@
+"""A source is read wherever it lies, by every verb, and what is written never goes through a link."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from command import run_here
+from places import PLACES, put_into_cache
+from results import contents
+
+from k2convert.errors import DestinationError
+from k2convert.job.locations import check_output_path
+
+SHARD = "model-00002-of-000003.safetensors"
+SMALL = ("--tokens", "128", "--window", "64", "--device", "cpu")
+KEPT = {"experts": {str(layer): [0, 2, 5, 7, 8, 15] for layer in (1, 2, 3)}}
+
+
+def result(folder: Path) -> dict[str, bytes]:
+    """The files of a result but its description of the job, which has the times of the source."""
+    return {name: data for name, data in contents(folder).items() if not name.endswith("job.json")}
+
+
+@pytest.fixture(params=PLACES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def placed(kind: str, source: Path, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return PLACES[kind](source, folder)
+
+
+def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
+    source, out, parts = placed(kind, small, tmp_path / "place"), tmp_path / "out", tmp_path / "parts"
+    run_here("run", source, out, "--json", code=0)
+    assert result(out) == result(finished)
+    assert not any(path.is_symlink() for path in out.rglob("*")), "what is copied is a file"
+    for options in (("--part", "1/2"), ("--part", "2/2"), ()):
+        run_here("run", source, parts, *options, "--quiet", code=0)
+    assert result(parts) == result(finished)
+    assert "passed" in run_here("validate", out, "--source", source, "--quiet", code=0).stdout
+    for verb in ("inspect", "fit"):
+        shown = [json.loads(run_here(verb, place, "--json", code=0).stdout) for place in (source, small)]
+        assert str(shown[0]).replace(str(source), str(small)) == str(shown[1])
+
+
+def test_pruned_conversions_are_the_same(kind: str, tiny: Path, pruned: Path, tmp_path: Path) -> None:
+    source = placed(kind, tiny, tmp_path / "place")
+    run_here("run", source, tmp_path / "out", "--keep-experts", pruned.parent / "kept.json", "--quiet", code=0)
+    assert result(tmp_path / "out") == result(pruned)
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pruned")
+    (folder / "kept.json").write_text(json.dumps(KEPT))
+    run_here("run", tiny, folder / "out", "--keep-experts", folder / "kept.json", "--quiet", code=0)
+    return folder / "out"
+
+
+def test_calibrations_and_evaluations_are_the_same(
+    kind: str, short: Path, text: Path, walked: Path, tmp_path: Path
+) -> None:
+    source = placed(kind, short, tmp_path / "place")
+    assert files_of_walks(source, text, tmp_path) == files_of_walks(short, text, walked)
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("walked")
+
+
+def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, bytes]]:
+    """The files of a calibration, of a conversion with its statistics, and of its evaluation."""
+    out, saved = folder / "out", folder / "saved.stats"
+    if not out.exists():
+        run_here("calibrate", source, saved, "--text", text, *SMALL, "--quiet", code=0)
+        run_here("run", source, out, "--statistics", saved, "--quiet", code=0)
+        run_here("evaluate", source, out, "--text", text, "--yes", *SMALL, "--quiet", code=0)
+    return [result(out), {"saved": saved.read_bytes()}]
+
+
+def test_results_are_read_wherever_they_lie(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
+    place = placed(kind, finished, tmp_path / "place")
+    for options in ((), ("--source", small)):
+        assert "passed" in run_here("validate", place, *options, "--quiet", code=0).stdout
+    run_here("fit", place, "--json", code=0)
+    run_here("report", place, "--out", tmp_path / "report", code=0)
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+NEEDED = ["config.json", "model.safetensors.index.json", SHARD, "generation_config.json"]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "itself", "a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_needed_link_that_leads_to_no_file_is_named(name: str, target: str, small: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(small, tmp_path / "source"))
+    (source / name).unlink()
+    os.mkfifo(tmp_path / "a pipe")
+    (tmp_path / "a folder").mkdir()
+    places = {"itself": name, "a device": "/dev/null"}
+    (source / name).symlink_to(places.get(target, tmp_path / target))
+    if name == "generation_config.json" and target == "a folder":
+        return  # a folder of that name has no files
+    for words in (("run", source, tmp_path / "out"), ("inspect", source)):
+        if words[0] == "inspect" and name == "generation_config.json":
+            continue
+        error = run_here(*words, code=1).stderr
+        assert f"{name}: is a link to '{places.get(target, tmp_path / target)}', which" in error.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> None:
+    snapshot = put_into_cache(small, tmp_path / "hub")
+    repo = snapshot.parents[1]
+    before = {path: path.lstat().st_mtime_ns for path in repo.rglob("*")}
+    for place in (snapshot / "out", repo / "out", repo / "blobs" / "out", repo / "blobs", repo.parent, repo):
+        assert "source" in run_here("run", snapshot, place, code=1).stderr
+    with pytest.raises(DestinationError, match="is inside the source"):
+        check_output_path(repo / "blobs" / "saved.stats", source=snapshot)
+    assert {path: path.lstat().st_mtime_ns for path in repo.rglob("*")} == before
+
+
+def test_a_finished_shard_may_be_moved_to_another_disk(small: Path, finished: Path, tmp_path: Path) -> None:
+    out, disk = Path(shutil.copytree(finished, tmp_path / "out")), tmp_path / "disk"
+    disk.mkdir()
+    shutil.move(out / SHARD, disk / SHARD)
+    (out / SHARD).symlink_to(disk / SHARD)
+    (out / "config.json").unlink()
+    run_here("run", small, out, code=0)
+    assert (out / SHARD).is_symlink(), "it counts as finished"
+    assert contents(out) == contents(finished)
+    data = bytearray((disk / SHARD).read_bytes())
+    data[-1] ^= 1
+    (disk / SHARD).write_bytes(data)
+    run_here("run", small, out, code=0)
+    assert not (out / SHARD).is_symlink(), "it is replaced where it was linked"
+    assert contents(out) == contents(finished)
+    assert (disk / SHARD).read_bytes() == data
