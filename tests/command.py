@@ -43,6 +43,29 @@ def start_cli(*args: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*args), **({"env": cli_environment(), "text": True} | quiet | options))
 
 
+_MEASURED = """
+import sys
+from k2convert.__main__ import main
+from k2convert.job.resources import peak_bytes
+sys.argv[0] = "k2convert"
+try:
+    main()
+finally:
+    print(peak_bytes(), file=sys.stderr)
+"""
+
+
+def peak_of(*args: object) -> int:
+    """Run the command in a process of its own, and return the bytes of its peak memory.
+
+    The process reads its own VmHWM: `ru_maxrss` begins with the peak of the process that started it.
+    """
+    words = [sys.executable, "-c", _MEASURED, *map(str, args)]
+    done = subprocess.run(words, capture_output=True, text=True, env=cli_environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stderr.splitlines()[-1])
+
+
 def run_here(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command in this process; its exit code must be `code` if that is given."""
     out, err = io.StringIO(), io.StringIO()

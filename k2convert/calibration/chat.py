@@ -18,6 +18,10 @@ MAX_SECONDS: Final = 10.0
 """Processor time for a conversation. Kimi's template needs a few milliseconds."""
 
 _NAMED_TOKENS: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_KIMI_TOKENIZER: Final = "TikTokenTokenizer"
+"""The class of Kimi's tokenizers. Their code sorts the keys of tools before the template gets them."""
+_TYPESCRIPT: Final = "tools_ts_str"
+"""The variable in which the code of K2.5's tokenizer, 480 lines that are not run, gives its template the tools."""
 _REMEDY: Final = 'Use lines with "text", or a checkpoint with a working chat template.'
 
 
@@ -27,6 +31,7 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
+        self._needs_typescript = self._sorts_tools = False
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +49,13 @@ class ChatTemplate:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
+        if tools and self._needs_typescript:
+            raise CalibrationError(
+                "this checkpoint declares tools in TypeScript, which only its own code writes, and that is not run. "
+                "Leave out conversations with tools, or pass token ids (.npy, .jsonl)."
+            )
+        if tools and self._sorts_tools:
+            tools = json.loads(json.dumps(tools, sort_keys=True))
         chat = {"messages": messages, "tools": tools, "add_generation_prompt": False}
         try:
             process.stdin.write(json.dumps(chat) + "\n")
@@ -61,7 +73,9 @@ class ChatTemplate:
         return answer["text"]
 
     def _start(self) -> subprocess.Popen[str]:
-        templates, variables = read_templates(self._folder)
+        templates, variables, tokenizer = read_templates(self._folder)
+        self._needs_typescript = any(_TYPESCRIPT in template for template in templates.values())
+        self._sorts_tools = tokenizer == _KIMI_TOKENIZER
         program = Path(__file__).with_name("chat_process.py")
         process = subprocess.Popen(
             [sys.executable, "-P", str(program)],
@@ -75,8 +89,10 @@ class ChatTemplate:
         return process
 
 
-def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return a folder's chat templates by name and the named special tokens they may use; raises CalibrationError.
+def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object]:
+    """Return a folder's chat templates by name, the named special tokens they may use, and the tokenizer's class.
+
+    Raises CalibrationError.
 
     chat_template.jinja comes before tokenizer_config.json's chat_template, which is one template or a list of named
     ones: `tool_use` is for conversations with tools, `default` for all others.
@@ -100,7 +116,7 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
             f'{TOKENIZER_CONFIG_NAME}. Use lines with "text" instead of "messages".'
         )
     variables = {key: _content(config.get(key)) for key in _NAMED_TOKENS}
-    return templates, {key: value for key, value in variables.items() if value}
+    return templates, {key: value for key, value in variables.items() if value}, config.get("tokenizer_class")
 
 
 def _content(token: object) -> str:

@@ -47,9 +47,7 @@ def choose_calibration(
 def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
     """Refuse statistics of a source whose shards have other headers (CalibrationError)."""
     if statistics.source_headers != source_digest(source):
-        raise CalibrationError(
-            f"{statistics.path}: was made from a different source: the headers of its shards differ. {_REMEDY}"
-        )
+        raise CalibrationError(f"{statistics.path}: was made from a source with other shard headers. {_REMEDY}")
 
 
 def scaled_layers(calibration: Calibration, architecture: Architecture) -> list[int]:
@@ -112,8 +110,8 @@ def check_norms(
                 continue
             if blake3(reader.read(tensor).data).hexdigest() != statistics.layer(layer).norm_digest:
                 raise CalibrationError(
-                    f"{statistics.path}: was made from a different source: {tensor.shard}: {tensor.name} differs. "
-                    f"{_REMEDY}"
+                    f"{statistics.path}: was made from a source with other norms: {tensor.shard}: {tensor.name} "
+                    f"differs. {_REMEDY}"
                 )
 
 

@@ -27,6 +27,7 @@ from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.choices import format_bytes
 from k2convert.errors import DestinationError, DiskFullError, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
@@ -176,8 +177,8 @@ class CalibrationPlan:
         if self.disk_needed > self.disk_allowed:
             advice = "Allow more with --max-disk, or free some space" if self.shards is not None else "Free some space"
             raise DiskFullError(
-                f"{self.work.folder}: the calibration needs {self.disk_needed:,} bytes of disk at a time, but may use "
-                f"{self.disk_allowed:,}. {advice}, or use fewer tokens."
+                f"{self.work.folder}: the calibration needs {format_bytes(self.disk_needed)} of disk at a time, but "
+                f"may use {format_bytes(self.disk_allowed)}. {advice}, or use fewer tokens."
             )
 
     def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """How many tokens a calibration uses: what experts need, what they got, and the disk that tokens take next to a CPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 from typing import Final
 
@@ -38,10 +38,15 @@ def default_tokens(source: Checkpoint, *, window: int) -> int:
     return -(-tokens // window) * window
 
 
+def median_tokens(counts: Iterable[int]) -> int:
+    """Return the tokens of the median expert; of two in the middle, the fewer."""
+    return median_low(counts)
+
+
 def fewest_tokens(layers: Mapping[int, Sequence[int]]) -> tuple[int, int]:
     """Return the layer in which the median expert got the fewest tokens, and how many; `layers` has those of each."""
-    layer, counts = min(layers.items(), key=lambda item: median_low(item[1]))
-    return layer, median_low(counts)
+    layer, counts = min(layers.items(), key=lambda item: median_tokens(item[1]))
+    return layer, median_tokens(counts)
 
 
 def tokens_for(architecture: Architecture, *, used: int, got: int, window: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -74,13 +75,19 @@ class Tokenizer(Protocol):
 def open_tokenizer(folder: Path) -> Tokenizer:
     """Open the tokenizer of a checkpoint folder.
 
+    tokenizer.json comes before tiktoken.model, unless it has other ids for the special tokens of tokenizer_config.json:
+    some conversions of Kimi's file renumber them, and the engines use tiktoken.model.
+
     Raises CalibrationError if there is none or it cannot be used, MissingDependencyError without its library.
     """
     require_extra("calibrate", purpose="text to calibrate on")
-    if os.path.lexists(folder / TOKENIZER_NAME):
+    has_json = os.path.lexists(folder / TOKENIZER_NAME)
+    has_kimi = os.path.lexists(folder / TIKTOKEN_NAME)
+    names = _special_tokens(folder / TOKENIZER_CONFIG_NAME) if has_kimi else {}
+    if has_json and not (has_kimi and _is_renumbered(folder / TOKENIZER_NAME, names)):
         return _JsonTokenizer(folder / TOKENIZER_NAME)
-    if os.path.lexists(folder / TIKTOKEN_NAME):
-        return _KimiTokenizer(folder / TIKTOKEN_NAME, _special_tokens(folder / TOKENIZER_CONFIG_NAME))
+    if has_kimi:
+        return _KimiTokenizer(folder / TIKTOKEN_NAME, names)
     raise CalibrationError(f"{folder}: has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}. {BAD_FILE}")
 
 
@@ -207,6 +214,17 @@ def _special_tokens(path: Path) -> dict[int, str]:
             )
         names[int(key)] = name
     return names
+
+
+def _is_renumbered(path: Path, names: dict[int, str]) -> bool:
+    """Return whether tokenizer.json has other ids for special tokens; false for a file that is damaged or has none."""
+    try:
+        added: object = mapping_or_empty(json.loads(_read_small_file(path))).get("added_tokens")
+    except ValueError:
+        return False
+    entries = map(mapping_or_empty, cast(list[Any], added) if isinstance(added, list) else [])
+    ids = {entry.get("content"): entry.get("id") for entry in entries}
+    return bool(ids) and any(ids.get(name) != number for number, name in names.items())
 
 
 def _read_small_file(path: Path) -> bytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.calibration.statistics import open_statistics
+from k2convert.choices import format_bytes
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -87,7 +88,7 @@ def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Foreca
         console.print_json(document | found.document(time, needed))
     else:
         show_text(plan)
-        needs, allowed = console.format_bytes(plan.disk_needed), console.format_bytes(plan.disk_allowed)
+        needs, allowed = format_bytes(plan.disk_needed), format_bytes(plan.disk_allowed)
         console.print_line(f"disk: needs {needs} at once, may use {allowed}")
         for line in (*found.memory_lines(needed), found.time_line(time)):
             console.print_line(line)
@@ -117,7 +118,7 @@ def _show_result(plan: "CalibrationPlan", header: "StatisticsHeader", options: C
         console.print_json(document | {"bytes": path.stat().st_size})
         return
     dropped = f", {header.dropped:,} windows dropped" if header.dropped else ""
-    size = console.format_bytes(path.stat().st_size)
+    size = format_bytes(path.stat().st_size)
     console.print_line(f"{path}: {size}, {plan.num_layers} layers, {header.tokens:,} tokens{dropped}")
     statistics = open_statistics(path)
     layers = {number: statistics.layer(number).tokens.tolist() for number in plan.architecture.moe_layers}

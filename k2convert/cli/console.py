@@ -130,7 +130,7 @@ def print_line(text: str) -> None:
 
 
 def print_markdown(text: str) -> None:
-    """Print a page of Markdown on stdout: rendered on a terminal, as it is into a pipe."""
+    """Print a page of Markdown on stdout: rendered in a pager on a terminal, as it is into a pipe."""
     with _on_stdout():
         if not _out.is_terminal:
             sys.stdout.write(text)
@@ -140,14 +140,25 @@ def print_markdown(text: str) -> None:
         class WholeTable(TableElement):  # rich's own cuts words that are longer than their column
             def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
                 for table in super().__rich_console__(console, options):
-                    for column in cast(Table, table).columns:
-                        column.overflow = "fold"
+                    _keep_words_whole(cast(Table, table), console, options.max_width)
                     yield table
 
         class Page(Markdown):
             elements = Markdown.elements | {"table_open": WholeTable}
 
-        _out.print(Page(text, code_theme="ansi_dark", hyperlinks=False), soft_wrap=False)
+        os.environ.setdefault("LESS", "FRX")  # as git does: colors, and no waiting for a page that fits the screen
+        with _out.pager(styles=True):
+            _out.print(Page(text, code_theme="ansi_dark", hyperlinks=False), soft_wrap=False)
+
+
+def _keep_words_whole(table: Table, console: Console, width: int) -> None:
+    """Do not wrap columns of single words if the others have room beside them; no cell is ever cut."""
+    whole = [column for column in table.columns if all(" " not in str(cell).strip() for cell in column.cells)]
+    needed = sum(max(console.measure(cell).maximum for cell in column.cells) for column in whole if any(column.cells))
+    room = width - _MIN_TEXT_WIDTH * (len(table.columns) - len(whole)) - _BETWEEN * len(table.columns)
+    for column in table.columns:
+        column.overflow = "fold"
+        column.no_wrap = column in whole and needed <= room
 
 
 def print_verdict(subject: str, *, passed: bool) -> None:
@@ -201,15 +212,6 @@ def print_next(command: str) -> None:
 def print_error(message: str) -> None:
     """Print a refusal or failure on stderr."""
     _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)))
-
-
-def format_bytes(count: float) -> str:
-    """Format a size in decimal units, as disks and the Hub do."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def format_rate(count: float) -> str:

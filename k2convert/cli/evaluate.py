@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from k2convert.choices import counted
+from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
@@ -109,10 +109,10 @@ def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast
         console.print_json(document | found.document(time, needed))
         return
     console.print_line(plan_line(plan))
-    reads, fetches = console.format_bytes(plan.bytes_read), console.format_bytes(plan.bytes_fetched)
+    reads, fetches = format_bytes(plan.bytes_read), format_bytes(plan.bytes_fetched)
     console.print_line(f"reads {reads}" + (f", fetches {fetches} from the Hub" if plan.bytes_fetched else ""))
     console.print_line(f"computes about {flop:.1e} floating-point operations")
-    needs, allowed = console.format_bytes(plan.disk_needed), console.format_bytes(plan.disk_allowed)
+    needs, allowed = format_bytes(plan.disk_needed), format_bytes(plan.disk_allowed)
     console.print_line(f"disk: needs {needs} at once, may use {allowed}")
     for line in (*found.memory_lines(needed), found.time_line(time)):
         console.print_line(line)

@@ -18,7 +18,7 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 
 _SAME_THING: Final[dict[str, str]] = {
     **dict.fromkeys(("convert", "quantize", "resume"), "run"),
-    **dict.fromkeys(("check", "verify", "evaluate"), "validate"),
+    **dict.fromkeys(("check", "verify"), "validate"),
     **dict.fromkeys(("info", "show"), "inspect"),
     **dict.fromkeys(("push", "upload"), "publish"),
 }

@@ -21,6 +21,7 @@ from k2convert.cli.fit_view import (
 )
 from k2convert.cli.options import parse_size
 from k2convert.cli.verbs import AUTO, FitOptions
+from k2convert.errors import FitError
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import CONTEXT, UTILIZATION, Settings, fit_layout
@@ -79,6 +80,7 @@ class _Asked:
         if experts != self.whole.shape.num_experts:
             source = place if self.model.recipe is not None else "SOURCE"
             words = ("run", source, "DEST", "--keep-experts", "FILE", "--set", f"experts={experts}")
+            console.print_note("FILE scores or lists the experts: `k2convert guide prune` shows what makes one")
         elif self.model.recipe is not None:
             words = ("run", place, "DEST", "--dry-run")
         else:
@@ -101,7 +103,10 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
         raise typer.BadParameter(f"{', '.join(given)}: needs --gpu or --memory, and --count")
     if options.memory is not None:
         return Gpu(options.memory, f"GPU of {options.memory}", parse_size(options.memory))
-    return None if options.gpu is None else find_gpu(options.gpu)
+    try:
+        return None if options.gpu is None else find_gpu(options.gpu)
+    except FitError as error:
+        raise FitError(f"--gpu {error} For another one that runs NVFP4, pass --memory, such as 96GB.") from None
 
 
 def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
@@ -189,8 +194,9 @@ def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, opti
 
 
 def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
-    """Print each command, and its notes but for those that are `known`."""
+    """Print each command, and its notes but for those that are `known`; why there is none, in its place."""
     for engine, command in commands.items():
-        for line in ("", f"{ENGINE_NAMES[engine]}:", *(command.block.splitlines() if command.words else ())):
+        for line in ("", f"{ENGINE_NAMES[engine]}:", *(command.block.splitlines() if command.words else command.notes)):
             console.print_line(line)
-    show_notes(dict.fromkeys(note for found in commands.values() for note in found.notes if note not in known))
+    served = [command for command in commands.values() if command.words]
+    show_notes(dict.fromkeys(note for command in served for note in command.notes if note not in known))

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
-from k2convert.choices import counted
-from k2convert.cli.console import format_bytes, print_line, print_note, print_table
+from k2convert.choices import counted, format_bytes
+from k2convert.cli.console import print_line, print_note, print_table
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
 from k2convert.fit.model import Model
 from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens, gigabytes
@@ -207,7 +207,8 @@ def fit_notes(holder: Holder, settings: Settings) -> list[str]:
 def _general_notes(settings: Settings) -> list[str]:
     overhead = (
         f"assumed: {format_bytes(settings.overhead_bytes)} on each GPU for activations, CUDA graphs and NCCL "
-        "(--overhead). Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200."
+        "(--overhead). Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200: "
+        "use --overhead 8.7GB there."
     )
     return [overhead, *([FP8_NOTE] if settings.kv == "fp8" else [])]
 

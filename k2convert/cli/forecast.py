@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import counted
+from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.options import parse_device
 from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, PlanError
+from k2convert.errors import CalibrationError, FitError, PlanError
 from k2convert.job.estimate import Estimate
 from k2convert.job.opening import TextFiles
 from k2convert.job.prepare import Job
@@ -68,7 +68,10 @@ def choose_computer(name: str, *, dry_run: bool) -> Computer:
     if gpu is not None:
         from k2convert.fit.gpus import find_gpu
 
-        found = find_gpu(gpu)
+        try:
+            found = find_gpu(gpu)
+        except FitError as error:
+            raise FitError(f"--device {error} For a CPU, name its cores, such as 64-cores.") from None
         if found.flops is None or found.bandwidth is None:
             raise PlanError(f"--device {found.name}: its data sheet does not say its speed. Use another GPU.")
         return Computer(("cuda:0",), THREADS_PER_GPU, found, f"one {found.title}")
@@ -119,11 +122,11 @@ class Forecast:
 
     def memory_lines(self, needed: int) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
-        gpu, text = self.computer.gpu, f"memory: needs about {console.format_bytes(needed)}"
-        lines = [text if self.computer.elsewhere else f"{text}, available {console.format_bytes(available_memory())}"]
+        gpu, text = self.computer.gpu, f"memory: needs about {format_bytes(needed)}"
+        lines = [text if self.computer.elsewhere else f"{text}, available {format_bytes(available_memory())}"]
         if self.memory.gpu:
             word = "free" if gpu is None else f"{gpu.title} has"
-            needs, has = console.format_bytes(self.memory.gpu), console.format_bytes(self._free_of_gpu())
+            needs, has = format_bytes(self.memory.gpu), format_bytes(self._free_of_gpu())
             lines.append(f"memory of the GPU: needs about {needs}, {word} {has}")
         return lines
 
@@ -254,7 +257,7 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     used, window = plan.num_tokens, plan.text.windows.ids.shape[1]
     enough = tokens_for(plan.architecture, used=used, got=got, window=window)
     text = ", and a longer text" if used < plan.text.tokens else ""
-    return f"{line}. {TOKENS_PER_INPUT} for each of its {inputs:,} inputs lose less: use {option}{enough}{text}"
+    return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
 
 
 def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) -> None:

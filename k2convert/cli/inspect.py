@@ -10,9 +10,10 @@ import numpy as np
 from k2convert.calibration.channels import MIN_TOKENS, Calibration
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.calibration.token_counts import median_tokens
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
-from k2convert.choices import counted
-from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
+from k2convert.choices import counted, format_bytes
+from k2convert.cli.console import command, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions
 from k2convert.errors import CalibrationError, shortened
 from k2convert.hub.client import Hub
@@ -52,7 +53,7 @@ def _show_inspection(found: Inspection) -> None:
     counts = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections, "NVFP4": found.nvfp4_projections}
     projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
-        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
+        f"{counted(found.num_shards, 'shard')}, {counted(found.num_tensors, 'tensor')}, {found.tensor_bytes:,} bytes "
         f"({format_bytes(found.tensor_bytes)}), {projections} projections"
     )
     quantization = found.quantization or {}
@@ -203,7 +204,7 @@ def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{number} dense" if layer["dense"] else number,
         f"{min(tokens):,}",
-        f"{int(np.median(tokens)):,}",
+        f"{median_tokens(tokens):,}",
         f"{max(tokens):,}",
         f"{len(layer['fallback']):,}",
         f"{scaled:,}",

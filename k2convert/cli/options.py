@@ -176,7 +176,7 @@ MaxDiskOption = Annotated[
 DeviceOption = Annotated[
     str,
     option(
-        "auto, cpu or cuda. To estimate a calibration elsewhere with --dry-run: a GPU such as h200, or 64-cores.",
+        "auto, cpu or cuda. To estimate time and memory elsewhere with --dry-run: a GPU such as h200, or 64-cores.",
         "DEVICE",
         MACHINE,
     ),

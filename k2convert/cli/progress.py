@@ -18,8 +18,9 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
-from k2convert.cli.console import format_bytes, format_rate, format_seconds
+from k2convert.cli.console import format_rate, format_seconds
 from k2convert.cli.tally import LAYER_PHASES, Meter, Tally
 from k2convert.errors import visible
 from k2convert.records.events import Extent
@@ -149,7 +150,7 @@ def _rate_text(phase: str, meter: Meter) -> str:
 
 
 def _shards_text(tally: Tally) -> str:
-    return f"{tally.shards} of {tally.num_shards} shards" if tally.num_shards else ""
+    return f"{tally.shards} of {counted(tally.num_shards, 'shard')}" if tally.num_shards else ""
 
 
 def _eta_text(tally: Tally) -> str:

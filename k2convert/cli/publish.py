@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.verbs import PublishOptions
@@ -52,7 +53,7 @@ def publish(options: PublishOptions) -> None:
     else:
         others = ", ".join(map(str, publication.others))
         if not quiet:
-            console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
+            console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {others}")
         with (
             open_named_statistics(options.statistics, hub=hub) as calibrated,
             open_origin(options.source, hub=hub) as (origin, shards),

@@ -254,13 +254,13 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
         with display as events:
             execute(replace(job, command=whole), part=part, events=events)
     except BaseException as error:
-        error.add_note(f"{display.tally.shards} of this part's {num_shards} shards are converted")
+        error.add_note(f"{display.tally.shards} of this part's {counted(num_shards, 'shard')} are converted")
         error.add_note(console.command(*command_words("run", options)))
         raise
     if options.as_json:
         console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
         return
-    console.print_line(f"part {part}: {num_shards} of the {len(job.plan.jobs)} shards are converted")
+    console.print_line(f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}")
     console.print_note("when all parts are done, the command without --part writes index and config:")
     console.print_next(whole.line(here=whole.folder))
 

@@ -8,6 +8,7 @@ from k2convert.calibration.layer_files import conversion_work, statistics_work
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
+from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.verbs import StatusOptions
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, remedy
@@ -44,7 +45,7 @@ def _show_statistics(path: Path, *, as_json: bool) -> None:
     if as_json:
         console.print_json({"complete": True, "layers": len(found.layers), "tokens": found.tokens})
         return
-    size, texts = console.format_bytes(path.stat().st_size), ", ".join(name for name, _ in found.texts)
+    size, texts = format_bytes(path.stat().st_size), ", ".join(name for name, _ in found.texts)
     contents = f"{len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
     console.print_line(f"{path}: complete statistics: {contents}")
     console.print_line(f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}")
@@ -158,9 +159,9 @@ def show_status(destination: Path, state: JobState) -> None:
     """Print a job's state."""
     document = status_document(state)
     word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
-    shards = f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards"
+    shards = f"{destination}: {word}: {document['finished_shards']} of {counted(document['shards'], 'shard')}"
     if state.progress is None:
-        shards += ", " + " of ".join(console.format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
+        shards += ", " + " of ".join(format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
     console.print_line(shards)
     if state.progress is not None:
         show_progress(state.progress, state.progress_age)
@@ -179,7 +180,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
             amount = f"layer {min(done // unit + 1, total // unit)} of {total // unit} on {unit:,} tokens"
         else:
             speed = console.format_rate(rate or 0)
-            amount = f"{console.format_bytes(min(done, total))} of {console.format_bytes(total)}"
+            amount = f"{format_bytes(min(done, total))} of {format_bytes(total)}"
         console.print_line(f"{name}: {amount}{f', {speed}' if rate and done < total else ''}")
     if age > STALE_SECONDS:
         console.print_line(f"the running process has reported nothing for {console.format_seconds(age)}")
@@ -210,9 +211,9 @@ def show_repository(text: str, *, as_json: bool) -> None:
         console.print_json(document)
         return
     kind = "private" if repo.private else "public"
-    count, size = len(ledger.shards), console.format_bytes(ledger.num_bytes)
+    count, size = len(ledger.shards), format_bytes(ledger.num_bytes)
     word = "complete" if is_complete else "not complete"
-    console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {count} shards, {size}")
+    console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {counted(count, 'shard')}, {size}")
     if missing:
         console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
     recipe = ledger.recipe

@@ -8,6 +8,7 @@ import typer
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.choices import format_bytes
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
@@ -46,9 +47,7 @@ def validate(options: ValidateOptions) -> None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
         if opened.shards.is_remote and not options.quiet:
-            console.print_event(
-                f"checks {console.format_bytes(total)}, shard by shard; what comes from the Hub is dropped"
-            )
+            console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         cost = None if request is None else _say_layers_cost(opened, request, quiet=options.quiet)
         extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
         display = Display("validate", extent, quiet=options.quiet)
@@ -119,7 +118,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> 
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
     below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""
-    work = f"{cost.num_experts:,} experts on {request.tokens:,} tokens and reads {console.format_bytes(cost.num_bytes)}"
+    work = f"{cost.num_experts:,} experts on {request.tokens:,} tokens and reads {format_bytes(cost.num_bytes)}"
     text = f"--layers {numbers}{below}: computes {work}"
     if cost.seconds is not None:
         text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"

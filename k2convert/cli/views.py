@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from k2convert.choices import counted
-from k2convert.cli.console import format_bytes, format_rate, format_seconds, format_span, print_line, print_table
+from k2convert.choices import counted, format_bytes
+from k2convert.cli.console import format_rate, format_seconds, format_span, print_line, print_table
 from k2convert.errors import HubError
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
@@ -144,7 +144,7 @@ def show_plan(job: Job, *, source: str) -> None:
         for shard in document["shards"]
     ]
     shown = rows if len(rows) <= 12 else [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
-    print_table(f"{len(rows)} shards", ("shard", "tensors", "in", "out", "state"), shown)
+    print_table(counted(len(rows), "shard"), ("shard", "tensors", "in", "out", "state"), shown)
     rows = [
         (
             "copy, times powers of two" if name == "scale" else name,
@@ -238,7 +238,7 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
-    print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
+    print_line(f"{job.destination.folder}: {counted(len(job.plan.jobs), 'shard')}, {format_seconds(seconds)}{rate}")
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:

@@ -28,6 +28,7 @@ from k2convert.checkpoint.files import list_folder, write_atomically
 from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.choices import format_bytes
 from k2convert.errors import CheckpointError, DiskFullError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import (
@@ -149,8 +150,8 @@ class EvaluationPlan:
         if self.disk_needed > self.disk_allowed:
             advice = "Allow more with --max-disk, or free some space" if self.fetched_at_once else "Free some space"
             raise DiskFullError(
-                f"{self.work.folder}: the evaluation needs {self.disk_needed:,} bytes of disk at a time, but may use "
-                f"{self.disk_allowed:,}. {advice}, or use fewer tokens."
+                f"{self.work.folder}: the evaluation needs {format_bytes(self.disk_needed)} of disk at a time, but may "
+                f"use {format_bytes(self.disk_allowed)}. {advice}, or use fewer tokens."
             )
 
     def extent(self, first: int) -> Extent:

@@ -9,6 +9,7 @@ B200 and GB200, hmc-tech.com for B200 and GB200, itkb.uw.cz (2026-06-22) for B30
 figures, not looked up again; they only serve estimates. NVIDIA names only FP4 for DGX Spark.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -37,7 +38,7 @@ _HOPPER: Final = Flops(494.7e12, 67e12, 34e12)
 class Gpu:
     """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known, and so is `flops`.
 
-    `counts` are usual numbers of GPUs, smallest first.
+    `counts` are usual numbers of GPUs, smallest first; a machine has `per_machine`.
     """
 
     name: str
@@ -47,15 +48,16 @@ class Gpu:
     nvfp4: Nvfp4Kind = "unknown"
     counts: tuple[int, ...] = (1, 2, 4, 8, 16)
     flops: Flops | None = None
+    per_machine: int = 8
 
 
 _ALL: Final = (
     Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", flops=Flops(1100e12, 75e12, 37e12)),
     Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", flops=Flops(1125e12, 75e12, 1.25e12)),
-    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 40e12)),
-    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 1.3e12)),
+    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 40e12), per_machine=4),
+    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 1.3e12), per_machine=4),
     Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", flops=Flops(251.9e12, 125e12, 1.97e12)),
-    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow"),
+    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", per_machine=1),
     Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", flops=_HOPPER),
     Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", flops=_HOPPER),
     Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", flops=Flops(156e12, 19.5e12, 9.7e12)),
@@ -64,11 +66,11 @@ GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name, however it is spelled; raises FitError listing the known names."""
+    """Return the GPU of this name, however it is spelled; raises FitError that lists the known names."""
     wanted = "".join(c for c in name.lower() if c.isalnum())
     for gpu in _ALL:
         if wanted in {gpu.name.replace("-", ""), "".join(c for c in gpu.title.lower() if c.isalnum())}:
             return gpu
-    raise FitError(
-        f"--gpu {quoted(name)}: unknown. Known: {', '.join(GPUS)}. For any other, pass --memory, such as 96GB."
-    )
+    if re.fullmatch("(amd|instinct)?mi[0-9]{3}[a-z]?", wanted):
+        raise FitError(f"{quoted(name)}: a GPU of AMD, which cannot run NVFP4. Known: {', '.join(GPUS)}.")
+    raise FitError(f"{quoted(name)}: an unknown GPU. Known: {', '.join(GPUS)}.")

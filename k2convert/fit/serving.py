@@ -34,7 +34,8 @@ NVFP4_NOTES: Final[dict["Nvfp4Kind", str]] = {
         "against 53-55."
     ),
     "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source serves as well here.",
-    "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it.",
+    "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it. "
+    "AMD's GPUs cannot run it.",
 }
 _USUAL_SIZES: Final = (8, 4, 2)
 _COLUMNS: Final = 76
@@ -79,9 +80,9 @@ class Deployment:
         return self.family.sglang_blackwell or None if is_fp4 else None
 
     @property
-    def is_on_sparks(self) -> bool:
-        """Whether it runs on several machines with one GPU each."""
-        return self.gpu is not None and self.gpu.name == _SPARK and self.parallelism.num_gpus > 1
+    def num_machines(self) -> int:
+        """The machines that have its GPUs; 1 if the GPU is not known."""
+        return 1 if self.gpu is None else -(-self.parallelism.num_gpus // self.gpu.per_machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +269,8 @@ def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
     if engine == "tensorrt-llm" and deployment.utilization is not None:
         yield "`--free_gpu_memory_fraction` of trtllm-serve is the share of what the weights leave free (0.9)."
-    if deployment.is_on_sparks:
-        yield _machines(engine, deployment.parallelism.num_gpus)
+    if deployment.num_machines > 1:
+        yield _machines(engine, deployment.num_machines)
 
 
 def _machines(engine: Engine, count: int) -> str:
@@ -287,7 +288,7 @@ def _machines(engine: Engine, count: int) -> str:
 def _general_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.kv_cache == "fp8":
         yield FP8_NOTE
-    if deployment.is_on_sparks:
+    if deployment.num_machines > 1 and deployment.gpu is not None and deployment.gpu.name == _SPARK:
         yield "Set NCCL_NVLS_ENABLE=0 on every DGX Spark of a cluster. Without it, NCCL may hang at the start."
     if deployment.gpu is not None and deployment.gpu.nvfp4 != "native" and deployment.layout is not None:
         yield f"{deployment.gpu.title}: {NVFP4_NOTES[deployment.gpu.nvfp4]}"

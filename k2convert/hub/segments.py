@@ -16,6 +16,7 @@ from pathlib import Path
 from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.files import mapping_or_empty, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
+from k2convert.choices import format_bytes
 from k2convert.errors import DiskFullError
 from k2convert.hub.source import RemoteFile
 
@@ -187,7 +188,7 @@ def open_partial(target: Path, file: RemoteFile, *, segment_bytes: int | None = 
     except OSError as error:
         os.close(descriptor)
         raise DiskFullError(
-            f"{path}: no room for {file.num_bytes:,} bytes ({error.strerror}). Free some space."
+            f"{path}: no room for {format_bytes(file.num_bytes)} ({error.strerror}). Free some space."
         ) from error
     return PartialFile(path, record_path, file, segment_bytes, descriptor, done)
 

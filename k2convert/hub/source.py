@@ -27,6 +27,7 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.choices import format_bytes
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
 from k2convert.hub.client import MODEL, NUM_ATTEMPTS, Hub, RepoRef
 
@@ -210,7 +211,7 @@ def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
     wanted = [file for file in others if file.num_bytes <= MAX_SMALL_FILE_BYTES]
     for file in others:
         if file.num_bytes > MAX_SMALL_FILE_BYTES:
-            hub.notify(f"{file.path} is left out: {file.num_bytes:,} bytes. Copy it by hand if you need it")
+            hub.notify(f"{file.path} is left out: {format_bytes(file.num_bytes)}. Copy it by hand if you need it")
     paths = {file: _small_path(source, file, folder=folder) for file in wanted}
     missing = [file for file, p in paths.items() if not p.is_file() or p.is_symlink() or not matches(p, file)]
     for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):

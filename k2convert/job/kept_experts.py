@@ -75,11 +75,14 @@ def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
 
 def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRecord:
     checkpoint = source.checkpoint
-    architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
+    family = detect_family(checkpoint)
+    architecture = family.read_architecture(checkpoint.config, str(checkpoint.folder))
     if count is not None and count > architecture.num_experts:
         raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     weights: _PerExpert = {}
     if _is_safetensors(path):
+        if family.not_computed:
+            raise PlanError(f"{path}: statistics, but {family.title} has none: {family.not_computed}. {_REMEDY}")
         from k2convert.calibration.fitting import check_statistics_source
         from k2convert.calibration.statistics import open_statistics
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.folders import opened_folder
+from k2convert.choices import format_bytes
 from k2convert.errors import DestinationError, DiskFullError
 from k2convert.job.locations import shown_as
 
@@ -48,7 +49,7 @@ def open_room(rooms: str, *, shard_bytes: int, max_disk: int | None) -> Generato
             allowed = max_disk or int(shutil.disk_usage(top).free * _FREE_SHARE)
             if allowed < shard_bytes:
                 raise DiskFullError(
-                    f"{top}: a shard takes {shard_bytes:,} bytes, but this node may use {allowed:,}. "
+                    f"{top}: a shard needs {format_bytes(shard_bytes)}, but this node may use {format_bytes(allowed)}. "
                     "Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
                 )
             paths = (top / f"{rooms}-{place}" for place in range(min(allowed // shard_bytes, _MAX_PLACES)))

@@ -14,8 +14,9 @@ from k2convert.hub.client import Hub, bound_memory
 from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
-from k2convert.models import check_computed, read_architecture, vocabulary_size
+from k2convert.models import check_computed, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
+from k2convert.plan.plan import check_target
 from k2convert.plan.recipe import TextUse, settle_recipe
 from k2convert.records.document import shown
 from k2convert.records.journal import Journal
@@ -72,9 +73,10 @@ def open_job(
         open_named_statistics(statistics, hub=hub) as found,
         open_source(source, hub=hub, pinned=begun and begun.source_revision) as opened,
     ):
-        if statistics is not None or text is not None:
-            check_computed(opened.checkpoint)
         chosen = choose_recipe(opened.checkpoint, recipe, settings or {})
+        if statistics is not None or text is not None or chosen.needs_statistics:
+            check_computed(opened.checkpoint)
+        check_target(chosen, detect_family(opened.checkpoint), opened.checkpoint)
         has_statistics, has_text, to_hub = (it is not None for it in (found, text, target.repo))
         chosen = settle_recipe(chosen, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
         if chosen.keep_experts is not None:

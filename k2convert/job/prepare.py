@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
-from k2convert.choices import Device
+from k2convert.choices import Device, format_bytes
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
@@ -253,14 +253,14 @@ def check_room(job: Job) -> None:
     limits = job.limits
     if limits.disk_needed <= limits.disk_allowed:
         return
-    advice = f"Free {limits.disk_needed - limits.disk_allowed:,} bytes, or choose a folder on a different disk."
+    advice = f"Free {format_bytes(limits.disk_needed - limits.disk_allowed)}, or choose a folder on a different disk."
     if job.uses_hub:
         advice = "Allow more with --max-disk, or free some space."
         if job.target is None:
             advice += " Publishing to the Hub (hf://owner/name) needs room for a few shards only."
     raise DiskFullError(
-        f"{job.destination.folder}: the job needs at least {limits.disk_needed:,} bytes of disk at once, but "
-        f"may use {limits.disk_allowed:,}. {advice}"
+        f"{job.destination.folder}: the job needs at least {format_bytes(limits.disk_needed)} of disk at once, but "
+        f"may use {format_bytes(limits.disk_allowed)}. {advice}"
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
+from k2convert.choices import counted
 from k2convert.errors import InterruptedRun, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub, bound_memory
@@ -154,7 +155,7 @@ class _Load:
                 self._due = now + _IDLE_SECONDS
             elif now >= self._due:
                 self._due = now + _IDLE_AGAIN_SECONDS
-                return f"waiting for a node: {len(self._running)} shards queued, 0 running"
+                return f"waiting for a node: {counted(len(self._running), 'shard')} queued, 0 running"
             return None
 
 

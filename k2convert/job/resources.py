@@ -22,7 +22,7 @@ from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
-from k2convert.choices import Device
+from k2convert.choices import Device, format_bytes
 from k2convert.errors import DiskFullError, PlanError, missing_module, require_extra
 from k2convert.job.locations import Destination, Source
 from k2convert.plan.plan import Plan, ShardJob
@@ -284,8 +284,8 @@ def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
         return int(available * HUB_FREE_SHARE) if uses_hub else available
     if max_disk > available:
         raise DiskFullError(
-            f"--max-disk is {max_disk:,} bytes, but {folder} has only {available:,} free. Name less, or free some "
-            "space."
+            f"--max-disk is {format_bytes(max_disk)}, but {folder} has only {format_bytes(available)} free. Name "
+            "less, or free some space."
         )
     return max_disk
 

@@ -23,6 +23,7 @@ from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_dige
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
+from k2convert.choices import counted, format_bytes
 from k2convert.errors import ResumeError, SourceReadError
 from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
@@ -197,7 +198,7 @@ def _resumed_line(run: _Run) -> str:
     done = total - len(run.items) - len(run.to_upload)
     word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
     rest = f", {len(run.to_upload)} more converted and not yet uploaded" if run.to_upload else ""
-    return f"{job.destination}: {word}: {done} of {total} shards done{rest}"
+    return f"{job.destination}: {word}: {done} of {counted(total, 'shard')} done{rest}"
 
 
 def _open_walk(run: _Run) -> "OpenWalk | None":
@@ -344,7 +345,7 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
     for name in again:
         journal.forget(name)
     if here or again:
-        looked = f"finished shards hashed: {len(doubtful)} ({num_bytes:,} bytes)" if doubtful else _NOT_HASHED
+        looked = f"finished shards hashed: {len(doubtful)} ({format_bytes(num_bytes)})" if doubtful else _NOT_HASHED
         damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}" if again else ""
         events.note(f"verified: {looked}{damaged}")
     return here.only(name for name in here if name not in again)

@@ -15,6 +15,7 @@ from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
+from k2convert.choices import counted
 from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.download import download_shard
@@ -135,7 +136,7 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
     uploads = Uploads(branch, journal, PackedRecords(), events)
     uploads.restore(job.digest)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
-        job.hub.notify(f"{num_unchecked} shards were not validated by an earlier run: they are converted again")
+        job.hub.notify(f"{counted(num_unchecked, 'shard')} of an earlier run not validated: converting again")
     return uploads
 
 

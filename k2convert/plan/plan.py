@@ -170,6 +170,15 @@ class Claim:
     names: Mapping[str, TensorName]
 
 
+def check_target(recipe: Recipe, family: Family, source: Checkpoint) -> None:
+    """Refuse to keep weights as they are that are not INT4 (PlanError)."""
+    if recipe.target == "int4" and family.source_format is not INT4:
+        raise PlanError(
+            f"recipe {recipe.name}: target int4 keeps weights as they are in INT4, but those of {source.folder} are "
+            f"{family.source_format.title}. Leave out --to: the result is NVFP4, also with --keep-experts."
+        )
+
+
 def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
     """Find what to convert and check it against config.json; raises PlanError for what does not fit.
 
@@ -186,11 +195,7 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     check_source_form(source, names, family=family)
     check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
-    if recipe.target == "int4" and family.source_format is not INT4:
-        raise PlanError(
-            f"recipe {recipe.name}: target int4 keeps weights as they are in INT4, but those of {source.folder} are "
-            f"{family.source_format.title}. Leave out --to: the result is NVFP4, also with --keep-experts."
-        )
+    check_target(recipe, family, source)
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)

@@ -19,6 +19,7 @@ from typing import Any
 from k2convert.checkpoint.files import dump_json
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.choices import counted
 from k2convert.errors import PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
@@ -135,7 +136,7 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
     num_groups, used_groups = _count(config, "n_group"), _count(config, "topk_group")
     if count < top_k:
         raise PlanError(
-            f"{count} experts per layer are kept, but each token uses {top_k} "
+            f"{counted(count, 'expert')} per layer cannot serve a token, which uses {top_k} "
             f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
     if num_groups == 1:

@@ -101,6 +101,11 @@ class Recipe(_Part):
     experts: Annotated[int, Field(ge=1)] | None = None
     calibration: TextUse = TextUse()
 
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the conversion uses statistics, its own or those of a file."""
+        return self.target == "nvfp4" and (RULES[self.rule].uses_importance or bool(self.smoothing))
+
     def document(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data, with every default; `smoothing` only if it is set.
 
@@ -171,7 +176,7 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
     )
     needs = "smoothing" if r.smoothing else f"rule {r.rule}"
     yield (
-        is_nvfp4 and (rule.uses_importance or r.smoothing) and not (statistics or text),
+        r.needs_statistics and not (statistics or text),
         f"{needs} needs statistics. Add --statistics FILE, which `k2convert calibrate` writes.",
     )
     yield (
@@ -300,6 +305,9 @@ def _explain(error: ValidationError) -> str:
             parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
         else:
             reason = problem["msg"].removeprefix("Value error, ")
+            if reason.startswith("Input should be "):
+                wanted = reason.removeprefix("Input should be ").replace("a valid tuple", "a list")
+                reason = f"{quoted(problem['input'])} is not {wanted.replace('a valid ', 'a ')}"
             parts.append(f"{shortened(place)}: {reason}" if place else reason)
     return "; ".join(parts[:MAX_PROBLEMS])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from k2convert.calibration.channels import MIN_TOKENS
+from k2convert.calibration.token_counts import median_tokens
 from k2convert.choices import counted
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
@@ -110,7 +110,7 @@ def _calibration_row(number: int, layer: LayerCalibration) -> tuple[str, ...]:
     return (
         str(number),
         f"{min(tokens):,}",
-        f"{statistics.median(tokens):,.0f}",
+        f"{median_tokens(tokens):,}",
         f"{max(tokens):,}",
         listed([expert for expert, count in enumerate(layer.tokens) if count < MIN_TOKENS]),
         with_exponents(", ".join(scaled)) or "none",

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, StrMethodF
 from numpy.typing import NDArray
 
 from k2convert.calibration.channels import MIN_TOKENS
+from k2convert.choices import counted
 from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, EvaluationRow, LayerFigures
@@ -65,7 +66,7 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
     _mark_gaps(axes, [float(np.median(values)) for _, values, _ in series], palette)
     _count_axis(axes, "tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
-    note = f"; {beyond:,} further left" if beyond else ": further right means less error"
+    note = f"; {counted(beyond, 'value')} left of the chart" if beyond else ": further right means less error"
     axes.set_xlabel(f"SQNR of a tensor, dB{note}")
     return sheet.figure
 
@@ -222,6 +223,7 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
         bottom += np.array(counts)
     _count_axis(axes, "experts")
     _finish_layers(axes, layers, palette, columns=4)
+    sheet.text(LEFT, 0.16, "shrinkage of the correction of down", bold=True)
     return sheet.figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,12 +55,12 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
     tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
-    if total.sampled_error_max > 0 and report.rule != "max":
+    if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
         tiles.append(Tile(f"{total.achieved_to_max:.3f} \u00d7", "max's error", "max calibration, the usual recipe"))
     if total.sampled_error_bound > 0:
         detail = "no choice of scales, even real-valued, can do better"
         tiles.append(Tile(f"{total.achieved_to_bound:.3f} \u00d7", "the bound's error", detail))
-    if report.worst:
+    if report.worst and total.squared_error > 0:
         worst = report.worst[0]
         tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
     if total.num_codes and total.recoverable_codes is not None:
@@ -112,7 +113,7 @@ def caution(report: Report) -> str:
         "with these values change."
     )
     if (words := total.cast_words) is not None:
-        change = f"Codes were copied and scales relabeled: {with_exponents(words)}"
+        change = f"Codes were copied and scales relabeled. {with_exponents(words)}"
     elif total.num_codes is None:
         change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
     text = f"These are errors of weights against {exact}. {change} {space}: {bits_words(known)}."
@@ -139,7 +140,7 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
     if (pruning := report.ledger.pruning) is not None:
         yield pruned_section(pruning, checks)
     yield from calibrated_sections(report.ledger.calibration)
-    if report.worst:
+    if report.worst and report.total.squared_error > 0:
         yield Section("Worst tensors", (), (_worst(report),))
     if checks is not None:
         yield from _contract(checks)
@@ -150,7 +151,7 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 
 def _chart_sections(report: Report) -> Iterator[Section]:
     is_max = report.rule == "max"
-    if report.tensors:
+    if any(math.isfinite(tensor.sqnr_db) for tensor in report.tensors):
         of_max = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
         yield Section(
             f"Every tensor, compared with {'' if is_max else 'max and '}the bound",

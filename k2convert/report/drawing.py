@@ -24,8 +24,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 WIDTH = 4.9  # inches of every chart; 353 of the SVG's units, about the pixels of a phone's width
-LEFT, RIGHT = 0.66, 0.1  # of a plot's axes
+LEFT, RIGHT = 0.74, 0.1  # of a plot's axes
 FONT_SIZE = 9.5
+_LABEL = 0.15  # from the left edge to the right side of a vertical axis's title
 COLOR_MAP = "viridis"  # perceptually uniform, safe for color-blind readers, and distinct from both backgrounds
 _PROLOGUE = re.compile(r"^.*?(?=<svg )", re.DOTALL)
 _GROUP_ID = re.compile(r'<g id="[^"]*"')
@@ -84,7 +85,10 @@ class Sheet:
 
     def plot(self, top: float) -> Axes:
         """Add the axes of a chart below `top`, with space for the labels of both axes."""
-        return self.axes(LEFT, top, self.width - LEFT - RIGHT, self.height - top - 0.5)
+        width = self.width - LEFT - RIGHT
+        axes = self.axes(LEFT, top, width, self.height - top - 0.5)
+        axes.yaxis.set_label_coords((_LABEL - LEFT) / width, 0.5)  # where no label of a tick pushes it off the figure
+        return axes
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Add plain axes with their upper left corner at (left, top)."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, model_name
+from k2convert.choices import counted
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
@@ -158,9 +159,12 @@ def collect_report(
         planned = finished = len(ledger.shards)
         figures = _recorded(records) if len(records) == planned else _measured(measured or {}, missing)
     if finished < planned:
-        missing.append(f"The conversion is not finished: this report covers {finished} of {planned} shards.")
+        missing.append(f"The conversion is not finished: this report covers {finished} of {counted(planned, 'shard')}.")
     maps = heat_maps(figures)
-    if figures and not maps:
+    is_exact = all(figure.sqnr_db == math.inf for figure in figures)
+    if is_exact:
+        maps = ()  # every cell would be the same
+    if not (maps or is_exact):
         missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
     evaluation = _find_evaluation(folder, ledger, missing)
     if validation is None:

@@ -17,6 +17,7 @@ from typing import Final
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
+from k2convert.choices import format_bytes
 from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
@@ -70,8 +71,8 @@ class Shards:
         for side in (self.result, self.source):
             if side is not None and needed > (free := shutil.disk_usage(side.folder).free):
                 raise DiskFullError(
-                    f"{side.folder}: validating from the Hub needs up to {needed:,} bytes at once, but only {free:,} "
-                    "are free. Set TMPDIR to a folder on another disk."
+                    f"{side.folder}: validating from the Hub needs up to {format_bytes(needed)} at once, but only "
+                    f"{format_bytes(free)} is free. Set TMPDIR to a folder on another disk."
                 )
 
     @contextmanager

@@ -1,25 +1,19 @@
 """The number of tensors is bounded as their bytes are: an empty tensor costs what its entry in the header costs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from command import peak_of
 
 from scripts.fixture_maker.damage import edit_header, edit_json
 
 INDEX, NUM_TENSORS = "model.safetensors.index.json", 16_000
 
 
-def peak_megabytes(*words: str | Path) -> float:
+def peak_megabytes(*words: object) -> float:
     """Run the command; return its peak memory."""
-    command = [sys.executable, "-m", "k2convert", *map(str, words), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_maxrss / 1024
+    return peak_of(*words, "--json") / 2**20
 
 
 def add_empty_tensors(folder: Path) -> int:

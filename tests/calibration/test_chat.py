@@ -74,6 +74,28 @@ def test_a_conversation_equals_transformers_own(folder: Path) -> None:
             assert ours.encode(text, special=True).tolist() == ids
 
 
+TOOLS = [
+    {"type": "function", "function": {"parameters": {"b": 1, "a": {"d": [{"z": 1, "y": 2}], "c": 3}}, "name": "f"}}
+]
+
+
+def test_tools_of_kimis_own_tokenizer_have_sorted_keys(folder: Path) -> None:
+    configure(folder, chat_template=TEMPLATE, tokenizer_class="TikTokenTokenizer")
+    with ChatTemplate(folder) as template:
+        text = template.render([USER], TOOLS)
+    declared = '{"function":{"name":"f","parameters":{"a":{"c":3,"d":[{"y":2,"z":1}]},"b":1}},"type":"function"}'
+    assert f"<|im_middle|>[{declared}]<|im_end|>" in text
+
+
+def test_tools_in_typescript_are_refused_with_a_way_out(folder: Path) -> None:
+    configure(folder, chat_template="{% if tools_ts_str %}{{ tools_ts_str }}{% else %}{{ tools }}{% endif %}")
+    with ChatTemplate(folder) as template:
+        for tools in (None, []):
+            template.render([USER], tools)
+        with pytest.raises(CalibrationError, match=r"tools in TypeScript.*Leave out conversations with tools, or pass"):
+            template.render([USER], TOOLS)
+
+
 def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
     line = json.loads(EXAMPLE)
     call = json.dumps(line["messages"][1]["tool_calls"])

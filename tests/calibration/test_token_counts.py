@@ -71,7 +71,7 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     fitted = 128 if verb == "calibrate" else 64  # one of two windows is kept out
     line = f"tokens of the median expert: {fitted}, in layer 1, where they are fewest"
     enough = 2 * inputs * 128 // fitted
-    assert f"{line}. 2 for each of its {inputs} inputs lose less: use {option}{enough}\n" in done.stdout
+    assert f"{line}. It needs 2 for each of its {inputs} inputs: use {option}{enough}\n" in done.stdout
 
 
 def test_the_median_is_that_of_the_statistics(tiny: Path, tmp_path: Path) -> None:

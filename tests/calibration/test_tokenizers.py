@@ -108,6 +108,21 @@ def test_tokenizer_json_gives_the_librarys_tokens(tiny: Path, tmp_path: Path) ->
     assert encode(tmp_path, text) == expected, "what the file says of truncation is for inference"
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_renumbered_tokenizer_json_does_not_win_over_tiktoken(shift: int, tmp_path: Path) -> None:
+    """A conversion of Kimi's file may renumber special tokens; the engines use tiktoken.model."""
+    folder = write_kimi_files(tmp_path, [])
+    added = [{"content": name, "id": 256 + i + shift, "special": True} for name, i in SPECIAL.items()]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    letters = {"x": 0, "y": 1}
+    vocabulary = letters | {entry["content"]: entry["id"] for entry in added}
+    document = {"version": "1.0", "added_tokens": [entry | flags for entry in added]}
+    document |= {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "x"}}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    assert encode(folder, "y", special=True) == ([ord("y")] if shift else [1])
+    assert encode(folder, "<|im_end|>", special=True) == [256 + SPECIAL["<|im_end|>"]]
+
+
 def test_a_long_run_without_spaces_is_encoded(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tiktoken panics on a run of a million letters; Kimi's tokenizer cuts it into runs of 25,000."""
     monkeypatch.setattr(module, "MAX_RUN_CHARS", 3)

@@ -138,6 +138,7 @@ def test_a_machine_that_is_not_here_needs_a_dry_run(tiny: Path, ids: Path, tmp_p
         done = run_here(words[0], tiny, tmp_path / "out", *words[1:])
         assert done.returncode == 2
         assert "expected auto, cpu or cuda; other machines only with" in " ".join(done.stderr.split())
-    for name, says in (("dgx-spark", "does not say its speed"), ("h300", "unknown. Known: b200")):
+    for name, says in (("dgx-spark", "does not say its speed"), ("h300", "64-cores"), ("mi355", "--device 'mi355'")):
         done = run_here("calibrate", tiny, tmp_path / "out", "--text", ids, "--dry-run", "--device", name)
         assert (done.returncode, says in done.stderr) == (1, True)
+        assert "--memory" not in done.stderr

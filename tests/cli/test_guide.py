@@ -34,13 +34,21 @@ def test_a_page_goes_into_a_pipe_as_it_is(run_cli: RunCli) -> None:
 
 @pytest.mark.parametrize("topic", PAGES)
 def test_a_page_is_whole_on_a_terminal_of_80_columns(topic: str, tmp_path: Path) -> None:
-    ended = in_terminal("guide", topic, columns=80, rows=24, folder=tmp_path)
+    ended = in_terminal("guide", topic, columns=80, rows=24, folder=tmp_path, PAGER="cat")
     assert ended.code == 0
     assert "…" not in ended.screen.text
     assert not ended.screen.wrapped
     shown = re.sub(r"[^\w]", "", ended.screen.text)
     for words in re.findall(r"^[A-Z][\w ,']+\.$", PAGES[topic], flags=re.MULTILINE):
         assert re.sub(r"[^\w]", "", words) in shown
+
+
+def test_a_terminal_has_a_pager_and_tables_of_whole_words(tmp_path: Path) -> None:
+    ended = in_terminal("guide", "engines", columns=80, rows=24, folder=tmp_path, PAGER="tee seen")
+    lines = ended.screen.text.splitlines()
+    assert "\x1b[" in (tmp_path / "seen").read_text(), "in colors"
+    assert sum("compressed-tensors" in line for line in lines) >= 8
+    assert "s" not in map(str.strip, lines)
 
 
 def test_an_unknown_topic_names_the_known_ones(run_cli: RunCli) -> None:

@@ -202,7 +202,9 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path) -> No
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--gpu b100 --count 8", 1, "--gpu 'b100': unknown. Known: b200, b300,"),
+        ("--gpu b100 --count 8", 1, "--gpu 'b100': an unknown GPU. Known: b200, b300,"),
+        ("--gpu MI355X --count 8", 1, "--gpu 'MI355X': a GPU of AMD, which cannot run NVFP4. Known: b200, b300,"),
+        ("--gpu mi300 --count 8", 1, "For another one that runs NVFP4, pass --memory, such as 96GB."),
         ("--gpu b200 --count 3 --tp 3", 1, "--tp 3: it must divide the 4 attention heads. Nearest:"),
         ("--experts 3", 1, "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
         ("--experts 17", 1, "--experts 17: a layer has 16 experts"),

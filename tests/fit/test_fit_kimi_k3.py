@@ -192,6 +192,12 @@ def test_known_gpus_that_hold_it_are_found(shape: ModelShape, k3_headers: Path) 
     assert ("b200", 8) not in {(fit["gpu"], fit["count"]) for fit in found["fits"]}
 
 
+def test_why_an_engine_has_no_command_stands_under_its_name(k3_headers: Path) -> None:
+    shown = run_here("fit", k3_headers, "--gpu", "b200", "--count", 16, code=0)
+    assert "TensorRT-LLM:\nTensorRT-LLM has no pipeline parallelism for this model.\n" in shown.stdout
+    assert "no pipeline parallelism" not in shown.stderr
+
+
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Path, tmp_path: Path) -> None:
     assert run("run", k3_tiny, tmp_path / "out", "--set", f"layout={layout}", "--quiet") == 0

@@ -213,6 +213,15 @@ def test_a_cluster_of_sparks_is_told_how_to_start(engine: Engine) -> None:
     assert not any("NCCL" in note or "machines" in note for note in one)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "count", "machines"), [("b200", 16, 2), ("h200", 32, 4), ("gb200", 8, 2), ("b200", 8, 1)]
+)
+def test_gpus_of_several_machines_are_told_how_to_start(engine: Engine, gpu: str, count: int, machines: int) -> None:
+    notes = command(engine, gpu=GPUS[gpu], parallelism=Parallelism(tensor=8, pipeline=count // 8)).notes
+    assert any(f"all {machines} machines" in note for note in notes) == (machines > 1)
+    assert not any("NCCL_NVLS_ENABLE" in note for note in notes)
+
+
 def test_families_have_the_parsers_of_their_chat_templates() -> None:
     assert command("tensorrt-llm").line.endswith("--tool_parser kimi_k2 --reasoning_parser kimi_k2")
     assert command("tensorrt-llm", family=K2_5.card).line.endswith("--tool_parser kimi_k2 --reasoning_parser kimi_k25")

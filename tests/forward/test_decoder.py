@@ -82,14 +82,15 @@ def peak_memory(folder: Path, *, experts: int) -> int:
     """Peak memory in bytes of a process that runs one MoE layer of small experts."""
     make_k2_shaped(folder, shape=replace(SMALL_SHAPE, experts=experts, dense_layers=0))
     code = (
-        "import resource, sys, torch; from pathlib import Path\n"
+        "import sys, torch; from pathlib import Path\n"
         "from k2convert.checkpoint.index import open_checkpoint\n"
         "from k2convert.forward.decoder import DecoderLayer, embed\n"
         "from k2convert.forward.weights import WeightReader\n"
+        "from k2convert.job.resources import peak_bytes\n"
         "reader = WeightReader(open_checkpoint(Path(sys.argv[1])))\n"
         "ids = torch.arange(1024).view(2, 512) % 64\n"
         "DecoderLayer(reader, 0, workers=2).run(embed(reader, ids))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        "print(peak_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
     return int(done.stdout)

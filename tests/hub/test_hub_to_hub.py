@@ -190,7 +190,7 @@ def test_planning_a_remote_source_writes_nothing(tiny_hub: LoopbackHub, cli: Run
 
 def test_too_little_disk_is_refused_at_the_plan(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path) -> None:
     done = cli(*JOB, "--max-disk", "2MB", code=1)
-    assert "bytes of disk at once, but may use 2,000,000. Allow more with --max-disk" in done.stderr
+    assert "MB of disk at once, but may use 2.00 MB. Allow more with --max-disk" in done.stderr
     assert list(cwd.iterdir()) == []
 
 

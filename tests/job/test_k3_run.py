@@ -141,6 +141,14 @@ def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     assert words in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_the_report_of_an_exact_result_has_no_empty_chart(result: Path, k3_tiny: Path, tmp_path: Path) -> None:
+    run_here("report", result, "--source", k3_tiny, "--out", tmp_path, code=0)
+    page = (tmp_path / "report.html").read_text()
+    assert "36 of 36 tensors" in page
+    for absent in ("compared with max", "by layer and expert", "max&#39;s error", "Worst tensors", "1.00", "No map"):
+        assert absent not in page
+
+
 def test_a_rule_that_does_not_cast_says_so_of_no_tensor(k3_edges: Path, tmp_path: Path) -> None:
     """An expert of minus zeros has no error under any rule."""
     said = run_here("run", k3_edges, tmp_path / "out", "--rule", "max", "--device", "cpu", code=0).stdout

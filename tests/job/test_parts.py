@@ -131,6 +131,6 @@ def test_an_array_of_tasks_with_the_same_command_does_all_parts(small: Path, tmp
             text=True,
             check=True,
         )
-        assert done.stdout == f"part {task - 6}/2: {3 - (task - 6)} of the 3 shards are converted\n"
+        assert done.stdout == f"part {task - 6}/2 is converted: {('2 shards', '1 shard')[task - 7]} of the job's 3\n"
     assert finish("run", small, out) == 0
     assert not list(out.rglob("*.tmp"))

@@ -268,6 +268,25 @@ def test_a_forward_pass_is_refused_by_name_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--rule", "imatrix"), "Convert it by rule mse or max, without statistics, smoothing or text"),
+        (("--set", "smoothing=true"), "Convert it by rule mse or max, without statistics, smoothing or text"),
+        (("--keep-experts", "STATISTICS", "--set", "experts=2"), "statistics, but Kimi K3 has none: KDA attention"),
+        (("--to", "int4"), "Leave out --to"),
+    ],
+)
+def test_a_remedy_is_one_that_kimi_k3_has(
+    options: tuple[str, ...], says: str, k3_tiny: Path, tiny: Path, tmp_path: Path
+) -> None:
+    places = {"STATISTICS": next(tiny.glob("*.safetensors"))}
+    words = (places.get(word, word) for word in options)
+    line = said(run_here("run", k3_tiny, tmp_path / "out", *words, code=1).stderr)
+    assert says in line
+    assert not re.search("--statistics|k2convert calibrate|Add --keep-experts", line)
+
+
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_mxfp4_is_not_kept_as_int4(options: tuple[str, ...], k3_tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(layer): [0, 2] for layer in (1, 2, 3)}}))

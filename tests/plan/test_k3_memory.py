@@ -1,4 +1,7 @@
-"""The memory of a job of Kimi K3's size: 247,296 projections, 991,812 tensors of the result."""
+"""The memory of a job of Kimi K3's size: 247,296 projections, 991,812 tensors of the result.
+
+A process of its own reads its own VmHWM, as `ru_maxrss` begins with the peak of the process that started it.
+"""
 
 import json
 import subprocess
@@ -8,19 +11,20 @@ from pathlib import Path
 import pytest
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from results import plan_job
 from k2convert.job.assemble import assembled_files
+from k2convert.job.resources import peak_bytes
 
 job = plan_job(Path(sys.argv[1]), Path(sys.argv[3]))
-peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]
+peaks = [peak_bytes()]
 index = b""
 for path, content in assembled_files(job, {}):
     if path.name == "model.safetensors.index.json":
         index = content
-peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+peaks.append(peak_bytes())
 print(json.dumps({"peaks": peaks, "entries": index.count(b".safetensors"), "bytes": len(index)}))
 """
 

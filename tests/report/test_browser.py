@@ -177,13 +177,20 @@ def test_every_screen_shows_everything(name: str, tmp_path: Path, width: int, re
             const texts = [...svg.querySelectorAll("text")].map((text) => parseFloat(getComputedStyle(text).fontSize));
             return scale * texts.sort((a, b) => a - b)[texts.length >> 1];
         });
-        document.title = JSON.stringify([tables, document.documentElement.scrollWidth, charts]);
+        const broken = [...document.querySelectorAll("td.figures")].filter((cell) => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            return new Set([...range.getClientRects()].map((box) => box.top)).size > 1;
+        });
+        const texts = broken.map((cell) => cell.textContent);
+        document.title = JSON.stringify([tables, document.documentElement.scrollWidth, charts, texts]);
     """
     with_script(files, tmp_path / "measured.html", script)
     listen = "onload=\"document.title = 'found ' + this.contentDocument.title\""
     (tmp_path / "frame.html").write_text(f'<iframe width="{width}" height="800" src="measured.html" {listen}></iframe>')
     (found,) = re.findall(r"<title>found (.*)</title>", browser.dump_dom(tmp_path / "frame.html", tmp_path)[0])
-    tables, whole, charts = json.loads(found)
+    tables, whole, charts, broken = json.loads(found)
+    assert not broken, "a figure is over two lines"
     assert len(tables) >= 5
     assert set(tables) == {"whole"}
     assert whole == width

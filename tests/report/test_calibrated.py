@@ -254,7 +254,9 @@ def test_every_error_and_every_expert_is_in_the_charts() -> None:
     inherited = list(lines["from earlier layers alone"].get_ydata())
     assert math.isnan(inherited[0])
     assert inherited[1:] == [0.001, 0.002]
-    bars = draw_shrinkages(LAYERS, LIGHT).axes[0].containers
+    figure = draw_shrinkages(LAYERS, LIGHT)
+    assert [text.get_text() for text in figure.texts] == ["shrinkage of the correction of down"]
+    bars = figure.axes[0].containers
     heights = {bar.get_label(): [patch.get_height() for patch in bar] for bar in bars}
     assert heights == {"0.1": [1, 0, 0], "0.5": [2, 4, 0], "no correction": [1, 0, 4]}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluation_makers import comparison, evaluation_of, token_scores, write_evaluation
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from k2convert.checkpoint.index import open_checkpoint
@@ -145,6 +146,18 @@ def test_charts_have_every_figure(converted: Path) -> None:
         counts = np.array(row.figures.divergence.histogram)
         assert np.allclose(shares, 100 * counts / counts.sum())
         assert np.allclose(10 ** edges[1:-1], HISTOGRAM_EDGES)
+
+
+def test_titles_of_axes_are_whole_and_beside_the_numbers(converted: Path) -> None:
+    rows = mode_rows(evaluation_of(converted), read_ledger(converted).recipe)
+    for draw in (draw_divergences, draw_positions, draw_hidden_errors, draw_routing):
+        figure = draw(rows, LIGHT)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        axis = figure.axes[0].yaxis
+        title = axis.label.get_window_extent()
+        numbers = [label.get_window_extent().x0 for label in axis.get_ticklabels() if label.get_text()]
+        assert 0 <= title.x0 < title.x1 <= min(numbers), draw.__name__
 
 
 def test_the_picture_has_the_distribution(shown: tuple[Evaluation, Path, ReportFiles], reported: ReportFiles) -> None:

@@ -1,6 +1,7 @@
 """What `scripts/engines` does without an engine: its checkpoints, the plain decoder, defects, verdicts, the table."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from scripts.engine_checks.environments import QUARK, STEPS
 from scripts.engine_checks.expected import Expected
 from scripts.engine_checks.k3 import BANK_MISSING, FOUND_BY, TENSOR_RENAMED, copy_with_defect
 from scripts.engine_checks.k25 import wrap_k25
-from scripts.engine_checks.variants import K2, K3, K25, VARIANTS, Variant, convert
+from scripts.engine_checks.variants import K2, K3, K25, ROOT, VARIANTS, Variant, convert
 
 W4A16 = Variant(K2, "compressed-tensors", "w4a16", "mse")
 K3_W4A4 = Variant(K3, "modelopt", "w4a4", "mse")
@@ -31,6 +32,20 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Path]:
     folder = tmp_path_factory.mktemp("engines")
     kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "max"), K3_W4A4)
     return {variant: convert(variant, folder) for variant in kinds}
+
+
+def test_the_guide_and_the_readme_count_every_load() -> None:
+    loads = [variant for engine in ENGINES.values() for variant in KINDS if engine.reads(variant)]
+    of_k3 = sum(variant.form == K3 for variant in loads)
+    guide, readme = (ROOT / "k2convert/guide/engines.md").read_text(), (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| .* \| .* \| w4a.* \| (\d+) \| (\d+|known defect|skips the codes) \|$", guide, flags=re.M)
+    assert sum(int(count) for count, _ in rows) == len(loads) == 77
+    whole = sum(int(count) for count, checks in rows if checks.isdecimal())
+    text = " ".join(guide.split())
+    assert f"K2's {len(loads) - of_k3} loads" in text
+    assert f"Kimi K3 adds {of_k3} loads, and {len(FOUND_BY)} of copies with a defect" in text
+    assert f"Of the {len(loads)} results, engines read {whole} completely" in text
+    assert f"load {whole} results" in readme
 
 
 def test_the_wrapped_checkpoint_is_of_the_k25_family(tiny: Path, tmp_path: Path) -> None:
