@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from k2convert.buffers import BufferPool
+from k2convert.machine import BufferPool
 
 MEGABYTE = 1 << 20
 
