@@ -38,7 +38,7 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import UnservableError, missing_module, require_extra
+from k2convert.errors import UnservableError, install_remedy, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
 
 
 _UNUSED_GPU: Final = (
-    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
-    "To use the GPU: pip install 'k2convert[torch]'"
+    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. The GPU needs torch."
 )
 
 
@@ -109,7 +108,7 @@ def run(options: RunOptions) -> None:
             if notice is not None:
                 console.print_note(f"note: {notice}")
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
-            console.print_note(_UNUSED_GPU)
+            console.print_note(f"{_UNUSED_GPU} {install_remedy(extra='torch')}")
         if options.dry_run:
             _show_plan(job, options, computer)
         elif part is not None:
