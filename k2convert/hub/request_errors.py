@@ -37,9 +37,13 @@ _ADVICE = {
 
 
 _NO_ROOM = re.compile(r"storage|quota|upgrade your|payment", re.IGNORECASE)  # words of a 403
-_NO_ROOM_ADVICE = (
-    "The account has no room for this. Free space on the Hub, change the plan, use --public if the result may be "
-    "public, or choose another organization."
+_ROOM = (
+    "Free space on the Hub, change the plan, use --public if the result may be public, or choose another organization."
+)
+_NO_ROOM_ADVICE = f"The account has no room for this. {_ROOM}"
+_NO_TOKEN_ADVICE = (  # hf_xet keeps the Hub's words to itself
+    "The token may not write there, or the account has no room. Use a token with write access to that namespace. If it "
+    f"has that: {_ROOM[0].lower()}{_ROOM[1:]}"
 )
 _FORBIDDEN = re.compile(r"\b(401|402|403)\b.*?(?:Forbidden|Unauthorized|Payment Required)", re.IGNORECASE | re.DOTALL)
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
@@ -167,13 +171,16 @@ def environment_error(error: Exception) -> HubError:
         name = next((name for name in names if schemes[name][0].startswith("socks")), "ALL_PROXY")
         return HubError(f"{name}: a SOCKS proxy needs the package socksio. {install_remedy('httpx[socks]')}")
     odd = [n for n in names if n.lower() != "no_proxy" and schemes[n][1] and schemes[n][0].lower() not in _SCHEMES]
-    name = next((*odd, *(name for name in names if name.lower() == "no_proxy"), *names), "a proxy variable")
+    exceptions = [name for name in names if name.lower() == "no_proxy"]
+    name = next(iter([*odd, *exceptions, *names]), "a proxy variable")
     return HubError(
         f"{name}: is not of a form that can be used ({cut(redacted(str(error)))}). Correct it, or unset it."
     )
 
 
 def _advice(status: int, words: str) -> str | None:
+    if status == 403 and "xet-write-token" in words:
+        return _NO_TOKEN_ADVICE
     return _NO_ROOM_ADVICE if status == 403 and _NO_ROOM.search(words) else _ADVICE.get(status)
 
 
