@@ -3,7 +3,7 @@
 The package from the ground up. A wing imports itself and what is above it in this list:
 
     errors      the error tree, and the optional libraries that can be missing
-    buffers     a pool of buffers for tensor bytes
+    machine     the cores and the memory of the job, and a pool of buffers
     choices     words and sizes that several wings share
     checkpoint  safetensors and checkpoint folders
     quantize    number formats, rules, metrics, kernels: numbers only

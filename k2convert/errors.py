@@ -5,12 +5,16 @@ this tree without a traceback, and what the machine refuses (cli/failures.py). A
 because it is a bug of k2convert.
 """
 
+import json
+import shlex
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 Extra = Literal["torch", "calibrate", "reference", "fit", "ray"]
 
@@ -180,9 +184,28 @@ def require_extra(extra: Extra, *, purpose: str) -> None:
     """Raise MissingDependencyError if an extra is not installed. `purpose` is what needs it: "--device cuda"."""
     module = missing_module(extra)
     if module is not None:
-        raise MissingDependencyError(
-            f"{purpose} needs {module}, which is not installed. Install it with: pip install 'k2convert[{extra}]'"
-        )
+        raise MissingDependencyError(f"{purpose} needs {module}, which is not installed. {install_remedy(extra=extra)}")
+
+
+def install_remedy(package: str | None = None, *, extra: Extra | None = None) -> str:
+    """Return how to install a package, or an extra of this one, in this Python."""
+    words = [package] if package is not None else _own_requirement(f"k2convert[{extra}]", f"[{extra}]")
+    return f"Install it with: {shlex.join([sys.executable, '-m', 'pip', 'install', *words])}"
+
+
+def _own_requirement(name: str, extra: str) -> list[str]:
+    """Return what pip should install: from where this package came, as pip kept it (PEP 610), else by its name."""
+    try:
+        kept: Any = json.loads(distribution("k2convert").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return [name]
+    url, folder, source = str(kept.get("url", "")), kept.get("dir_info"), kept.get("vcs_info")
+    if folder is not None:
+        place = unquote(url.removeprefix("file://")) + extra
+        return ["-e", place] if folder.get("editable") else [place]
+    if source is not None:
+        return [f"{name} @ {source['vcs']}+{url}@{source['commit_id']}"]
+    return [f"{name} @ {url}"] if url else [name]
 
 
 def _is_installed(module: str) -> bool:

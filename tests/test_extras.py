@@ -1,6 +1,7 @@
 """What works without the optional libraries, and the one line that names the missing one."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,7 +72,8 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
         assert (done.returncode, done.stdout) == (1, ""), done.args
         [line] = [line for line in said(done.stderr).splitlines() if "validate:" not in line]
         assert line.startswith("error: ")
-        assert f"pip install 'k2convert[{extra}]'" in line
+        assert f"Install it with: {sys.executable} -m pip install " in line
+        assert re.search(rf"(k2convert|/\S*)\[{extra}\]", line)
     assert not out.exists()
 
 
@@ -85,3 +87,40 @@ def test_the_ledger_names_the_versions_of_what_computed(
     out = convert(k2_shaped, tmp_path / "out", quantizer=quantizer, rule="max")
     ledger = json.loads((out / "k2convert.json").read_text())
     assert set(ledger["versions"]) == {"python"} | libraries
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (None, "'k2convert[torch]'"),
+        ({"url": "file:///my%20work/k2", "dir_info": {"editable": True}}, "-e '/my work/k2[torch]'"),
+        ({"url": "file:///work/k2", "dir_info": {}}, "'/work/k2[torch]'"),
+        (
+            {"url": "https://host/k2.git", "vcs_info": {"vcs": "git", "commit_id": "0123"}},
+            "'k2convert[torch] @ git+https://host/k2.git@0123'",
+        ),
+        ({"url": "https://host/k2.whl", "archive_info": {}}, "'k2convert[torch] @ https://host/k2.whl'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(
+    kept: dict[str, object] | None, words: str, tmp_path: Path
+) -> None:
+    """In a process that finds another installation first."""
+    folder = tmp_path / "k2convert-9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: k2convert\nVersion: 9\n")
+    if kept is not None:
+        (folder / "direct_url.json").write_text(json.dumps(kept))
+    code = "from k2convert.errors import install_remedy; print(install_remedy(extra='torch'))"
+    environment = cli_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == f"Install it with: {sys.executable} -m pip install {words}"
+
+
+def test_a_report_without_a_home_has_no_notice_of_a_library(tmp_path: Path) -> None:
+    convert(TINY, tmp_path / "out")
+    environment = cli_environment() | {"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
+    words = [sys.executable, "-m", "k2convert", "report", tmp_path / "out", "--quiet"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "matplotlib" not in done.stderr.lower()

@@ -15,7 +15,6 @@ kernels one after the other. That, not arithmetic, is most of a walk on a GPU.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -36,6 +35,7 @@ from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, one_torch_thread
 from k2convert.forward.weights import LinearLayer, exact_weight
+from k2convert.machine import num_cores
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
@@ -245,7 +245,7 @@ def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
     with torch.no_grad(), one_torch_thread():
         cost = (walk_cost if is_walk else pass_cost)(read_sizes(source), size)
     parallel = size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
-    cores = size.workers if size.on_cpu else len(os.sched_getaffinity(0))
+    cores = size.workers if size.on_cpu else num_cores()
     seconds = (cost.experts + cost.others) / parallel + cost.search / min(len(STEPS), cores)
     return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds)
 

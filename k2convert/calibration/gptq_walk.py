@@ -38,6 +38,7 @@ from k2convert.forward.attention import CachedValues
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
+from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens
 from k2convert.quantize.gptq.tiles import Team
@@ -165,6 +166,7 @@ class _LayerConversion:
 
     def _convert(self, inputs: LayerInputs, statistics: LayerStatistics) -> Tensor:
         """Convert the experts and keep their codes and what was decided; returns the residual f32 [T, K]."""
+        return_free_memory()
         is_scaled = self._options.smoothing and statistics.smoothing_exponents.any()
         path, record = self._work.path(CODES, self._layer.number), self._work.record
         with writing_quantized_layers(path, self._shapes(), record=record) as write:

@@ -5,7 +5,8 @@ The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations
     attention   3 C K of states, and what one window needs in every thread
     MLP         4 C K of states, the inner activations of all experts of the chunk
     collecting  a walk's second stream; 4 K K of moments stay for the layer, and 2 T K of tokens
-    correcting  10 K K: moments, what is missing, and a factor in FP64 while the shrinkage is chosen
+    correcting  5 K K of moments, what is missing and an even curvature; 6 K K for each half and its factor in FP64,
+                while the shrinkage is chosen: one at a time, or for a small K one in every thread
     converting  3 K K of correction and curvature, 2 T K of tokens, and the experts in work
 
 On a CPU, what grows with T is in files (layer_tokens.py): only the rows that are being computed are in memory.
@@ -17,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from k2convert.buffers import POOL_BYTES
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS, SAMPLED_ROWS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import STEPS
@@ -26,9 +26,12 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
 from k2convert.forward.walk import DENSE_TOKENS
+from k2convert.machine import POOL_BYTES
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
+from k2convert.quantize.gptq.rounding import SHRINKAGES
+from k2convert.quantize.gptq.tiles import SMALL
 
 CUDA_BYTES: Final = 3 << 30
 """What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
@@ -174,6 +177,7 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     """Return what a walk of rule gptq holds at its peak, without the buffers for reading, which a conversion counts."""
     square, part = 4 * model.hidden**2, model.width * model.hidden
+    tried = min(size.workers, 2 * len(SHRINKAGES)) if model.hidden <= SMALL else 1
     states = 4 * size.chunk_windows * size.window * model.hidden
     chosen = size.num_tokens * model.experts_per_token // max(model.num_experts, 1)
     if size.on_cpu:
@@ -189,7 +193,7 @@ def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     phases = (
         4 * square + 2 * tokens + _layer_bytes(model, size) + states,
         4 * square + 2 * tokens + model.attention_bytes + 9 * states + mapped,
-        10 * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
+        (5 + 6 * tried) * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
         3 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
         2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2 + pieces,
     )

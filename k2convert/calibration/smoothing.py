@@ -19,7 +19,6 @@ At K2's size a layer has 768 such projections of 2048 x 7168: 21 rows of each ar
 
 from __future__ import annotations
 
-import os
 import zlib
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +35,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.forward.moe import quantize_activations, run_in_order
 from k2convert.forward.weights import WeightReader
+from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.names import WEIGHT, Role, reads_norm
 from k2convert.models.projections import Projection, projection_of
@@ -260,7 +260,7 @@ def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
     """Return the exponents int8 [K] that one pass over the positions of the blocks finds; 0 where not `free`."""
     exponents = np.zeros(free.size, dtype=np.int8)
     least = proxy.errors(exponents)
-    workers = min(len(STEPS), len(os.sched_getaffinity(0)))
+    workers = min(len(STEPS), num_cores())
     for position in range(BLOCK_SIZE):
         channels = np.arange(position, free.size, BLOCK_SIZE)
         tried = [_stepped(exponents, channels[free[channels]], step) for step in STEPS]

@@ -28,6 +28,7 @@ from k2convert.errors import (
     quoted,
     shortened,
 )
+from k2convert.machine import num_cores
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -211,7 +212,7 @@ def pieces(content: Content) -> Iterator[bytes]:
 
 def file_digest(path: Path) -> str:
     """Return the blake3 of a file as hex, computed in pieces on all cores; raises SourceReadError."""
-    digest = blake3(max_threads=blake3.AUTO)
+    digest = blake3(max_threads=num_cores())
     for piece in pieces(path):
         digest.update(piece)
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from typing import Final
 from k2convert.errors import DestinationError, DestinationWriteError
 
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # the last file then wins
+_CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems of networks and of user space
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -61,12 +62,12 @@ def make_folder(folder: Path, *, root: Path | None = None) -> None:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             with suppress(PermissionError), opened_folder(path.parent) as parent:  # write-only folders cannot be opened
-                os.fsync(parent)
+                sync_folder(parent)
         path = top
         for part in folder.relative_to(top).parts:
             with opened_folder(path, root=top) as parent, suppress(FileExistsError):
                 os.mkdir(part, dir_fd=parent)
-                os.fsync(parent)
+                sync_folder(parent)
             path = path / part
         with opened_folder(folder, root=top):
             pass
@@ -74,6 +75,15 @@ def make_folder(folder: Path, *, root: Path | None = None) -> None:
         raise DestinationWriteError(
             f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
         ) from None
+
+
+def sync_folder(folder: int) -> None:
+    """Sync an open folder, if its file system can do that; raises OSError."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:
@@ -99,7 +109,7 @@ def remove_file(path: Path, folder: int) -> None:
 def replace_file(temporary: Path, path: Path, folder: int) -> None:
     """Rename a synced temporary file to its final name in the same open folder, and sync the folder."""
     os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    os.fsync(folder)
+    sync_folder(folder)
 
 
 def place_first(temporary: Path, path: Path, folder: int) -> None:
@@ -114,7 +124,7 @@ def place_first(temporary: Path, path: Path, folder: int) -> None:
         os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     with suppress(FileNotFoundError):
         os.unlink(temporary.name, dir_fd=folder)
-    os.fsync(folder)
+    sync_folder(folder)
 
 
 def remove_folder(folder: Path, *, root: Path) -> None:

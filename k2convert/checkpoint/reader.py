@@ -23,9 +23,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.buffers import BUFFERS, PAGE_BYTES
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.errors import SourceReadError
+from k2convert.machine import BUFFERS, PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h

@@ -19,11 +19,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_error, writing
 from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
 from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
+from k2convert.machine import BUFFERS
 
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20

@@ -24,7 +24,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration
-from k2convert.job.resources import peak_bytes
+from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 

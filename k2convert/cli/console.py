@@ -1,9 +1,10 @@
 """Output: data on stdout, everything else on stderr. Only this module and `progress` import rich."""
 
 import json
+import math
 import os
-import shlex
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -17,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from k2convert.errors import OutputError, visible
+from k2convert.records.command import shell_line
 
 _PIPE_WIDTH: Final = 160
+_SAME_LINE_SECONDS: Final = 30.0
 _BETWEEN: Final = 3  # a line and its blanks between two columns
 _MIN_TEXT_WIDTH: Final = 12  # a column of text may wrap down to this, or to its longest word
 _LONGEST_WORD: Final = 40  # a longer word, such as the path of a file, may be broken
@@ -180,7 +183,15 @@ def print_event(text: str) -> None:
 
 def notifier(*, quiet: bool) -> Callable[[str], None]:
     """Return the printer of lines about a running stage: print_event, or none if the user asked for quiet."""
-    return (lambda _: None) if quiet else print_event
+    last: dict[str, float] = {}
+
+    def notify(line: str) -> None:
+        reason, now = line.partition("; ")[0], time.monotonic()
+        if now - last.get(reason, -math.inf) > _SAME_LINE_SECONDS:  # several connections fail together
+            last[reason] = now
+            print_event(line)
+
+    return (lambda _: None) if quiet else notify
 
 
 def _to_stderr(text: Text, *, is_copied: bool = False) -> None:
@@ -190,7 +201,7 @@ def _to_stderr(text: Text, *, is_copied: bool = False) -> None:
 
 def command(*words: object) -> str:
     """Return a command line that can be pasted into a shell."""
-    return shlex.join(map(str, words))
+    return shell_line(map(str, words))
 
 
 def own_command(*, without: str, options: Sequence[str] = ()) -> str:

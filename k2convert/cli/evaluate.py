@@ -15,7 +15,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.proof_verbs import EvaluateOptions
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
-from k2convert.job.resources import peak_bytes
+from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 from k2convert.records.document import plain

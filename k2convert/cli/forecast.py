@@ -20,13 +20,12 @@ from k2convert.job.opening import TextFiles
 from k2convert.job.prepare import Job
 from k2convert.job.resources import (
     THREADS_PER_GPU,
-    available_memory,
     check_memory,
     choose_devices,
     gpu_memory,
     layer_threads,
-    peak_bytes,
 )
+from k2convert.machine import available_memory, peak_bytes
 from k2convert.models import read_architecture
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
@@ -177,19 +176,31 @@ def forecast_evaluation(
     )
 
 
-def final_evaluation_line(job: Job, text: CalibrationText, *, source: str, yes: bool) -> str:
-    """Return what the evaluation at the end of a job needs, in a line.
+@dataclass(frozen=True, slots=True)
+class FinalEvaluation:
+    """What the evaluation at the end of a job needs; `line` says it. `needed` is the memory of the whole process."""
 
-    Raises CalibrationError if it is too long, PlanError if the memory is not there.
-    """
+    found: Forecast
+    time: Time
+    needed: int
+    line: str
+
+    def check(self, source: str, *, yes: bool) -> None:
+        """Refuse it if it is too long (CalibrationError) or the memory is not there (PlanError)."""
+        self.found.check(source, needed=self.needed)
+        check_time(self.time, source=source, yes=yes, what="evaluation")
+
+
+def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
+    """Count and measure what the evaluation at the end of a job needs."""
     whole, computer = job.source.whole or job.source.checkpoint, Computer(job.limits.devices, text.threads)
     found = forecast_evaluation(whole, text, computer, layers=read_architecture(whole).num_layers, models=2)
-    found.check(source, needed=peak_bytes() + found.memory.main)
+    needed = peak_bytes() + found.memory.main
     time = found.time()
-    check_time(time, source=source, yes=yes, what="evaluation")
     size, names = text.windows.ids.shape, ", ".join(name for name, _ in text.windows.texts)
     line = f"evaluation at the end, on {text.windows.ids.size:,} tokens of {names}, in {counted(size[0], 'window')}"
-    return f"{line} of {size[1]:,}; {found.time_line(time)}"
+    line += f" of {size[1]:,}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
+    return FinalEvaluation(found, time, needed, line)
 
 
 def check_time(time: Time, *, source: str, yes: bool, what: str = "calibration") -> None:

@@ -114,14 +114,21 @@ def check_size(text: str) -> None:
         raise typer.BadParameter(str(error)) from None
 
 
+def _at_home(value: Any) -> Any:
+    """Return a path with the folder for `~`, which a shell leaves alone in quotes and behind `=`."""
+    is_home = isinstance(value, str | Path) and str(value).startswith("~")
+    return type(value)(os.path.expanduser(value)) if is_home else value  # noqa: PTH111 - an unknown user is no error
+
+
 def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
     """Return the callback that checks a value, or each of several, if it is given."""
 
     def checked(value: Any) -> Any:
-        for one in cast(list[object], value if isinstance(value, list) else [value]):
+        given = [_at_home(one) for one in cast(list[object], value if isinstance(value, list) else [value])]
+        for one in given:
             if one is not None and check is not None:
                 check(str(one))
-        return cast(object, value)
+        return given if isinstance(value, list) else given[0]
 
     return checked
 

@@ -44,6 +44,8 @@ def publish(options: PublishOptions) -> None:
         hub=hub,
     )
     target, ledger = publication.target, publication.ledger
+    if publication.base_model is None:
+        console.print_note("note: the card names no model that this was made from: add --base-model owner/name")
     for notice in target.notices:
         console.print_note(f"note: {notice}")
     if publication.is_published:

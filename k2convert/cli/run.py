@@ -16,7 +16,7 @@ from k2convert.cli.forecast import (
     Computer,
     check_time,
     choose_computer,
-    final_evaluation_line,
+    final_evaluation,
     forecast,
     job_document,
     layers_left,
@@ -38,11 +38,11 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import UnservableError, missing_module, require_extra
+from k2convert.errors import UnservableError, install_remedy, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.job.estimate import estimate, memory_bytes
+from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files
-from k2convert.job.prepare import Job, check_room
+from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
 from k2convert.job.resources import has_driver
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import parse_settings
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
 
 
 _UNUSED_GPU: Final = (
-    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
-    "To use the GPU: pip install 'k2convert[torch]'"
+    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. The GPU needs torch."
 )
 
 
@@ -104,10 +103,12 @@ def run(options: RunOptions) -> None:
         waiting.end()
         if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
             options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
-        for notice in () if job.target is None else job.target.notices:
-            console.print_note(f"note: {notice}")
+        notices = [] if job.target is None else list(job.target.notices)
+        for notice in (*notices, job.limits.shrunk):
+            if notice is not None:
+                console.print_note(f"note: {notice}")
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
-            console.print_note(_UNUSED_GPU)
+            console.print_note(f"{_UNUSED_GPU} {install_remedy(extra='torch')}")
         if options.dry_run:
             _show_plan(job, options, computer)
         elif part is not None:
@@ -181,10 +182,14 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = None
+    walk = last = None
     if job.gptq is not None and computer is not None:
         walk = forecast(job.gptq, computer, layers=layers_left(job, job.gptq))
-    needed = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
+    elsewhere = walk is not None and walk.computer.elsewhere
+    needed = converting = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
+    if job.evaluation is not None and not elsewhere:
+        last = final_evaluation(job, job.evaluation)
+        needed = max(converting, last.needed)
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job, memory=needed)
         time = None if walk is None else walk.time(disk_bytes=estimated.bytes_in + estimated.bytes_out)
@@ -192,6 +197,8 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
         if job.gptq is not None and walk is not None and time is not None:
             document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
+        if last is not None:
+            document["evaluation"] = last.found.document(last.time, last.needed)
         console.print_json(document)
     else:
         show_plan(job, source=options.source)
@@ -203,16 +210,17 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         else:
             show_estimate(estimated)
         show_network(job, estimated)
-    elsewhere = walk is not None and walk.computer.elsewhere
+    if last is not None:
+        (console.print_note if options.as_json else console.print_line)(last.line)
     if not elsewhere:
         check_room(job)
-        if job.evaluation is not None:
-            line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
-            (console.print_note if options.as_json else console.print_line)(line)
-    if walk is not None and time is not None:
-        walk.check(options.source, needed=needed)
-        if not elsewhere:
-            check_time(time, source=options.source, yes=options.yes)
+        check_job_memory(job)
+    if walk is not None:
+        walk.check(options.source, needed=converting)
+    if last is not None:
+        last.check(options.source, yes=options.yes)
+    if time is not None and not elsewhere:
+        check_time(time, source=options.source, yes=options.yes)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
 
@@ -274,9 +282,10 @@ def _do(job: Job, options: RunOptions) -> None:
     if job.gptq is not None:
         display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
-        line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
+        last = final_evaluation(job, job.evaluation)
+        last.check(options.source, yes=options.yes)
         if not options.quiet:
-            console.print_event(line)
+            console.print_event(last.line)
     start = time.monotonic()
     try:
         with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:

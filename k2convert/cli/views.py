@@ -160,7 +160,9 @@ def show_plan(job: Job, *, source: str) -> None:
     _show_calibration(job)
     if job.uses_hub:
         _show_hub(job)
-    print_line(f"disk: needs {format_bytes(job.limits.disk_needed)}, free {format_bytes(job.limits.disk_free)}")
+    needs, free = format_bytes(job.limits.disk_needed), format_bytes(job.limits.disk_free)
+    allowed = f" at once, may use {format_bytes(job.limits.disk_allowed)}" if job.uses_hub else ""
+    print_line(f"disk: needs {needs}{allowed}, free {free}")
 
 
 def _show_hub(job: Job) -> None:
@@ -169,7 +171,6 @@ def _show_hub(job: Job) -> None:
     if job.target is not None:
         kind = "private" if job.target.private else "public"
         print_line(f"publishes to {job.target.name} ({kind}) through its branch {branch_name(job.digest)}")
-    print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at once")
 
 
 def estimate_document(found: Estimate) -> dict[str, object]:

@@ -78,6 +78,11 @@ def stream_of(number: int) -> str:
     return f"{HIDDEN}-{number}" if number else HIDDEN
 
 
+def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
+    """Return the disk for hidden states and scores."""
+    return models * tokens * (2 * hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
     """A planned evaluation. Nothing has been written yet.
@@ -115,8 +120,7 @@ class EvaluationPlan:
     @property
     def disk_bytes(self) -> int:
         """The disk for hidden states and scores, without what is fetched."""
-        tokens, models = self.text.windows.ids.size, len(self.models)
-        return models * tokens * (2 * self.hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
+        return states_bytes(self.text.windows.ids.size, self.hidden_size, models=len(self.models))
 
     @property
     def bytes_read(self) -> int:

@@ -48,6 +48,7 @@ from k2convert.records.fingerprint import (
     copied_note,
     copied_shards,
     describe_changes,
+    other_instructions,
     source_error,
 )
 from k2convert.records.lock import lock_destination
@@ -146,9 +147,11 @@ class WorkFolder:
             self._describe(job)
             return job
         if changes := describe_changes(found.identity, job.identity):
+            how = other_instructions(found.identity, job.identity)
+            again = how or f"{say_own_command(self.folder)}Repeat it with the same options. "
             raise ResumeError(
-                f"{self.folder}: holds a different {self._purpose}: {changes}. {say_own_command(self.folder)}Repeat it "
-                f"with the same options, {self._elsewhere}, or delete this folder to start over."
+                f"{self.folder}: holds a different {self._purpose}: {changes}. {again}Otherwise {self._elsewhere}, or "
+                "delete this folder to start over."
             )
         if changed := changed_shards(found.source, job.source):
             raise source_error(changed[0], self.folder)

@@ -26,7 +26,7 @@ from k2convert.hub.client import MAIN, Hub, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.operations import SentCount, counted_operation
 from k2convert.hub.preflight import Target
-from k2convert.hub.request_errors import HubRequestError, explained, redacted
+from k2convert.hub.request_errors import HubRequestError, explain_transport, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
@@ -316,8 +316,7 @@ def _transfer_errors(action: str) -> Generator[None]:
         if error.__cause__ is not None:
             with explained(action):
                 raise error.__cause__ from None
-        reason = f"the upload failed ({error})"
-        raise HubRequestError(f"could not {action}: {reason}.", reason=reason, transient=True) from error
+        raise explain_transport(action, error, what="the upload failed") from error
     except json.JSONDecodeError:
         raise
     except ValueError as error:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from k2convert import __version__
 from k2convert.errors import HubError, quoted
-from k2convert.hub.request_errors import HubRequestError, explained, of_known_form, offline_error
+from k2convert.hub.request_errors import HubRequestError, environment_error, explained, of_known_form, offline_error
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -130,6 +130,7 @@ class Hub:
         check_online()
         endpoint = self.endpoint
         check_token()
+        check_environment()
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
@@ -159,6 +160,7 @@ class Hub:
     def headers(self) -> dict[str, str]:
         """Request headers with the user's token, if there is one; never log them."""
         check_token()
+        check_environment()
         from huggingface_hub import utils
 
         return utils.build_hf_headers(  # pyright: ignore[reportUnknownMemberType]
@@ -314,6 +316,16 @@ def check_online() -> None:
     variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in variables):
         raise offline_error()
+
+
+def check_environment() -> None:
+    """Raise HubError if no HTTP client can be made: by the variables for proxies and certificates alone it may fail."""
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session()
+    except Exception as error:  # each library below the client has its own
+        raise environment_error(error) from None
 
 
 def check_token() -> None:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
-from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
@@ -27,6 +26,7 @@ from k2convert.hub.client import NUM_ATTEMPTS, Hub, ignore, parse_file_address
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
 from k2convert.hub.source import RemoteRepo, file_url, read_file, resolve_source
+from k2convert.machine import BUFFERS
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
 RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard needs about 40 requests

@@ -109,7 +109,8 @@ def _check_right_to_write(account: dict[str, object], repo: str, namespace: str)
     user = account.get("name")
     organizations = {o.get("name"): o for o in cast(list[dict[str, object]], account.get("orgs") or [])}
     if namespace != user and namespace not in organizations:
-        names = ", ".join(sorted({str(user), *map(str, organizations)}))
+        writable = (name for name, organization in organizations.items() if organization.get("roleInOrg") != "read")
+        names = ", ".join(sorted({str(user), *map(str, writable)}))
         raise HubError(f"{repo}: the token belongs to {user}, who cannot write to {namespace}. Choose from: {names}.")
     if namespace != user and organizations[namespace].get("roleInOrg") == "read":
         raise HubError(f"{repo}: {user} can only read in {namespace}. Ask its owner for the write role.")

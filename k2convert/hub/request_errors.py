@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
-from k2convert.errors import HubError, K2ConvertError, cut
+from k2convert.errors import HubError, K2ConvertError, cut, install_remedy
 
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
 MAX_PAUSE_SECONDS = 3600.0
@@ -34,6 +34,21 @@ _ADVICE = {
     416: "The file on the Hub is shorter than its listing says. Run the same command again.",
     429: "The Hub limits the requests of this account. Wait as long as it says, then run the same command again.",
 }
+
+
+_NO_ROOM = re.compile(r"storage|quota|upgrade your|payment", re.IGNORECASE)  # words of a 403
+_ROOM = (
+    "Free space on the Hub, change the plan, use --public if the result may be public, or choose another organization."
+)
+_NO_ROOM_ADVICE = f"The account has no room for this. {_ROOM}"
+_NO_TOKEN_ADVICE = (  # hf_xet keeps the Hub's words to itself
+    "The token may not write there, or the account has no room. Use a token with write access to that namespace. If it "
+    f"has that: {_ROOM[0].lower()}{_ROOM[1:]}"
+)
+_FORBIDDEN = re.compile(r"\b(401|402|403)\b.*?(?:Forbidden|Unauthorized|Payment Required)", re.IGNORECASE | re.DOTALL)
+_PROXIES = ("https_proxy", "http_proxy", "all_proxy")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+_SCHEMES = ("http", "https", "socks5", "socks5h")
 
 
 _SECRETS = re.compile(
@@ -87,14 +102,7 @@ def explained(action: str) -> Generator[None]:
     except HfHubHTTPError as error:
         raise _explain_response(action, error) from error
     except (json.JSONDecodeError, _transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
-        reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
-        if isinstance(error, json.JSONDecodeError):
-            reason = "the answer was not the Hub's; it may be from a proxy or a login page"
-        raise HubRequestError(
-            f"could not {action}: {reason}. Check the network, then run the same command again to continue.",
-            reason=reason,
-            transient=True,
-        ) from error
+        raise explain_transport(action, error) from error
 
 
 @contextmanager
@@ -126,11 +134,61 @@ def _transport_error() -> type[Exception]:
     return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception))
 
 
+def explain_transport(
+    action: str, error: Exception, *, what: str = "the connection to the Hub failed"
+) -> HubRequestError:
+    """Return the error for a request without an answer of the Hub. hf_xet puts the status into the words of its own."""
+    forbidden = _FORBIDDEN.search(str(error))
+    if forbidden and type(error).__name__ != "ProxyError":
+        status = int(forbidden[1])
+        reason, advice = f"the Hub answered {status} ({cut(str(error))})", _advice(status, str(error))
+        return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason, status=status)
+    reason = f"{what} ({type(error).__name__}: {error})"
+    if isinstance(error, json.JSONDecodeError):
+        reason = "the answer was not the Hub's; it may be from a proxy or a login page"
+    set_here = [name for proxy in _PROXIES for name in (proxy, proxy.upper()) if os.environ.get(name)]
+    network = " and ".join(["the network", *set_here])
+    remedy, is_certificate = f"Check {network}, then", "CERTIFICATE_VERIFY_FAILED" in str(error)
+    if is_certificate:
+        remedy = "Name the file of your network's certificates in SSL_CERT_FILE (REQUESTS_CA_BUNDLE is not read), then"
+    return HubRequestError(
+        f"could not {action}: {reason}. {remedy} run the same command again to continue.",
+        reason=reason,
+        transient=not is_certificate,
+    )
+
+
+def environment_error(error: Exception) -> HubError:
+    """Return the error if no HTTP client can be made, with the variable that is the cause."""
+    if isinstance(error, OSError):  # of which ssl.SSLError is one
+        name = next((name for name in _CERTIFICATES if os.environ.get(name)), "the certificates")
+        return HubError(
+            f"{name}: the certificates cannot be read ({error.strerror or error}). Correct it, or unset it."
+        )
+    names = [name for proxy in (*_PROXIES, "no_proxy") for name in (proxy, proxy.upper()) if os.environ.get(name)]
+    schemes = {name: os.environ[name].partition("://") for name in names}
+    if isinstance(error, ImportError):
+        name = next((name for name in names if schemes[name][0].startswith("socks")), "ALL_PROXY")
+        return HubError(f"{name}: a SOCKS proxy needs the package socksio. {install_remedy('httpx[socks]')}")
+    odd = [n for n in names if n.lower() != "no_proxy" and schemes[n][1] and schemes[n][0].lower() not in _SCHEMES]
+    exceptions = [name for name in names if name.lower() == "no_proxy"]
+    name = next(iter([*odd, *exceptions, *names]), "a proxy variable")
+    return HubError(
+        f"{name}: is not of a form that can be used ({cut(redacted(str(error)))}). Correct it, or unset it."
+    )
+
+
+def _advice(status: int, words: str) -> str | None:
+    if status == 403 and "xet-write-token" in words:
+        return _NO_TOKEN_ADVICE
+    return _NO_ROOM_ADVICE if status == 403 and _NO_ROOM.search(words) else _ADVICE.get(status)
+
+
 def _explain_response(action: str, error: Any) -> HubRequestError:
     response = error.response
     status: int = response.status_code
     words = cut(str(error.server_message or ""))
-    advice = _ADVICE.get(status) or (
+    advice = _advice(status, words) or (
         "The Hub has a problem. Run the same command again to continue."
         if status >= 500
         else "Run the same command again. If it fails again, the Hub's answer says why."

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.files import mapping_or_empty, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.choices import format_bytes
 from k2convert.errors import DiskFullError
 from k2convert.hub.source import RemoteFile
+from k2convert.machine import PAGE_BYTES
 
 MAX_SEGMENT_BYTES = 8 << 20
 MIN_SEGMENT_BYTES = 64 << 10

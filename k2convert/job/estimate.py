@@ -16,11 +16,11 @@ from typing import Final
 
 import numpy as np
 
-from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import GROUP_SIZE
 from k2convert.job.prepare import Job
-from k2convert.job.resources import available_memory, existing_parent, inflight_bytes, peak_bytes
+from k2convert.job.resources import existing_parent
+from k2convert.machine import PAGE_BYTES, available_memory, num_cores
 from k2convert.models import find_family
 from k2convert.plan.plan import ConvertStep
 from k2convert.quantize.formats.channels import divide_columns
@@ -30,7 +30,6 @@ from k2convert.quantize.rules import RULES
 
 MEASURE_SECONDS: Final = 0.4  # for each of reading, writing and converting
 MAX_FREE_SHARE: Final = 0.05  # of the free disk, for the file that is written
-XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/client.py
 _CHUNK_BYTES: Final = 8 << 20
 _MAX_BYTES: Final = 1 << 30
 _BLOCK: Final = (1024, 2048)  # of the weight that is converted to measure the kernels
@@ -71,7 +70,7 @@ class Estimate:
 def estimate(job: Job, *, memory: int) -> Estimate:
     """Measure this machine for at most two seconds and estimate the rest of a job. Leaves nothing on the disk.
 
-    `memory` is what `memory_bytes` said before anything was measured.
+    `memory` is what the job takes, as it was counted before anything was measured.
     """
     left = [shard for shard in job.plan.jobs if shard.name not in job.finished]
     steps = (step for shard in left for step in shard.steps)
@@ -87,18 +86,6 @@ def estimate(job: Job, *, memory: int) -> Estimate:
         memory_bytes=memory,
         memory_available=available_memory(),
     )
-
-
-def memory_bytes(job: Job, *, walk: int = 0) -> int:
-    """Return this process's peak so far, what shards in work hold, as much again in staging, Xet's streams, and a walk.
-
-    Ask before `estimate`: measuring takes memory too.
-    """
-    uses_xet = job.target is not None and os.environ.get("HF_HUB_DISABLE_XET", "0").lower() in ("", "0", "false")
-    shards = 2 * inflight_bytes(uses_hub=job.uses_hub)
-    if job.gptq is not None:  # a small model has less than that
-        shards = min(shards, job.bytes_in + job.plan.data_bytes)
-    return peak_bytes() + shards + walk + (XET_BYTES if uses_xet else 0)
 
 
 def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) -> float | None:
@@ -209,7 +196,7 @@ def _convert_rate(job: Job) -> float | None:
         return packed.nbytes + scales.nbytes
 
     convert()  # tables are made with the first weight
-    cores = os.cpu_count() or 1
+    cores = num_cores()
     with ThreadPoolExecutor(max_workers=cores) as pool:
         rates = [future.result() for future in [pool.submit(_rate, convert) for _ in range(cores)]]
     return sum(rate for rate in rates if rate is not None)

@@ -19,7 +19,7 @@ from k2convert.job.locations import Source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
-from k2convert.models import check_computed
+from k2convert.models import check_computed, read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.events import Events
@@ -43,7 +43,13 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
                 "text with --evaluate, or repeat the command with --yes."
             )
-    return replace(job, evaluation=text)
+    from k2convert.evaluation.streamed import states_bytes
+
+    hidden = read_architecture(job.source.checkpoint).hidden_size
+    states = states_bytes(text.windows.ids.size, hidden, models=2)
+    before = 0 if job.gptq is None else job.gptq.disk_bytes + job.limits.layer_room  # gone when the evaluation begins
+    disk_small = job.limits.disk_small + max(states - before, 0)
+    return replace(job, evaluation=text, limits=replace(job.limits, disk_small=disk_small))
 
 
 def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, events: Events) -> Evaluation:

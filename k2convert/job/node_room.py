@@ -24,6 +24,7 @@ from k2convert.checkpoint.folders import opened_folder
 from k2convert.choices import format_bytes
 from k2convert.errors import DestinationError, DiskFullError
 from k2convert.job.locations import shown_as
+from k2convert.records.lock import NO_FLOCK
 
 _FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
 _MAX_PLACES: Final = 256  # shards that a node may have in work
@@ -100,7 +101,11 @@ def _claim(path: Path, parent: int, stack: ExitStack) -> int | None:
             is_current = os.path.samestat(found, os.stat(path.name, dir_fd=parent, follow_symlinks=False))
         except (BlockingIOError, FileNotFoundError):
             return None
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_FLOCK:
+                raise DestinationError(
+                    f"{path}: this file system has no flock ({error.strerror}). Set TMPDIR on the node to a local disk."
+                ) from None
             raise DestinationError(
                 f"{path}: is not a folder that k2convert made for this user alone. Remove it, or set TMPDIR on the "
                 "node to a folder of your own."

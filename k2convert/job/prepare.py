@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
+from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.choices import Device, format_bytes
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
@@ -15,13 +16,16 @@ from k2convert.job.resources import (
     Item,
     Limits,
     allowed_disk,
+    check_memory,
     choose_devices,
     choose_workers,
     cluster_devices,
     device_name,
     output_items,
     plan_limits,
+    xet_bytes,
 )
+from k2convert.machine import available_memory, peak_bytes
 from k2convert.models import detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import Plan, ShardJob, claim_projections, plan_conversion
@@ -261,6 +265,27 @@ def check_room(job: Job) -> None:
     raise DiskFullError(
         f"{job.destination.folder}: the job needs at least {format_bytes(limits.disk_needed)} of disk at once, but "
         f"may use {format_bytes(limits.disk_allowed)}. {advice}"
+    )
+
+
+def memory_bytes(job: Job, *, walk: int = 0) -> int:
+    """Return this process's peak so far, what shards in work hold, as much again in staging, Xet's streams, and a walk.
+
+    Ask before anything is measured, which takes memory too.
+    """
+    shards = job.limits.inflight + max(job.limits.inflight, job.limits.workers * NUM_STAGING * STAGING_BYTES)
+    if job.gptq is not None:  # a small model has less than that
+        shards = min(shards, job.bytes_in + job.plan.data_bytes)
+    return peak_bytes() + shards + walk + xet_bytes(uploads=job.target is not None)
+
+
+def check_job_memory(job: Job) -> None:
+    """Refuse a job whose shards do not fit into the memory (PlanError); a walk's own needs are not in this."""
+    check_memory(
+        str(job.source.checkpoint.folder if job.source.remote is None else job.source.remote.repo),
+        needed=memory_bytes(job),
+        available=available_memory() + peak_bytes(),
+        use="fewer --workers, a larger limit (the container's, Slurm's --mem, `ulimit -v`), or ",
     )
 
 

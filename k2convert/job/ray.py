@@ -32,6 +32,7 @@ from k2convert.job import resources
 from k2convert.job.node_room import new_rooms, open_room
 from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard, shard_task
+from k2convert.machine import available_memory, num_cores
 from k2convert.records.events import Events
 from k2convert.records.shard_record import ShardRecord
 
@@ -63,8 +64,9 @@ class NodeTask:
 def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
     """Convert one shard on this machine and return its record; raises K2ConvertError."""
     uses_hub = work.remote is not None or work.target is not None
-    resources.settle_runtime(uses_hub=uses_hub)
-    inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus)
+    memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
+    inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
+    resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:
         with resources.open_threads(1, num_converting=cpus) as threads:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device, format_bytes
 from k2convert.errors import DiskFullError, PlanError, missing_module, require_extra
 from k2convert.job.locations import Destination, Source
+from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
 
@@ -39,6 +39,9 @@ SWITCH_SECONDS: Final = 0.0005  # GIL switch interval: a returning kernel waits 
 CORE_INFLIGHT_BYTES: Final = 64 << 20  # an expert's gate and up, in and out: one being converted, one being written
 HUB_CORE_INFLIGHT_BYTES: Final = 24 << 20  # less: a network is slower than a disk, and uploading takes memory
 MIN_INFLIGHT_BYTES: Final = 192 << 20
+LEAST_INFLIGHT_BYTES: Final = 64 << 20  # where memory is scarce: two experts of K2
+MEMORY_SHARE: Final = 0.8  # of the available memory, for shards in work
+XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/client.py
 THREADS_PER_GPU: Final = 4
 
 
@@ -53,7 +56,7 @@ class Threads:
 @contextmanager
 def open_threads(workers: int, *, num_converting: int | None = None) -> Generator[Threads]:
     """Start the threads for `workers` shards at a time; one converting thread a core unless their number is given."""
-    cores = num_converting or os.cpu_count() or 1
+    cores = num_converting or num_cores()
     with (
         ThreadPoolExecutor(max_workers=cores, thread_name_prefix="convert") as converting,
         ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read") as reading,
@@ -63,40 +66,38 @@ def open_threads(workers: int, *, num_converting: int | None = None) -> Generato
 
 def choose_workers(requested: int | None, *, num_devices: int) -> int:
     """Return how many shards to convert at a time: as requested, else by devices, cores and memory."""
-    cores, by_memory = os.cpu_count() or 1, available_memory() // WORKER_BYTES
-    return requested or max(num_devices, min(cores // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
+    by_memory = available_memory() // WORKER_BYTES
+    return requested or max(num_devices, min(num_cores() // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
 
 
-def available_memory() -> int:
-    """Return the bytes of memory that are available without swapping, by the kernel's estimate if it gives one."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def peak_bytes() -> int:
-    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def check_memory(place: str, *, needed: int, available: int, of_gpu: bool = False) -> None:
-    """Refuse what needs more memory than there is; raises PlanError with both numbers."""
+def check_memory(
+    place: str, *, needed: int, available: int, of_gpu: bool = False, use: str = "fewer tokens, a shorter window, or "
+) -> None:
+    """Refuse what needs more memory than there is; raises PlanError with both numbers. `use` helps without more."""
     if needed > available:
         kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
         raise PlanError(
             f"{place}: needs about {needed / 1e9:,.1f} GB of {kind}, but {available / 1e9:,.1f} GB is available. "
-            f"Use fewer tokens, a shorter window, or a {other} with more memory."
+            f"Use {use}a {other} with more memory."
         )
 
 
-def inflight_bytes(*, uses_hub: bool, cores: int | None = None) -> int:
-    """Return the bytes that all shards in work may have in memory, so that every core, or each of `cores`, has work."""
-    cores = cores or os.cpu_count() or 1
+def inflight_bytes(*, uses_hub: bool, cores: int, memory: int) -> int:
+    """Return the bytes that shards in work may have, so that each of `cores` has work in this much `memory`.
+
+    As much again is in staging.
+    """
+    return max(LEAST_INFLIGHT_BYTES, min(_wanted(cores, uses_hub=uses_hub), int(memory * MEMORY_SHARE) // 2))
+
+
+def _wanted(cores: int, *, uses_hub: bool) -> int:
     return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
+
+
+def xet_bytes(*, uploads: bool) -> int:
+    """Return the memory of the library that sends shards to the Hub."""
+    is_off = os.environ.get("HF_HUB_DISABLE_XET", "0").lower() not in ("", "0", "false")
+    return XET_BYTES if uploads and not is_off else 0
 
 
 def choose_devices(device: Device) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
 
 def layer_threads(devices: Sequence[str]) -> int:
     """Return how many threads compute a layer: every core, but few for a GPU. Each holds experts in its memory."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     return cores if tuple(devices) == ("cpu",) else min(cores, THREADS_PER_GPU * len(devices))
 
 
@@ -159,14 +160,14 @@ def has_driver() -> bool:
     return True
 
 
-def settle_runtime(*, uses_hub: bool) -> None:
+def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
     """Prepare the process for hours of work: one torch thread, a short GIL interval, bounded buffers, no plan scans."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported later
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-    if uses_hub:
-        BUFFERS.limit(2 * inflight_bytes(uses_hub=True))  # the second half holds what arrives and what is written
+    pool = 2 * inflight  # the second half holds what arrives and what is written
+    BUFFERS.limit(pool if uses_hub else min(pool, POOL_BYTES))
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     gc.enable()
@@ -236,7 +237,8 @@ class Limits:
 
     `disk_allowed` is what it may use at a time, `disk_shards` what the shards need at least, `disk_small` what
     everything else takes, `disk_free` what was free at the start. `source_bytes` are the sizes of the source shards to
-    fetch. `layer_room`, a part of `disk_small`, is what a walk's fetched layers may take.
+    fetch. `layer_room`, a part of `disk_small`, is what a walk's fetched layers may take. `inflight` are the bytes that
+    all shards in work may have in memory, `shrunk` says if they are few for lack of it.
     """
 
     devices: tuple[str, ...]
@@ -246,7 +248,9 @@ class Limits:
     disk_allowed: int
     disk_small: int
     disk_free: int
+    inflight: int
     layer_room: int = 0
+    shrunk: str | None = None
 
     @property
     def disk_needed(self) -> int:
@@ -317,4 +321,15 @@ def plan_limits(
     if walk is not None:
         ample, least = walk.layer_rooms[0], walk.layer_rooms[-1]
         layer_room = ample if shards + small_bytes + ample <= allowed else least
-    return Limits(devices, workers, source_bytes, shards, allowed, small_bytes + layer_room, free, layer_room)
+    uses_hub = remote is not None or goes_to_hub
+    memory, cores = available_memory(), num_cores()
+    usable = memory - xet_bytes(uploads=goes_to_hub)
+    inflight, wanted = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable), _wanted(cores, uses_hub=uses_hub)
+    shrunk = None
+    if inflight < wanted:
+        shrunk = (
+            f"{memory / 1e9:,.1f} GB of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
+            f"time, not {wanted / 1e6:,.0f} MB"
+        )
+    small_bytes += layer_room
+    return Limits(devices, workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)

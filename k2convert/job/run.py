@@ -29,7 +29,7 @@ from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.prepare import Job, check_room
+from k2convert.job.prepare import Job, check_job_memory, check_room
 from k2convert.job.resources import Item, Room
 from k2convert.job.shard import convert_shard, find_difference, shard_task
 from k2convert.records.calibration import CalibrationRecord
@@ -80,7 +80,9 @@ def execute(
     in the destination; UnservableError if the result does not validate, and then main is not changed.
     """
     check_room(job)
-    resources.settle_runtime(uses_hub=job.uses_hub)
+    if cluster is None:
+        check_job_memory(job)
+    resources.settle_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
     with _opened(job, part, verify, events) as run:
         walk = _open_walk(run)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
@@ -119,7 +121,7 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
     make_folder(folder / WORK_FOLDER, root=folder)
     check_work_folder(folder / WORK_FOLDER)
     journal = Journal(folder, suffix=TEMPORARY_SUFFIX if part is None else own_suffix())
-    with lock_destination(folder, events=events) if part is None else share_destination(folder) as keep:
+    with lock_destination(folder, events=events) if part is None else share_destination(folder, events=events) as keep:
         was_begun = journal.job() is not None
         (journal.begin if part is None else journal.join)(job.description)
         if job.command is not None:

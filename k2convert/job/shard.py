@@ -25,7 +25,7 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import FormatError, InterruptedRun, remedy
-from k2convert.job.resources import Threads, encoded_header, inflight_bytes, open_threads
+from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
@@ -84,7 +84,7 @@ def shard_task(job: "Job", name: str, device: str) -> ShardTask:
         device=device,
         fingerprint=job.digest,
         header_digests={source: headers[source].digest for source in shard.source_shards},
-        inflight_bytes=inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
+        inflight_bytes=job.limits.inflight // job.limits.workers,
         for_upload=job.target is not None,
         kept=None if job.source.pruning is None else job.source.pruning.kept,
         family=job.plan.family,

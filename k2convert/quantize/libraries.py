@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
-from k2convert.errors import MissingDependencyError
+from k2convert.errors import MissingDependencyError, install_remedy
 from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -131,5 +131,5 @@ def import_reference(module: str) -> ModuleType:
     except ImportError as error:
         raise MissingDependencyError(
             f"the reference libraries compressed-tensors and nvidia-modelopt cannot be used ({error}). "
-            "Install them with: pip install 'k2convert[reference]'"
+            f"{install_remedy(extra='reference')}"
         ) from error

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import QuantizerKind, Rule
-from k2convert.errors import MissingDependencyError, RecipeError, require_extra
+from k2convert.errors import MissingDependencyError, RecipeError, install_remedy, require_extra
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu
@@ -139,6 +139,6 @@ def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:
         if find_spec("triton") is None:
             raise MissingDependencyError(
                 f"converting on {device} needs triton, which is not installed. "
-                "Install it with `pip install triton`, or use --device cpu."
+                f"{install_remedy('triton')}. Or use --device cpu."
             )
     return NativeQuantizer(rule=rule, device=device)

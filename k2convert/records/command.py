@@ -6,6 +6,8 @@ DEST/.k2convert/command.json    the words of the command, and the folder it was 
 import json
 import os
 import shlex
+import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,8 +26,8 @@ class JobCommand:
 
     def line(self, *, here: str) -> str:
         """Return what to paste into a shell whose working folder is `here`."""
-        command = shlex.join(self.words)
-        return command if self.folder == here else f"cd {shlex.quote(self.folder)} && {command}"
+        command = shell_line(self.words)
+        return command if self.folder == here else f"cd {shell_line([self.folder])} && {command}"
 
     def place(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
@@ -35,6 +37,25 @@ class JobCommand:
     def value(self, option: str) -> str | None:
         """Return what was given with an option; None without it."""
         return dict(zip(self.words, self.words[1:], strict=False)).get(option)
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Return words as a line that can be pasted into a shell. What a terminal cannot show is written as bytes."""
+    return " ".join(shlex.quote(word) if _is_shown(word) else _in_bytes(word) for word in words)
+
+
+def _is_shown(word: str) -> bool:
+    try:
+        word.encode(getattr(sys.stderr, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return word.isprintable() or not word
+
+
+def _in_bytes(word: str) -> str:
+    """Return a word as bash and zsh read it: with \\xe9 for a byte that is no plain character."""
+    shown = [chr(b) if 0x20 <= b < 0x7F and b not in b"\\'" else f"\\x{b:02x}" for b in os.fsencode(word)]
+    return f"$'{''.join(shown)}'"
 
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:

@@ -121,6 +121,18 @@ def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue])
     return "; ".join(f"{key} was {before}, now {now}" for key, before, now in changes)
 
 
+def other_instructions(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:
+    """Return what to do if a CPU computes in another way than the one that began; an empty text otherwise."""
+    before, now = (str(fields.get("device")) for fields in (old, new))
+    if before == now or not (before.startswith("cpu") and now.startswith("cpu")):
+        return ""
+    return (
+        "This machine computes with other instructions, so its sums have other bytes. Continue on a machine like the "
+        "first one. To share a job between machines of several kinds, set ATEN_CPU_CAPABILITY=avx2 on all of them "
+        "before it begins. "
+    )
+
+
 def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the source shards that have other bytes."""
     return [shard for shard in sorted(now) if _change(before.get(shard, ""), now[shard]) == "bytes"]

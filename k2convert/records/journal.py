@@ -52,6 +52,7 @@ from k2convert.records.fingerprint import (
     changed_shards,
     copied_shards,
     describe_changes,
+    other_instructions,
     source_error,
 )
 from k2convert.records.lock import read_lock
@@ -166,9 +167,10 @@ class Journal:
 
     def _check_same(self, found: JobDescription, job: JobDescription) -> None:
         if changes := describe_changes(found.fingerprint, job.fingerprint):
+            how = other_instructions(found.fingerprint, job.fingerprint) or say_own_command(self.destination)
             raise ResumeError(
-                f"{self.destination}: holds a different job: {changes}. {say_own_command(self.destination)}Choose a "
-                "different folder, or delete this one to start over."
+                f"{self.destination}: holds a different job: {changes}. {how}Choose a different folder, or delete this "
+                "one to start over."
             )
 
     def _accept_source(self, found: JobDescription, job: JobDescription) -> None:

@@ -1,8 +1,10 @@
 """The lock of one destination: only one process works there, and others can read how far it is.
 
 DEST/.k2convert/lock    held by the running process (flock: the kernel frees it when the owner dies). Its first line is
-                        that process's number, the second how far it is. Empty after the run. Processes that do a part
-                        of a job each hold it together, and write nothing into it.
+                        that process's number and host, the second how far it is. Empty after the run. Processes that do
+                        a part of a job each hold it together, and write nothing into it.
+
+Where the file system has no flock, files with an owner lock it instead (owner_files.py).
 """
 
 import errno
@@ -11,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -26,6 +28,9 @@ from k2convert.records.events import SILENT, Events, Keep
 _LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOOK_SECONDS: Final = 0.1  # `status` has the lock for a moment
 _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
+_ENOTSUPP: Final = 524  # of the kernel, which some network disks pass on
+NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, _ENOTSUPP)
+"""What flock answers where the file system has none."""
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
 
     Yields a function that keeps one line in the lock file. If the file cannot be emptied at the end, that is a note.
     """
-    with _taken(fcntl.LOCK_EX, destination) as lock:
+    with _taken(fcntl.LOCK_EX, destination) as lock, _also_without_flock(lock, fcntl.LOCK_EX, destination, events):
         with writing(_path(destination)):
             _write_owner(lock, "")
         try:
@@ -48,9 +53,9 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
 
 
 @contextmanager
-def share_destination(destination: Path) -> Generator[None]:
+def share_destination(destination: Path, *, events: Events = SILENT) -> Generator[None]:
     """Lock a destination together with other processes that do a part each; raises LockedError while a run has it."""
-    with _taken(fcntl.LOCK_SH, destination):
+    with _taken(fcntl.LOCK_SH, destination) as lock, _also_without_flock(lock, fcntl.LOCK_SH, destination, events):
         yield
 
 
@@ -81,7 +86,7 @@ def _is_file_of(found: os.stat_result, path: Path, folder: int) -> bool:
 
 
 def _take(lock: TextIO, kind: int, destination: Path) -> None:
-    """Take the lock; raises LockedError if another process has it for longer than `read_lock` would."""
+    """Take the lock, if there is flock; raises LockedError if another process has it for longer than a look takes."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:
@@ -90,6 +95,29 @@ def _take(lock: TextIO, kind: int, destination: Path) -> None:
             if time.monotonic() > deadline:
                 raise _locked_error(destination, lock) from None
             time.sleep(_LOOK_SECONDS / 10)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            return None
+
+
+@contextmanager
+def _also_without_flock(lock: TextIO, kind: int, destination: Path, events: Events) -> Generator[None]:
+    """Keep others out for the block where the file system has no flock: by a file, with a note."""
+    with ExitStack() as stack:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)  # changes nothing where it is held
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            from k2convert.records.owner_files import own_destination
+
+            stack.enter_context(own_destination(destination, shared=kind == fcntl.LOCK_SH))
+            events.note(
+                f"{destination}: this file system has no flock ({error.strerror}). A file with host and process in "
+                f"{WORK_FOLDER} keeps other runs out instead."
+            )
+        yield
 
 
 def _locked_error(destination: Path, lock: TextIO) -> LockedError:
@@ -107,10 +135,22 @@ def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # parts of a job share it
         except BlockingIOError:
-            _, _, said = lock.read(_MAX_KEPT).partition("\n")
-            age = time.time() - os.fstat(lock.fileno()).st_mtime
-            return True, parse_summary(said), max(age, 0.0)
+            return _progress(lock)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            from k2convert.records.owner_files import is_owned
+
+            if is_owned(destination):
+                return _progress(lock)
         return False, None, 0.0
+
+
+def _progress(lock: TextIO) -> tuple[bool, dict[str, Any] | None, float]:
+    """Return what the process that works here last said."""
+    _, _, said = lock.read(_MAX_KEPT).partition("\n")
+    age = time.time() - os.fstat(lock.fileno()).st_mtime
+    return True, parse_summary(said), max(age, 0.0)
 
 
 def _path(destination: Path) -> Path:
@@ -138,7 +178,7 @@ def _open_lock(destination: Path, flags: int) -> TextIO:
 
 def _write_owner(lock: TextIO, text: str) -> None:
     os.ftruncate(lock.fileno(), 0)  # not by the file object, which would try a failed write again when it is closed
-    os.pwrite(lock.fileno(), f"{os.getpid()}\n{text}".encode(), 0)
+    os.pwrite(lock.fileno(), f"{os.getpid()} on {os.uname().nodename}\n{text}".encode(), 0)
 
 
 def _keep(lock: TextIO, text: str) -> None:

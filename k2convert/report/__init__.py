@@ -11,7 +11,9 @@ Apart from the day of the report, nothing here depends on time, host or path: on
 the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when a report is written.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,13 +73,27 @@ def write_report(
 def render_report(report: Report) -> dict[str, bytes]:
     """Return the files of a report by name; without the picture if no figures of single tensors are known."""
     from k2convert.report.markdown import render_markdown
-    from k2convert.report.page import render_page, render_picture
+
+    with _quiet_matplotlib():
+        from k2convert.report.page import render_page, render_picture
 
     checks = None if report.validation is None else read_checks(report.validation)
     page, picture = render_page(report, checks), render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
     return files if picture is None else files | {REPORT_PICTURE_NAME: picture}
+
+
+@contextmanager
+def _quiet_matplotlib() -> Generator[None]:
+    """Import it without its notice: without a home that can be written to, it uses a temporary folder, and says so."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def card_files(

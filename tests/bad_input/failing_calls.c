@@ -1,8 +1,8 @@
 /* Lets one system call fail on one file, or threads from some number on: LD_PRELOAD it. A superuser may read every
  * file, so permissions cannot show these failures.
  *
- *   FAIL_CALL    stat, open, opendir or ftruncate (FAIL_AFTER: from which time on)
- *   FAIL_NAME    how the path ends
+ *   FAIL_CALL    stat, open, opendir, flock, fsync (of a folder) or ftruncate (FAIL_AFTER: from which time on)
+ *   FAIL_NAME    how the path ends; nothing for any path
  *   FAIL_ERRNO   the error's number
  *   FAIL_THREADS how many threads may still be started
  */
@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -83,6 +84,18 @@ DIR *opendir(const char *path) {
         if (descriptor_fails("ftruncate", descriptor) && ++count > atoi(getenv("FAIL_AFTER"))) return -1; \
         return real(descriptor, size); \
     }
+int flock(int descriptor, int operation) {
+    REAL(flock);
+    return descriptor_fails("flock", descriptor) ? -1 : real(descriptor, operation);
+}
+
+int fsync(int descriptor) { /* of a folder */
+    REAL(fsync);
+    struct stat found;
+    int is_folder = fstat(descriptor, &found) == 0 && S_ISDIR(found.st_mode);
+    return is_folder && descriptor_fails("fsync", descriptor) ? -1 : real(descriptor);
+}
+
 FTRUNCATE(ftruncate, off_t)
 FTRUNCATE(ftruncate64, off64_t)
 

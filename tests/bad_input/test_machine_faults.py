@@ -110,6 +110,42 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
     assert call("run", k2_shaped, out).returncode == 0
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524])
+def test_a_file_system_without_flock_is_locked_by_a_file(
+    number: int, k2_shaped: Path, tmp_path: Path, call: Call
+) -> None:
+    out, fault = tmp_path / "out", {"FAIL_CALL": "flock", "FAIL_NAME": "/lock", "FAIL_ERRNO": number}
+    done = call("run", k2_shaped, out, **fault)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("this file system has no flock") == 1
+    assert "complete" in call("status", out, **fault).stdout
+    owner = out / ".k2convert" / "owner"
+    assert not owner.exists()
+
+    host, me = os.uname().nodename, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    owner.write_text(f"{host} {os.getpid()} {me}\n")  # this process is a run there
+    assert_one_line(call("run", k2_shaped, out, **fault), f"process {os.getpid()} on {host}")
+    assert_one_line(call("run", k2_shaped, out, "--part", "1/2", **fault), f"process {os.getpid()} on {host}")
+    owner.write_text(f"elsewhere 1 {me}\n")
+    assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {owner}")
+    owner.write_text(f"{host} {os.getpid()} {int(me) + 1}\n")  # a process that ended: its number was given again
+    assert call("run", k2_shaped, out, **fault).returncode == 0
+    part = owner.with_name("owner-0123")
+    part.write_text(f"elsewhere 1 {me}\n")
+    assert call("run", k2_shaped, out, "--part", "1/2", **fault).returncode == 0
+    assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {part}")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_sync_folders_is_used_as_it_is(
+    number: int, k2_shaped: Path, tmp_path: Path, call: Call
+) -> None:
+    fault = {"FAIL_CALL": "fsync", "FAIL_NAME": "", "FAIL_ERRNO": number}
+    done = call("run", k2_shaped, tmp_path / "new" / "out", **fault)
+    assert done.returncode == 0, done.stderr
+    assert_one_line(call("run", k2_shaped, tmp_path / "other", **(fault | {"FAIL_ERRNO": errno.EIO})), "other")
+
+
 @pytest.mark.parametrize(("verb", "number"), [("run", 0), ("run", 3), ("validate", 0), ("validate", 1)])
 def test_no_more_threads_is_one_line(
     verb: str, number: int, k2_shaped: Path, tmp_path: Path, result: Path, call: Call

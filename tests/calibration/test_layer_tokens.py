@@ -78,7 +78,7 @@ WALK = """
 import sys
 from pathlib import Path
 import numpy as np
-from k2convert.buffers import BUFFERS
+from k2convert.machine import BUFFERS
 from k2convert.calibration.layer_files import conversion_work
 sys.path.insert(0, sys.argv[4])
 from test_gptq_walk import planned, walked

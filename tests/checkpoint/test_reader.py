@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import PageCache, ShardReader, same_bytes
 from k2convert.errors import SourceReadError
+from k2convert.machine import PAGE_BYTES
 
 NUM_BYTES = 3_000_017
 SPANS = [(0, 1), (0, 8), (4095, 4098), (4096, 8192), (1, NUM_BYTES), (100_003, 2_000_001), (NUM_BYTES - 5, NUM_BYTES)]

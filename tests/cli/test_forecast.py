@@ -95,11 +95,32 @@ def test_a_dry_run_says_the_memory_that_the_run_takes(
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
 
+@pytest.mark.parametrize("kind", ["cut", pytest.param("shaped", marks=pytest.mark.slow)])
+def test_a_dry_run_says_the_memory_and_the_disk_of_the_evaluation_at_the_end(
+    ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    source: Path = request.getfixturevalue(kind)
+    words = ["run", source, tmp_path / "out", "--evaluate", ids, "--device", "cpu"]
+    alone = json.loads(run_cli(*words[:3], "--dry-run", "--json").stdout)
+    dry = json.loads(run_cli(*words, "--dry-run", "--json").stdout)
+    shown = run_cli(*words, "--dry-run").stdout
+    assert "evaluation at the end, on 1,024 tokens of ids.npy" in shown
+    assert shown.count("memory: needs about") == 2  # of the job, and of its evaluation
+    said = dry["estimate"]["memory_bytes"]
+    assert said == max(dry["evaluation"]["memory_bytes"], said) > alone["estimate"]["memory_bytes"]
+    assert dry["disk_needed"] > alone["disk_needed"]
+    peak_words = [sys.executable, "-c", PEAK, *map(str, words), "--quiet"]
+    done = subprocess.run(peak_words, capture_output=True, text=True, env=cli_environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    peak = 1024 * int(done.stderr.splitlines()[-1])
+    assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
+
+
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_what_needs_more_memory_than_there_is_is_refused(
     tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    monkeypatch.setattr("k2convert.cli.forecast.available_memory", lambda: 0)
+    monkeypatch.setattr("k2convert.cli.forecast.available_memory", lambda: 100 << 20)
     words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--quiet")
     for more in ((), ("--dry-run",)):
         done = run_here(*words, "--device", "cpu", *more)

@@ -1,5 +1,6 @@
 """Every `next:` line is a command that works as it is printed. Commands that serve are only read."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, said
+from command import run_cli as run_process
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -62,3 +64,24 @@ def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k
     assert follow("report", "emptied")[0] == "k2convert status emptied"
     shutil.copytree("emptied", "records", ignore=shutil.ignore_patterns(".k2convert"))
     assert follow("report", "records") == [""]
+
+
+@pytest.mark.parametrize("name", [b"caf\xc3\xa9 s", b"caf\xe9's", b"a\\ b\nc"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_command_can_be_pasted_from_any_terminal(name: bytes, encoding: str, k2_shaped: Path, tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(name)
+    source.symlink_to(k2_shaped)
+    line = next_line(run_process("inspect", source, PYTHONIOENCODING=encoding))
+    assert line.isascii() or encoding == "utf-8"
+    pasted = subprocess.run(["bash", "-c", f"printf %s {line.split(' run ')[1]}"], capture_output=True, check=True)
+    assert pasted.stdout == bytes(source) + b"DEST--dry-run"
+
+
+def test_a_home_in_quotes_is_the_home(run_cli: RunCli, k2_shaped: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "source").symlink_to(k2_shaped)
+    done = run_cli("run", "~/source", "~/out", HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    assert (home / "out" / "config.json").is_file()
+    assert run_cli("validate", "~/out", "--source=~/source", HOME=str(home)).returncode == 0

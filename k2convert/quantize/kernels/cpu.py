@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.buffers import BUFFERS
 from k2convert.choices import BLOCK_SIZE, Rule
+from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, check_int4_scales
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight

@@ -6,7 +6,6 @@ outputs are added in the order of the experts, so they do not depend on threads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, run_in_order
 from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.machine import num_cores
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.quantize.quantizer import NativeQuantizer
@@ -79,7 +79,7 @@ def compute_block(
         {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
         {variant: [] for variant in variants},
     )
-    num_reached, workers = 0, os.cpu_count() or 1
+    num_reached, workers = 0, num_cores()
     scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
     def run_mlp(call: tuple[str, Tensor]) -> MlpOutputs:
@@ -129,7 +129,7 @@ def int4_output(
             return hidden_TK[tokens]
         return read_source_mlp(source, module)(hidden_TK[tokens]) * weights.unsqueeze(-1)
 
-    for place, output in enumerate(run_in_order(run_mlp, mlps, workers=os.cpu_count() or 1)):
+    for place, output in enumerate(run_in_order(run_mlp, mlps, workers=num_cores())):
         total.index_add_(0, mlps[place][1], output.double())
         if place < num_experts:
             progress(place + 1, num_experts)

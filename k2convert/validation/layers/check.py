@@ -17,7 +17,6 @@ every row of a layer has the same inputs, and no layer has the errors of the lay
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from k2convert.forward.moe import Routing, read_router
 from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
+from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Events
@@ -199,7 +199,7 @@ def states_of_text(
         hidden_size=read_architecture(source).hidden_size,
         chunk=ids.shape[0],
         devices=("cpu",),
-        workers=len(os.sched_getaffinity(0)),
+        workers=num_cores(),
         around=lambda _: nullcontext(source),
     )
     with closing(walk_layers(walk, _Memory(), events=events)) as walked:

@@ -4,7 +4,6 @@ The time is an estimate: one expert is read and computed now, in one thread, and
 needs the layers below too: their experts are computed once, from the source's weights.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,6 +15,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import WeightReader
+from k2convert.machine import num_cores
 from k2convert.models import detect_family, read_architecture
 from k2convert.validation.layers.block import read_mlp
 from k2convert.validation.remote import layer_bytes
@@ -87,7 +87,7 @@ def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: i
         return None
     finally:
         torch.set_num_threads(threads)
-    return total / len(os.sched_getaffinity(0))
+    return total / num_cores()
 
 
 def _second_time(call: Callable[[], None]) -> float:

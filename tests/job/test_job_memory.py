@@ -1,0 +1,119 @@
+"""The memory of a job: it plans with what its cgroup gives it, and stays below that."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import command, run_here
+from fake_system import limit_by_version_1, limit_by_version_2, make_system, write
+
+from k2convert import machine
+from scripts.fixture_maker import K2Shape, make_k2_shaped
+
+SHAPE = K2Shape(
+    hidden=2048, moe_intermediate=512, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
+    vocabulary=1024, heads=16, q_lora_rank=256, kv_lora_rank=128,
+)  # fmt: skip
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_system(tmp_path / "system", monkeypatch)
+    return tmp_path / "system"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_kimi_k2_is_planned_below_a_gigabyte_in_a_cgroup_of_one(
+    system: Path, tmp_path: Path, version: int, k2_headers: Path
+) -> None:
+    write(system, "proc/self/cgroup", "0::/job" if version == 2 else "2:cpu,cpuacct:/job\n4:memory:/job")
+    if version == 2:
+        limit_by_version_2(system, "job", cpus="100000 100000", memory=1 << 30, used=100 << 20, cached=0)
+    else:
+        limit_by_version_1(system, "job", quota=100_000, memory=1 << 30, used=100 << 20, cached=0)
+    # Only what the process has in this test counts beside the plan: it is not the command alone.
+    planned = planned_memory(k2_headers, tmp_path / "out")
+    assert 0 < planned["needed"] - machine.peak_bytes() < 0.5e9
+    assert planned["available"] == 924 << 20
+
+
+def test_memory_bounds_the_plan_on_many_cores_with_a_word(
+    system: Path, tmp_path: Path, k2_headers: Path, tiny: Path
+) -> None:
+    before = planned_memory(k2_headers, tmp_path / "out")
+    write(system, "proc/self/cgroup", "0::/job")
+    limit_by_version_2(system, "job", cpus="max 100000", memory=1 << 30, used=100 << 20, cached=0)
+    after = planned_memory(k2_headers, tmp_path / "out")
+    assert before["needed"] - machine.peak_bytes() > 20e9
+    assert before["note"] == ""
+    assert after["needed"] - machine.peak_bytes() < 924 << 20
+    words = r"note: 1\.0 GB of memory is available: \d+ MB of tensors are in work at a time, not 12,885 MB"
+    assert re.search(words, after["note"])
+    limit_by_version_2(system, "job", cpus="max 100000", memory=200 << 20, used=150 << 20, cached=0)
+    for more in ((), ("--dry-run",)):
+        refused = run_here("run", tiny, tmp_path / "out", *more, code=1)
+        words = r"needs about 0\.\d GB of memory, but 0\.\d GB is available\. Use fewer --workers, a"
+        assert re.search(words, refused.stderr)
+
+
+def planned_memory(source: Path, out: Path) -> dict[str, Any]:
+    """The memory that a dry run says, and what it notes."""
+    done = run_here("run", source, out, "--dry-run", "--json")  # it may be refused for lack of disk in the end
+    found = json.loads(done.stdout)["estimate"]
+    note = "".join(line for line in done.stderr.splitlines() if "memory is available" in line)
+    return {"needed": found["memory_bytes"], "available": found["memory_available"], "note": note}
+
+
+@contextmanager
+def cgroup(*, memory: int, cores: int) -> Generator[Callable[[], None]]:
+    """Make a cgroup; yields the call by which a new process enters it. Skips the test where none can be made."""
+    top, name = Path("/sys/fs/cgroup"), f"k2convert-test-{os.getpid()}"
+    settings: dict[Path, dict[str, object]] = {
+        top / "memory" / name: {"memory.limit_in_bytes": memory},
+        top / "cpu" / name: {"cpu.cfs_quota_us": 100_000 * cores, "cpu.cfs_period_us": 100_000},
+    }
+    if (top / "cgroup.controllers").exists():
+        settings = {top / name: {"memory.max": memory, "cpu.max": f"{100_000 * cores} 100000"}}
+    made: list[Path] = []
+
+    def enter() -> None:
+        for folder in made:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        try:
+            for folder, values in settings.items():
+                folder.mkdir()
+                made.append(folder)
+                for file, value in values.items():
+                    (folder / file).write_text(str(value))
+        except OSError as error:
+            pytest.skip(f"no cgroup can be made here: {error}")
+        yield enter
+    finally:
+        for folder in made:
+            folder.rmdir()
+
+
+@pytest.mark.parametrize(("memory", "experts"), [(500_000_000, 8), pytest.param(1 << 30, 32, marks=pytest.mark.slow)])
+def test_a_conversion_finishes_in_a_real_cgroup_of_one_core(memory: int, experts: int, tmp_path: Path) -> None:
+    """The slow one has 2 GB of weights and the memory of a small container."""
+    shape = replace(SHAPE, experts=experts)
+    if experts > 8:
+        shape = replace(shape, hidden=7168, moe_intermediate=2048, dense_intermediate=18432, heads=64)
+    source = make_k2_shaped(tmp_path / "source", shape=shape)
+    words = command("run", source, tmp_path / "out", "--device", "cpu")
+    with cgroup(memory=memory, cores=1) as enter:
+        dry = subprocess.run([*words, "--dry-run", "--json"], capture_output=True, check=True, preexec_fn=enter)
+        found = json.loads(dry.stdout)["estimate"]
+        done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, check=False, preexec_fn=enter)
+    assert found["memory_bytes"] < memory
+    assert found["memory_available"] < memory
+    assert done.returncode == 0, done.stderr
