@@ -16,7 +16,7 @@ each layer's error is measured on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -40,7 +40,7 @@ from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens
-from k2convert.quantize.gptq.tiles import Team
+from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
 
@@ -54,7 +54,7 @@ class GptqOptions:
 
     seed: int
     smoothing: bool
-    check_stop: Callable[[], None]
+    check_stop: CheckStop
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save,
     """
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
-    with closing(walked) as layers, Team(walk.workers) as team:
+    with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
         for layer in layers:
             save(_LayerConversion(layer, options, work, events, team).run(), layer.dropped)
 
@@ -154,7 +154,7 @@ class _LayerConversion:
 
     def _tee(self, first: int) -> _Tee:
         """Return the observer of a chunk: windows that are kept out are not in the statistics."""
-        return _Tee(self._accumulator if first < self._num_fitted else None)
+        return _Tee(self._options.check_stop, self._accumulator if first < self._num_fitted else None)
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
         """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
@@ -179,6 +179,7 @@ class _LayerConversion:
                 is_varied=self._tokens.are_varied,
                 write=write,
                 advance=self._reach,
+                check_stop=self._options.check_stop,
             )
             decided, residual_TK = converter.convert(inputs)
         self._work.write(self._work.path(GPTQ, self._layer.number), encode(decided))
@@ -228,6 +229,7 @@ class _Tee:
     Both are f32 [T, K].
     """
 
+    check_stop: CheckStop
     accumulator: LayerAccumulator | None
     x: Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -240,6 +242,7 @@ class _Tee:
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
+        self.check_stop()
         if self.accumulator is not None:
             self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
 

@@ -26,7 +26,6 @@ from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import DestinationError, DiskFullError, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
@@ -235,13 +234,6 @@ class CalibrationPlan:
                     f"{quoted(now)}. Choose a different name, or remove the file."
                 )
         return replace(header, dropped=found.dropped, versions=found.versions)
-
-    def remove_leftovers(self) -> None:
-        """Remove the work folder if a run of this job was killed when everything but that was done."""
-        if (self.work.folder / WORK_FOLDER).is_dir():
-            found = self.work.job()
-            if found is None or found.identity == self.job.identity:
-                self.work.remove()
 
 
 def plan_calibration(

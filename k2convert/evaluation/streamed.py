@@ -191,6 +191,13 @@ class EvaluationPlan:
             keeps_last=True,
         )
 
+    def remove_work(self) -> None:
+        """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
+        self.work.remove_leftovers(self.job)
+        around = self.work.folder.parent
+        if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
+            remove_folder(around, root=around.parent)
+
     def finished(self) -> Evaluation | None:
         """Return the evaluation if the files that it writes are there already, from the same weights and text."""
         rows: dict[EvaluatedModel, EvaluationRow] = {}
@@ -241,9 +248,7 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
             rows = zip(plan.models[1:], found.rows, strict=True)
             chosen = tuple(row for planned, row in rows if planned.checkpoint in checkpoints)
             write_atomically(path, encode(replace(found, rows=chosen)))
-    work.remove()
-    if work.folder.parent.name == WORK_FOLDER and not list_folder(work.folder.parent):
-        remove_folder(work.folder.parent, root=work.folder.parent.parent)  # in a checkpoint that `run` did not write
+    plan.remove_work()
     return found
 
 
