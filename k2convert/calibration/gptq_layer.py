@@ -98,7 +98,9 @@ class _Down:
 
 @dataclass(slots=True)
 class LayerConverter:
-    """Converts the routed experts of a layer. `write` gets every projection, `advance` the share that is done.
+    """Converts the routed experts of a layer.
+
+    `write` gets every projection, `advance` the share of gates and ups that is done, and that of downs.
 
     `scratch` gives the tensors that have a row for each token, on the first device.
     If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
@@ -111,7 +113,7 @@ class LayerConverter:
     team: Team
     is_varied: bool
     write: Write
-    advance: Callable[[float], None]
+    advance: Callable[[float, float], None]
     check_stop: CheckStop
 
     @property
@@ -149,7 +151,7 @@ class LayerConverter:
                     places = expert.routed.tokens[expert.routed.tokens.shape[0] - output.shape[0] :] - first
                     self.scratch.subtract(left, places, output)
                 experts.append(expert.routed)
-                self.advance(0.5 * len(experts) / num_experts)
+                self.advance(len(experts) / num_experts, 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, gate_up
         shrinkages: list[float | None] = []
@@ -159,7 +161,7 @@ class LayerConverter:
             for number, down in enumerate(downs):
                 shrinkages.append(None if down.trusted is None else down.trusted[1])
                 ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
-                self.advance(0.5 + 0.5 * (number + 1) / num_experts)
+                self.advance(1.0, (number + 1) / num_experts)
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
         decided = GptqLayer(
             ridge=ridge.strength,

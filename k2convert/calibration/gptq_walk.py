@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -44,17 +43,18 @@ from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
 
-STREAMS_SHARE: Final = 0.3
-"""The share of a MoE layer's progress that computing the streams is. The rest is converting."""
-
 
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise."""
+    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise.
+
+    `shares` are those of a MoE layer's progress before its steps begin, as of cost.walk_shares.
+    """
 
     seed: int
     smoothing: bool
     check_stop: CheckStop
+    shares: tuple[float, float, float]
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ class _LayerConversion:
         if self._decoder.is_dense:
             self._run_dense()
             return self._accumulator.finish()
-        self._layer.progress.share = STREAMS_SHARE
+        self._layer.progress.share = self._options.shares[0]
         kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
         collected = self._collect(kept)
         statistics = self._accumulator.finish()
@@ -190,11 +190,13 @@ class _LayerConversion:
             )
         return residual_TK
 
-    def _reach(self, share: float) -> None:
-        """Report the share of the experts that is converted."""
+    def _reach(self, gates_and_ups: float, downs: float) -> None:
+        """Report the shares of the projections that are converted: down projections come last."""
         self._options.check_stop()
+        _, prepared, rounded = self._options.shares
+        share = prepared + (rounded - prepared) * gates_and_ups + (1 - rounded) * downs
         self._layer.progress.share = 1.0
-        self._layer.progress.reach(int(self._walk.ids.size * (STREAMS_SHARE + (1 - STREAMS_SHARE) * share)))
+        self._layer.progress.reach(int(self._walk.ids.size * share))
 
     @property
     def _mlp(self) -> str:

@@ -39,6 +39,7 @@ from k2convert.records.command import JobCommand
 from k2convert.records.events import SILENT, Events, Extent, Phase
 
 if TYPE_CHECKING:
+    from k2convert.calibration.sizes import PassSize
     from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
@@ -190,7 +191,22 @@ class CalibrationPlan:
 
     def extent(self, first: int) -> Extent:
         """Return the extent of a walk without a conversion."""
-        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens)
+        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens, layer_costs=self.layer_costs())
+
+    @property
+    def size(self) -> "PassSize":
+        """The size of the whole walk."""
+        from k2convert.calibration.sizes import PassSize
+
+        windows, length = self.text.windows.ids.shape
+        return PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+
+    def layer_costs(self) -> tuple[float, ...]:
+        """Return the operations of each layer."""
+        from k2convert.calibration.cost import layer_operations
+        from k2convert.calibration.sizes import read_sizes
+
+        return layer_operations(read_sizes(self.source), self.size, is_walk=self.needs is not None)
 
     @contextmanager
     def opened(

@@ -98,7 +98,6 @@ def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> Non
     if not options.quiet:
         show_text(plan, time)
     display = Display("calibrate", plan.extent(plan.num_finished), quiet=options.quiet)
-    display.tally.expected_seconds["calibrate"] = time.middle
     from k2convert.calibration.accumulate import calibrate as do_calibration
 
     say_when_interrupted(

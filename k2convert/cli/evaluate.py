@@ -126,7 +126,6 @@ def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
         span = console.format_span(time.least, time.most)
         console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
     display = Display("evaluate", plan.extent(plan.num_finished), quiet=options.quiet)
-    display.tally.expected_seconds["evaluate"] = time.middle
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     say_when_interrupted(

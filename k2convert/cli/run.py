@@ -275,7 +275,7 @@ def _do(job: Job, options: RunOptions) -> None:
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     if job.gptq is not None:
-        display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
+        _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
         if not options.quiet:
@@ -310,22 +310,21 @@ def _how_far(job: Job, tally: Tally) -> str:
     return f"{what}. The same command resumes"
 
 
-def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
-    """Print how long the rest of the calibration will be, and return the seconds.
+def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
+    """Print how long the rest of the calibration will be.
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
     check_room(job)
     walk = forecast(plan, Computer(job.limits.devices, plan.text.threads), layers=layers_left(job, plan))
     if walk.size.num_layers == 0:
-        return 0.0
+        return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
     with Waiting("measures one expert", quiet=options.quiet):
         time = walk.time()
     check_time(time, source=options.source, yes=options.yes)
     if not options.quiet:
         show_text(plan, time)
-    return time.middle
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:

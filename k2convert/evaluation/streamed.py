@@ -159,7 +159,15 @@ class EvaluationPlan:
         phases: dict[Any, tuple[int, int]] = {"evaluate": ((self.num_layers + 1) * unit, first * unit)}
         if any(fetched):
             phases["download"] = (sum(fetched), sum(fetched[: first * len(self.checkpoints)]))
-        return Extent(phases, layer_tokens=unit)
+        return Extent(phases, layer_tokens=unit, layer_costs=self._layer_costs())
+
+    def _layer_costs(self) -> tuple[float, ...]:
+        from k2convert.calibration.sizes import PassSize
+        from k2convert.evaluation.needs import layer_operations
+
+        windows, length = self.text.windows.ids.shape
+        size = PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+        return layer_operations(self.checkpoints[0].checkpoint, size)
 
     @contextmanager
     def opened(self, first: int, *, events: Events) -> Generator[Around]:
