@@ -138,7 +138,10 @@ def calibrate(
         devices=choose_devices(device),
         max_disk=max_disk,
     ) as plan:
-        return plan.finished_header() or collect(plan, events=events or SILENT)
+        if (finished := plan.finished_header()) is not None:
+            plan.work.remove_leftovers(plan.job)
+            return finished
+        return collect(plan, events=events or SILENT)
 
 
 def validate(
@@ -218,6 +221,7 @@ def evaluate(
         max_disk=max_disk,
     ) as plan:
         if (finished := plan.finished()) is not None:
+            plan.remove_work()
             return finished
         with opened_decoder(plan) as decode:
             return measure(plan, decode=decode, events=events or SILENT)

@@ -5,9 +5,9 @@ import sys
 from k2convert.cli.interrupts import (
     Interrupted,
     catch_interrupts,
+    end_interrupted,
     release_interrupts,
     report_unraisable,
-    say_interrupted,
 )
 
 
@@ -20,7 +20,7 @@ def main() -> None:
 
         main()
     except Interrupted:
-        sys.exit(say_interrupted())
+        end_interrupted()
     finally:
         release_interrupts()
 

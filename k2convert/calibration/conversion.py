@@ -189,7 +189,9 @@ class ShardWalk:
             self._stop.set()
 
     def _walk(self) -> None:
+        from k2convert.calibration.cost import walk_shares
         from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
+        from k2convert.calibration.sizes import read_sizes
 
         plan = self._plan
         with plan.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
@@ -202,7 +204,8 @@ class ShardWalk:
                     self._check_stop()
                     yield checkpoint
 
-            options = GptqOptions(plan.text.seed, self._opened.smoothing, self._check_stop)
+            shares = walk_shares(read_sizes(plan.source), plan.size)
+            options = GptqOptions(plan.text.seed, self._opened.smoothing, self._check_stop, shares)
             walk_gptq(plan.walk(self._opened.chunk, around), options, plan.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:

@@ -82,16 +82,24 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
+    @property
+    def operations(self) -> float:
+        """All operations, in those of FP32: one in FP64 takes as long as two."""
+        return self.tf32 + self.fp32 + 2 * self.fp64
+
     def times(self, count: float) -> Work:
         """Return this work so many times."""
         return Work(*(getattr(self, field.name) * count for field in fields(self)))
 
 
 def other_flops(model: ModelSizes, size: PassSize) -> float:
-    """Return the operations of a pass outside of routed experts: what every token passes, and attention."""
-    layers = model.layers(size)
-    scores = model.scores * size.window // 2
-    return 2 * size.num_tokens * (sum(model.other_weights[layer] for layer in layers) + len(layers) * scores)
+    """Return the operations of a pass outside of routed experts."""
+    return sum(_other_flops(model, size, layer) for layer in model.layers(size))
+
+
+def _other_flops(model: ModelSizes, size: PassSize, layer: int) -> float:
+    """Return the operations of a layer outside of routed experts: what every token passes, and attention."""
+    return 2 * size.num_tokens * (model.other_weights[layer] + model.scores * size.window // 2)
 
 
 def _expert_flops(model: ModelSizes, size: PassSize) -> float:
@@ -116,6 +124,27 @@ def walk_work(model: ModelSizes, size: PassSize) -> Work:
     """Return the work of a walk of rule gptq."""
     layer = sum(walk_steps(model, size).values(), Work())
     return pass_work(model, size) + Work(tf32=other_flops(model, size)) + layer.times(model.num_moe(size))
+
+
+def layer_operations(model: ModelSizes, size: PassSize, *, is_walk: bool) -> tuple[float, ...]:
+    """Return the operations of each layer of a pass or of a walk of rule gptq: what its progress counts."""
+    steps = sum(walk_steps(model, size).values(), Work()).operations if is_walk else 0.0
+    expert, streams = _expert_flops(model, size) + steps, 2 if is_walk else 1
+    others = [streams * _other_flops(model, size, layer) for layer in range(model.num_layers)]
+    return tuple(own + expert * (layer in model.moe_layers) for layer, own in enumerate(others))
+
+
+def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]:
+    """Return the share of a MoE layer's walk that is done before it is decided how gate and up are rounded, before
+    they are rounded, and before down is.
+    """
+    steps = {name: work.operations for name, work in walk_steps(model, size).items()}
+    layers = layer_operations(model, size, is_walk=True)
+    total = layers[model.moe_layers[0]]
+    streams = total - sum(steps.values()) + steps["moments of gate and up"]
+    prepared = streams + steps["shrinkage and factor of gate and up"] + steps["correction of gate and up"]
+    rounded = prepared + steps["experts, converted"] + steps["codes of gate and up"]
+    return streams / total, prepared / total, rounded / total
 
 
 def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:

@@ -15,6 +15,7 @@ sums are made in a fixed order, so the number of workers does not change them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -43,8 +44,8 @@ from k2convert.models import read_architecture
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature, make_curvature
 from k2convert.quantize.gptq.moments import Missing, Moments, Ridge, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import choose_shrinkage, kernel_for, round_gptq
-from k2convert.quantize.gptq.tiles import Team, cut
+from k2convert.quantize.gptq.rounding import RoundingKernel, choose_shrinkage, kernel_for, round_gptq
+from k2convert.quantize.gptq.tiles import CheckStop, Team, cut
 from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.calibration import GptqLayer, OutputErrors
 
@@ -97,7 +98,9 @@ class _Down:
 
 @dataclass(slots=True)
 class LayerConverter:
-    """Converts the routed experts of a layer. `write` gets every projection, `advance` the share that is done.
+    """Converts the routed experts of a layer.
+
+    `write` gets every projection, `advance` the share of gates and ups that is done, and that of downs.
 
     `scratch` gives the tensors that have a row for each token, on the first device.
     If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
@@ -110,7 +113,8 @@ class LayerConverter:
     team: Team
     is_varied: bool
     write: Write
-    advance: Callable[[float], None]
+    advance: Callable[[float, float], None]
+    check_stop: CheckStop
 
     @property
     def device(self) -> str:
@@ -138,24 +142,26 @@ class LayerConverter:
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
         inputs.inner = self._room_for_inner(inputs.routing)
         experts: list[_Routed] = []
-        for expert in self._gates_and_ups(num_experts, inputs, gate_up):
-            for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
-                self.write(self.weights.module(len(experts), kind), codes)
-            self.scratch.subtract(residual_TK, expert.routed.tokens, expert.output)
-            for left, output in zip((exact_mK, mse_mK), expert.measured, strict=True):
-                places = expert.routed.tokens[expert.routed.tokens.shape[0] - output.shape[0] :] - first
-                self.scratch.subtract(left, places, output)
-            experts.append(expert.routed)
-            self.advance(0.5 * len(experts) / num_experts)
+        with closing(self._gates_and_ups(num_experts, inputs, gate_up)) as converted:
+            for expert in converted:
+                for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
+                    self.write(self.weights.module(len(experts), kind), codes)
+                self.scratch.subtract(residual_TK, expert.routed.tokens, expert.output)
+                for left, output in zip((exact_mK, mse_mK), expert.measured, strict=True):
+                    places = expert.routed.tokens[expert.routed.tokens.shape[0] - output.shape[0] :] - first
+                    self.scratch.subtract(left, places, output)
+                experts.append(expert.routed)
+                self.advance(len(experts) / num_experts, 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, gate_up
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
         calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
-        for number, down in enumerate(run_in_order(lambda call: call(), calls, workers=self.workers)):
-            shrinkages.append(None if down.trusted is None else down.trusted[1])
-            ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
-            self.advance(0.5 + 0.5 * (number + 1) / num_experts)
+        with run_in_order(lambda call: call(), calls, workers=self.workers) as downs:
+            for number, down in enumerate(downs):
+                shrinkages.append(None if down.trusted is None else down.trusted[1])
+                ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
+                self.advance(1.0, (number + 1) / num_experts)
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
         decided = GptqLayer(
             ridge=ridge.strength,
@@ -175,8 +181,9 @@ class LayerConverter:
         groups = (range(start, min(start + size, num_experts)) for start in range(0, num_experts, size))
         dealt = ((group, number % len(copies)) for number, group in enumerate(groups))
         calls = (partial(self._convert_group, group, inputs, copies[on], self.devices[on]) for group, on in dealt)
-        for group in run_in_order(lambda call: call(), calls, workers=self.workers):
-            yield from group
+        with run_in_order(lambda call: call(), calls, workers=self.workers) as found:
+            for group in found:
+                yield from group
 
     def _room_for_inner(self, routing: Routing) -> list[Tensor]:
         """Return room for the inner activations f32 [t, I] of every expert."""
@@ -185,6 +192,9 @@ class LayerConverter:
         width = read_architecture(self.weights.reader.checkpoint).moe_intermediate_size
         room = self.scratch.empty(stops[-1], width)
         return [room[start:stop] for start, stop in pairwise([0, *stops])]
+
+    def _kernel(self, device: str, threads: int = 1) -> RoundingKernel:
+        return kernel_for(device, threads, self.check_stop)
 
     def _sample(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return rows f32 [n, K] of gate and up of some experts, evenly spread, and the global scale [n] of each."""
@@ -209,7 +219,7 @@ class LayerConverter:
         few, shrinkage = rows[::step] / scales[::step, None], None
         moments.complete(self.team)
         if self.is_varied:
-            shrinkage = choose_shrinkage(moments, few, 1.0, kernel_for(self.device), self.team)
+            shrinkage = choose_shrinkage(moments, few, 1.0, self._kernel(self.device), self.team)
         if shrinkage is None:
             return None, Ridge(None, 0.0), None
         correction, ridge = correct(moments, missing, rows, team=self.team)
@@ -226,7 +236,7 @@ class LayerConverter:
         if gate_up is None:
             codes = [by_mse(*weight) for weight in weights]
         else:
-            codes = gate_up.round(weights, kernel_for(device))
+            codes = gate_up.round(weights, self._kernel(device))
         found: list[_Expert] = []
         for place, number in enumerate(group):
             gate, up = codes[2 * place : 2 * place + 2]
@@ -272,7 +282,7 @@ class LayerConverter:
         for rows in self.scratch.pieces(fitted):
             moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
         moments.complete()
-        shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel_for(self.device))
+        shrinkage = choose_shrinkage(moments, down.values, global_scale, self._kernel(self.device))
         if shrinkage is None:
             return _Down(down, magnitude, global_scale, None)
         trusted = moments, shrinkage, make_curvature(moments.form(), shrinkage)
@@ -294,7 +304,7 @@ class LayerConverter:
             correction, ridge = correct(moments, missing, team=self.team)
             strength = ridge.strength
             target = down.weight.values if correction is None else down.weight.values + correction
-            codes = round_gptq(target, down.global_scale, curvature, kernel_for(self.device, threads=self.workers))
+            codes = round_gptq(target, down.global_scale, curvature, self._kernel(self.device, threads=self.workers))
         self.write(self.weights.module(number, DOWN), codes)
         change = DenseWeight(decoded(codes, self.device).weight.decode() - down.weight.values)
 

@@ -16,10 +16,9 @@ each layer's error is measured on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -41,21 +40,22 @@ from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens
-from k2convert.quantize.gptq.tiles import Team
+from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
-
-STREAMS_SHARE: Final = 0.3
-"""The share of a MoE layer's progress that computing the streams is. The rest is converting."""
 
 
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise."""
+    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise.
+
+    `shares` are those of a MoE layer's progress before its steps begin, as of cost.walk_shares.
+    """
 
     seed: int
     smoothing: bool
-    check_stop: Callable[[], None]
+    check_stop: CheckStop
+    shares: tuple[float, float, float]
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save,
     """
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
-    with closing(walked) as layers, Team(walk.workers) as team:
+    with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
         for layer in layers:
             save(_LayerConversion(layer, options, work, events, team).run(), layer.dropped)
 
@@ -90,7 +90,7 @@ class _LayerConversion:
         if self._decoder.is_dense:
             self._run_dense()
             return self._accumulator.finish()
-        self._layer.progress.share = STREAMS_SHARE
+        self._layer.progress.share = self._options.shares[0]
         kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
         collected = self._collect(kept)
         statistics = self._accumulator.finish()
@@ -155,7 +155,7 @@ class _LayerConversion:
 
     def _tee(self, first: int) -> _Tee:
         """Return the observer of a chunk: windows that are kept out are not in the statistics."""
-        return _Tee(self._accumulator if first < self._num_fitted else None)
+        return _Tee(self._options.check_stop, self._accumulator if first < self._num_fitted else None)
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
         """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
@@ -181,6 +181,7 @@ class _LayerConversion:
                 is_varied=self._tokens.are_varied,
                 write=write,
                 advance=self._reach,
+                check_stop=self._options.check_stop,
             )
             decided, residual_TK = converter.convert(inputs)
         self._work.write(self._work.path(GPTQ, self._layer.number), encode(decided))
@@ -191,11 +192,13 @@ class _LayerConversion:
             )
         return residual_TK
 
-    def _reach(self, share: float) -> None:
-        """Report the share of the experts that is converted."""
+    def _reach(self, gates_and_ups: float, downs: float) -> None:
+        """Report the shares of the projections that are converted: down projections come last."""
         self._options.check_stop()
+        _, prepared, rounded = self._options.shares
+        share = prepared + (rounded - prepared) * gates_and_ups + (1 - rounded) * downs
         self._layer.progress.share = 1.0
-        self._layer.progress.reach(int(self._walk.ids.size * (STREAMS_SHARE + (1 - STREAMS_SHARE) * share)))
+        self._layer.progress.reach(int(self._walk.ids.size * share))
 
     @property
     def _mlp(self) -> str:
@@ -230,6 +233,7 @@ class _Tee:
     Both are f32 [T, K].
     """
 
+    check_stop: CheckStop
     accumulator: LayerAccumulator | None
     x: Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -242,6 +246,7 @@ class _Tee:
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
+        self.check_stop()
         if self.accumulator is not None:
             self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
 

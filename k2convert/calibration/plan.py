@@ -26,7 +26,6 @@ from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.choices import format_bytes
 from k2convert.errors import DestinationError, DiskFullError, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
@@ -41,6 +40,7 @@ from k2convert.records.command import JobCommand
 from k2convert.records.events import SILENT, Events, Extent, Phase
 
 if TYPE_CHECKING:
+    from k2convert.calibration.sizes import PassSize
     from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
@@ -192,7 +192,22 @@ class CalibrationPlan:
 
     def extent(self, first: int) -> Extent:
         """Return the extent of a walk without a conversion."""
-        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens)
+        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens, layer_costs=self.layer_costs())
+
+    @property
+    def size(self) -> "PassSize":
+        """The size of the whole walk."""
+        from k2convert.calibration.sizes import PassSize
+
+        windows, length = self.text.windows.ids.shape
+        return PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+
+    def layer_costs(self) -> tuple[float, ...]:
+        """Return the operations of each layer."""
+        from k2convert.calibration.cost import layer_operations
+        from k2convert.calibration.sizes import read_sizes
+
+        return layer_operations(read_sizes(self.source), self.size, is_walk=self.needs is not None)
 
     @contextmanager
     def opened(
@@ -236,13 +251,6 @@ class CalibrationPlan:
                     f"{quoted(now)}. Choose a different name, or remove the file."
                 )
         return replace(header, dropped=found.dropped, versions=found.versions)
-
-    def remove_leftovers(self) -> None:
-        """Remove the work folder if a run of this job was killed when everything but that was done."""
-        if (self.work.folder / WORK_FOLDER).is_dir():
-            found = self.work.job()
-            if found is None or found.identity == self.job.identity:
-                self.work.remove()
 
 
 def plan_calibration(

@@ -265,10 +265,11 @@ def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
         channels = np.arange(position, free.size, BLOCK_SIZE)
         tried = [_stepped(exponents, channels[free[channels]], step) for step in STEPS]
         best = exponents[channels]
-        for candidate, errors in zip(tried, run_in_order(proxy.errors, tried, workers=workers), strict=True):
-            is_better = errors < least * LEAST_GAIN
-            least = np.where(is_better, errors, least)
-            best = np.where(is_better, candidate[channels], best)
+        with run_in_order(proxy.errors, tried, workers=workers) as found:
+            for candidate, errors in zip(tried, found, strict=True):
+                is_better = errors < least * LEAST_GAIN
+                least = np.where(is_better, errors, least)
+                best = np.where(is_better, candidate[channels], best)
         exponents[channels] = best
     return exponents
 

@@ -92,6 +92,8 @@ class ShardReader:
     def __init__(self, locate: Callable[[str], Path]) -> None:
         self._locate = locate
         self._files: dict[str, _File] = {}
+        self._descriptors: list[int] = []
+        self._is_closed = False
         self._lock = Lock()
 
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
@@ -115,7 +117,7 @@ class ShardReader:
                 raise MemoryError from error
             raise SourceReadError(
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
-                "Check the disk and run the same command again: finished work is kept."
+                "Check the disk, then run the same command again."
             ) from error
         # Unaligned tensors are copied to an aligned buffer.
         return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
@@ -140,17 +142,18 @@ class ShardReader:
 
     def _open(self, shard: str) -> _File:
         with self._lock:
+            if self._is_closed:
+                raise ValueError("the reader is closed")
             if shard not in self._files:
-                self._files[shard] = _open_file(self._locate(shard))
+                self._files[shard] = _open_file(self._locate(shard), self._descriptors)
             return self._files[shard]
 
     def close(self) -> None:
-        """Close every file. A later read opens its file again."""
+        """Close every file, also one whose opening was interrupted. Nothing is read after that."""
         with self._lock:
-            for file in self._files.values():
-                os.close(file.buffered)
-                if file.direct is not None:
-                    os.close(file.direct)
+            self._is_closed = True
+            while self._descriptors:
+                os.close(self._descriptors.pop())
             self._files.clear()
 
     def __enter__(self) -> "ShardReader":
@@ -160,26 +163,28 @@ class ShardReader:
         self.close()
 
 
-def _open_file(path: Path) -> _File:
-    buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _open_file(path: Path, descriptors: list[int]) -> _File:
+    """Open a file; its descriptors are in the list as soon as they exist."""
+    descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    buffered = descriptors[-1]
     os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     try:
         cache = PageCache(buffered)
     except (OSError, ValueError):
         return _File(buffered, None, None)
-    return _File(buffered, _open_direct(path), cache)
+    return _File(buffered, _open_direct(path, descriptors), cache)
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(path: Path, descriptors: list[int]) -> int | None:
     """Open a second descriptor with O_DIRECT and try to read a page; None if it is refused (FUSE, some tmpfs)."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        descriptors.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
     except OSError:
         return None
     try:
         with mmap.mmap(-1, PAGE_BYTES) as page:
-            os.preadv(descriptor, [page], 0)
+            os.preadv(descriptors[-1], [page], 0)
     except OSError:
-        os.close(descriptor)
+        os.close(descriptors.pop())
         return None
-    return descriptor
+    return descriptors[-1]

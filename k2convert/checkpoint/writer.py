@@ -31,6 +31,15 @@ STAGING_BYTES_CACHED = 4 << 20  # large writes gain nothing with the page cache
 NUM_STAGING = 4
 
 
+_unfinished: set["ShardWriter"] = set()
+
+
+def discard_unfinished() -> None:
+    """Remove the temporary file of every shard that is being written. The process is about to end."""
+    for writer in tuple(_unfinished):
+        writer.discard()
+
+
 class ShardWriter:
     """Writes one file of known size in order. `commit` renames it to its final name and returns its blake3.
 
@@ -74,6 +83,12 @@ class ShardWriter:
             os.close(self._descriptor)
             remove_file(self._temporary, self._folder)
             raise
+        _unfinished.add(self)
+
+    def discard(self) -> None:
+        """Remove the temporary file."""
+        with suppress(OSError, DestinationError):
+            remove_file(self._temporary, self._folder)
 
     def write(self, data: "bytes | memoryview") -> None:
         """Append bytes. The caller may reuse them when this returns. Raises DiskFullError or DestinationWriteError."""
@@ -156,8 +171,8 @@ class ShardWriter:
         if self._descriptor >= 0:
             self._close()
         if not self._is_committed:
-            with suppress(OSError, DestinationError):
-                remove_file(self._temporary, self._folder)
+            self.discard()
+        _unfinished.discard(self)
         self._opened.close()
 
 

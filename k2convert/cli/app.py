@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from k2convert import __version__
 from k2convert.cli.failures import UsageError, explain, explain_usage
-from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
+from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable, leave
 from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
 from k2convert.cli.verbs import (
@@ -155,7 +155,7 @@ def guide(
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 Ctrl-C, 143 SIGTERM."""
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
     # The few small matrix products need no threads; where no more are allowed, OpenBLAS would print a page about it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -163,11 +163,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         catch_interrupts()
         code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
-    except Interrupted as interrupt:
-        sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
+    except Interrupted:
+        end_interrupted()
     except K2ConvertError as error:
         _say(str(error))
-        sys.exit(3 if isinstance(error, InvalidCheckpointError) else 1)
+        leave(3 if isinstance(error, InvalidCheckpointError) else 1)
     except UsageError as error:
         sys.stderr.write(explain_usage(error))
         sys.exit(2)
@@ -175,10 +175,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stderr.write("Aborted!\n")
         sys.exit(1)
     except Exception as error:
-        if (line := explain(error)) is None:
+        if (line := explain(error, resumes=is_resumable())) is None:
             raise
         _say(line)
-        sys.exit(1)
+        leave(1)
+    finally:
+        forget_signals()
     sys.exit(code or 0)
 
 

@@ -19,6 +19,7 @@ from k2convert.cli.forecast import (
     plan_document,
     show_text,
 )
+from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
@@ -55,7 +56,7 @@ def calibrate(options: CalibrateOptions) -> None:
         finished = plan.finished_header()
         if finished is not None:
             if not options.dry_run:
-                plan.remove_leftovers()
+                plan.work.remove_leftovers(plan.job)
             console.print_note(f"{statistics}: already complete")
             _show_result(plan, finished, options)
             return
@@ -98,16 +99,14 @@ def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> Non
     if not options.quiet:
         show_text(plan, time)
     display = Display("calibrate", plan.extent(plan.num_finished), quiet=options.quiet)
-    display.tally.expected_seconds["calibrate"] = time.middle
     from k2convert.calibration.accumulate import calibrate as do_calibration
 
-    try:
-        with display as events:
-            header = do_calibration(plan, events=events)
-    except BaseException as error:
-        error.add_note(f"{plan.work.num_finished()} of {plan.num_layers} layers are done. The same command resumes")
-        error.add_note(console.own_command(without="--dry-run"))  # both are shown after an interrupt
-        raise
+    say_when_interrupted(
+        lambda: f"{plan.work.num_finished()} of {plan.num_layers} layers are done. The same command resumes",
+        console.own_command(without="--dry-run"),
+    )
+    with display as events:
+        header = do_calibration(plan, events=events)
     _show_result(plan, header, options)
 
 

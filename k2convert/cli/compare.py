@@ -11,6 +11,7 @@ from k2convert.checkpoint.folders import remove_empty_folder
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import counted
 from k2convert.cli import console
+from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.proof_verbs import CompareOptions
 from k2convert.evaluation.answers import AnswerFolder, open_saved
@@ -51,13 +52,11 @@ def compare(options: CompareOptions) -> None:
             if side.endpoint is not None:
                 stack.enter_context(side.folder.begun())
         display = Display("compare", extent(sides), quiet=options.quiet)
-        try:
-            with display as events:
-                ask(sides, at_a_time=options.requests, events=events)
-        except BaseException as error:
-            error.add_note("every answer that came is kept. The same command resumes")
-            error.add_note(console.own_command(without=""))  # both are shown after an interrupt
-            raise
+        say_when_interrupted(
+            lambda: "every answer that came is kept. The same command resumes", console.own_command(without="")
+        )
+        with display as events:
+            ask(sides, at_a_time=options.requests, events=events)
         found = evaluate(*(side.folder for side in sides)) if second else evaluate(sides[0].folder, None)
     for side in sides:
         if side.folder.folder.is_relative_to(work):

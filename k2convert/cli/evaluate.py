@@ -10,6 +10,7 @@ from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
+from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.proof_verbs import EvaluateOptions
@@ -47,6 +48,8 @@ def evaluate(options: EvaluateOptions) -> None:
     ):
         waiting.end()
         if (finished := plan.finished()) is not None:
+            if not options.dry_run:
+                plan.remove_work()
             console.print_note(f"{', '.join(map(str, plan.outputs))}: already complete")
             _show_result(plan, finished, options)
             return
@@ -123,18 +126,20 @@ def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
         span = console.format_span(time.least, time.most)
         console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
     display = Display("evaluate", plan.extent(plan.num_finished), quiet=options.quiet)
-    display.tally.expected_seconds["evaluate"] = time.middle
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
-    try:
-        with display as events, opened_decoder(plan) as decode:
-            found = do_evaluation(plan, decode=decode, events=events)
-    except BaseException as error:
-        done = min(plan.work.num_finished(), plan.num_layers)
-        error.add_note(f"{done} of {plan.num_layers} layers are done. The same command resumes")
-        error.add_note(console.own_command(without="--dry-run"))  # both are shown after an interrupt
-        raise
+    say_when_interrupted(
+        lambda: f"{_layers_done(plan)} of {plan.num_layers} layers are done. The same command resumes",
+        console.own_command(without="--dry-run"),
+    )
+    with display as events, opened_decoder(plan) as decode:
+        found = do_evaluation(plan, decode=decode, events=events)
     _show_result(plan, found, options)
+
+
+def _layers_done(plan: "EvaluationPlan") -> int:
+    """Return how many layers are done, without the head, which counts as one too."""
+    return min(plan.work.num_finished(), plan.num_layers)
 
 
 def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateOptions) -> None:

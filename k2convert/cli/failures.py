@@ -24,7 +24,7 @@ _SAME_THING: Final[dict[str, str]] = {
 }
 """Words that other tools have for a command, where the spelling does not give it away."""
 
-_AGAIN: Final = "then run the same command again: finished work is kept."
+_AGAIN: Final = "then run the same command again."
 _NO_MEMORY: Final = (
     f"not enough memory. Close other programs, raise the limit (`ulimit -v`), or use a larger machine, {_AGAIN}"
 )
@@ -42,8 +42,17 @@ _REMEDIES: Final = {
 }
 
 
-def explain(error: BaseException) -> str | None:
-    """Return the one line for a failure of the machine; None if the exception is something else."""
+def explain(error: BaseException, *, resumes: bool) -> str | None:
+    """Return the one line for a failure of the machine; None if the exception is something else.
+
+    Finished work is kept if the command `resumes`.
+    """
+    line = _explain(error)
+    is_kept = resumes and line is not None and line.endswith(_AGAIN)
+    return f"{line} Finished work is kept." if is_kept else line
+
+
+def _explain(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return _NO_MEMORY
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

@@ -17,6 +17,7 @@ import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import Device
+from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.errors import HubError, PlanError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
@@ -33,6 +34,15 @@ _PAGE: Final = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
+
+
+_RESUMES: Final = "finished work is kept. The same command resumes"
+_INTERRUPTED: Final[dict[str, str]] = {
+    **dict.fromkeys(("run", "calibrate", "evaluate", "compare"), _RESUMES),
+    "publish": "what was uploaded is kept. The same command resumes",
+    "validate": "nothing is kept. The same command starts again",
+}
+"""What is said of a verb that is interrupted before it has begun to count. Of others nothing is: they take seconds."""
 
 
 def check_source(text: str) -> None:
@@ -206,6 +216,7 @@ def verb(options: type) -> Callable[..., None]:
     name = options.__name__.removesuffix("Options").lower()
 
     def command(**values: Any) -> None:
+        say_when_interrupted(lambda: _INTERRUPTED.get(name, ""), resumes=name in _INTERRUPTED and name != "validate")
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
     hints = get_type_hints(options, include_extras=True)

@@ -34,6 +34,7 @@ _TICK_SECONDS: Final = 0.25
 _MAX_BAR: Final = 40
 _MIN_BAR: Final = 8
 _MAX_NAMES: Final = 3
+_MANY: Final = 20
 
 
 class Display:
@@ -109,7 +110,8 @@ class _Lines:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}" if names else ""
         parts += [_shards_text(tally), finished, _eta_text(tally)]
-        return f"{self.what}: {', '.join(filter(None, parts))}"
+        what = "evaluate" if "evaluate" in tally.meters else self.what
+        return f"{what}: {', '.join(filter(None, parts))}"
 
 
 def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
@@ -121,7 +123,9 @@ def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
 
 
 def _percent(meter: Meter) -> str:
-    return f"{int(100 * meter.share)} %"
+    """Return the share in percent; of many layers, which take long, with a decimal."""
+    is_long = meter.layers is not None and len(meter.layers.costs) > _MANY
+    return f"{int(1000 * meter.share) / 10} %" if is_long and meter.share < 1 else f"{int(100 * meter.share)} %"
 
 
 def _done_text(phase: str, meter: Meter) -> str:
@@ -140,13 +144,18 @@ def _rate_text(phase: str, meter: Meter) -> str:
     rate = meter.rate
     if rate is None or meter.done >= meter.total:
         return ""
-    if rate == 0:
-        return "stalled"
     if phase in LAYER_PHASES:
-        return f"{rate:,.0f} tokens/s per layer"
+        return format_layer_rate(rate)
+    if rate == 0:
+        return "" if phase == "layers" else "stalled"
     if phase == "ask":
         return f"{rate:,.0f} tokens/s"
     return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
+
+
+def format_layer_rate(per_hour: float) -> str:
+    """Return how fast layers are computed, in words."""
+    return f"{per_hour:,.{0 if per_hour >= _MANY else 1}f} layers/hour"
 
 
 def _shards_text(tally: Tally) -> str:
@@ -155,7 +164,7 @@ def _shards_text(tally: Tally) -> str:
 
 def _eta_text(tally: Tally) -> str:
     left = tally.seconds_left
-    return f"ETA {format_seconds(left)}" if left else ""
+    return f"ETA {format_seconds(left)}" if left and round(left) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +25,10 @@ from k2convert.cli.forecast import (
     show_text,
     show_walk,
 )
+from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
     confirm,
@@ -45,6 +48,7 @@ from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
 from k2convert.job.resources import has_driver
 from k2convert.job.run import Outcome, execute
+from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
 from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
@@ -258,13 +262,14 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
-    try:
-        with display as events:
-            execute(replace(job, command=whole), part=part, events=events)
-    except BaseException as error:
-        error.add_note(f"{display.tally.shards} of this part's {counted(num_shards, 'shard')} are converted")
-        error.add_note(console.command(*command_words("run", options)))
-        raise
+    say_when_interrupted(
+        lambda: (
+            f"{display.tally.shards} of this part's {counted(num_shards, 'shard')} are converted. The same command resumes"
+        ),
+        console.command(*command_words("run", options)),
+    )
+    with display as events:
+        execute(replace(job, command=whole), part=part, events=events)
     if options.as_json:
         console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
         return
@@ -280,13 +285,14 @@ def _do(job: Job, options: RunOptions) -> None:
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     if job.gptq is not None:
-        display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
+        _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         last.check(options.source, yes=options.yes)
         if not options.quiet:
             console.print_event(last.line)
     start = time.monotonic()
+    say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
     try:
         with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:
             outcome = execute(replace(job, command=command), events=events, cluster=cluster, verify=options.verify)
@@ -295,30 +301,41 @@ def _do(job: Job, options: RunOptions) -> None:
 
         show_validation(error.validation, as_json=options.as_json)
         raise
-    except BaseException as error:
-        error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
-        error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
-        raise
     job = replace(job, finished=outcome.finished)
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
-def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
-    """Print how long the rest of the calibration will be, and return the seconds.
+def _how_far(job: Job, tally: Tally) -> str:
+    """Return what is said after an interrupt: of the evaluation when that has begun, otherwise of shards and layers."""
+    if "evaluate" in tally.meters:
+        from k2convert.job.evaluation import evaluation_works
+
+        layers = read_architecture(job.source.checkpoint).num_layers
+        done = min(evaluation_works(job.destination.folder)[1].num_finished(), layers)
+        what = f"all shards are converted; the evaluation has {done} of {layers} layers"
+    else:
+        done = tally.shards if tally.num_shards else len(job.finished)
+        what = f"{done} of {len(job.plan.jobs)} shards are converted"
+        if job.gptq is not None and "calibrate" in tally.meters:
+            what += f", {job.gptq.work.num_finished()} of {job.gptq.num_layers} layers are calibrated"
+    return f"{what}. The same command resumes"
+
+
+def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
+    """Print how long the rest of the calibration will be.
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
     check_room(job)
     walk = forecast(plan, Computer(job.limits.devices, plan.text.threads), layers=layers_left(job, plan))
     if walk.size.num_layers == 0:
-        return 0.0
+        return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
     with Waiting("measures one expert", quiet=options.quiet):
         time = walk.time()
     check_time(time, source=options.source, yes=options.yes)
     if not options.quiet:
         show_text(plan, time)
-    return time.middle
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:

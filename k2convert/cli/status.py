@@ -1,23 +1,27 @@
-"""`status`: how far a conversion or a calibration is, and what a path holds that is neither."""
+"""`status`: how far a conversion, a calibration or an evaluation is, and what a path holds that is none of them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from k2convert.calibration.layer_files import conversion_work, statistics_work
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
+from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME, WORK_SUFFIX
 from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
+from k2convert.cli.progress import format_layer_rate
 from k2convert.cli.verbs import StatusOptions
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, remedy
-from k2convert.forward.work import WalkJob, WorkFolder
+from k2convert.forward.work import WorkFolder
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.job.evaluation import evaluation_works
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.document import plain
+from k2convert.records.evaluation import find_evaluation
 from k2convert.records.journal import JobState, Journal
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
@@ -27,17 +31,23 @@ STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 
 def status(options: StatusOptions) -> None:
-    """Show how far the work in a folder is, or the contents of a repository or a statistics file."""
+    """Show how far the work in a folder is, or the contents of a repository or a file."""
     place, as_json = options.destination, options.as_json
     path = Path(place)
     if place.startswith(SCHEME):
         show_repository(place, as_json=as_json)
     elif path.is_file():
-        _show_statistics(path, as_json=as_json)
-    elif (found := _find_calibration(path)) is not None:
-        _show_calibration(*found, as_json=as_json)
+        (_show_evaluation if _is_text(path) else _show_statistics)(path, as_json=as_json)
+    elif (found := _find_walk(path)) is not None:
+        _show_walk(found, as_json=as_json)
     else:
         _show_job(path, as_json=as_json)
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether a file is a document, not safetensors, which begin with a number that has zeros."""
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8)
 
 
 def _show_statistics(path: Path, *, as_json: bool) -> None:
@@ -52,33 +62,87 @@ def _show_statistics(path: Path, *, as_json: bool) -> None:
     console.print_next(console.command("k2convert", "inspect", path))
 
 
-def _find_calibration(path: Path) -> tuple[WorkFolder, WalkJob] | None:
-    """Return the unfinished work on a statistics file, named with or without the suffix of its folder."""
-    for statistics in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        work = statistics_work(statistics)
-        if (begun := work.job()) is not None:
-            return work, begun
+def _show_evaluation(path: Path, *, as_json: bool) -> None:
+    found = find_evaluation(path)
+    assert found is not None  # it is a file
+    if as_json:
+        console.print_json({"complete": True, "models": len(found.rows), "tokens": found.text.tokens})
+        return
+    texts = ", ".join(name for name, _ in found.text.texts)
+    contents = f"{counted(len(found.rows), 'model')} on {found.text.tokens:,} tokens of {texts}"
+    console.print_line(f"{path}: complete evaluation: {contents}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A walk through layers that is not finished: a calibration or an evaluation, and what it is for."""
+
+    what: str
+    place: Path
+    work: WorkFolder
+    layers: int
+    tokens: int
+
+    @property
+    def finished(self) -> int:
+        """How many layers are done; the head of an evaluation is none."""
+        return min(self.work.num_finished(), self.layers)
+
+    @property
+    def command(self) -> JobCommand | None:
+        """What resumes it."""
+        found = read_command(self.work.folder)
+        if found is not None and "--out" in found.words:
+            number = found.words.index("--out") + 1
+            return replace(found, words=(*found.words[:number], str(self.place.absolute()), *found.words[number + 1 :]))
+        return None if found is None else found.moved(self.place)
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        is_running, progress, _ = read_lock(self.work.folder)
+        command = self.command
+        return {
+            "complete": False,
+            "running": is_running,
+            "layers": self.layers,
+            "tokens": self.tokens,
+            "finished_layers": self.finished,
+            "progress": progress,
+            "resume": None if command is None else command.line(here=str(Path.cwd())),
+        }
+
+
+def _find_walk(path: Path) -> _Walk | None:
+    """Return the unfinished work on a statistics file or an evaluation, named with or without its folder's suffix."""
+    for place in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
+        for what, work in (("calibration", statistics_work(place)), ("evaluation", evaluation_works(place)[0])):
+            if (found := _opened_walk(what, place, work)) is not None:
+                return found
     return None
 
 
-def _show_calibration(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
-    is_running, progress, age = read_lock(work.folder)
-    command, here = read_command(work.folder), str(Path.cwd())
-    finished, layers, tokens = work.num_finished(), begun.identity.get("layers"), begun.identity.get("tokens")
+def _opened_walk(what: str, place: Path, work: WorkFolder) -> _Walk | None:
+    begun = work.job()
+    if begun is None:
+        return None
+    layers, tokens = begun.identity.get("layers"), begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
+    return _Walk(what, place, work, layers, tokens)
+
+
+def _show_walk(walk: _Walk, *, as_json: bool) -> None:
     if as_json:
-        document: dict[str, object] = {"complete": False, "running": is_running, "layers": layers, "tokens": tokens}
-        resume = None if command is None else command.line(here=here)
-        console.print_json(document | {"finished_layers": finished, "progress": progress, "resume": resume})
+        console.print_json(walk.document())
         return
+    is_running, progress, age = read_lock(walk.work.folder)
     word = "running" if is_running else "not finished"
-    amount = f"{finished} of {layers} layers, {tokens:,} tokens at most"
-    console.print_line(f"{str(work.folder).removesuffix(WORK_SUFFIX)}: calibration {word}: {amount}")
+    amount = f"{walk.finished} of {walk.layers} layers, {walk.tokens:,} tokens at most"
+    console.print_line(f"{walk.place}: {walk.what} {word}: {amount}")
     if progress is not None:
         show_progress(progress, age)
     if not is_running:
-        _show_resume(command, "calibrate")
+        _show_resume(walk.command, "calibrate" if walk.what == "calibration" else "evaluate")
 
 
 def _show_resume(command: JobCommand | None, verb: str) -> None:
@@ -90,8 +154,13 @@ def _show_resume(command: JobCommand | None, verb: str) -> None:
 
 def _show_job(folder: Path, *, as_json: bool) -> None:
     journal = Journal(folder)
-    if journal.job() is None and (other := _say_other(folder)):
-        raise DestinationError(other)
+    evaluation = _opened_walk("evaluation", folder, evaluation_works(folder)[1])
+    if journal.job() is None:
+        if evaluation is not None:  # of a checkpoint that `run` did not write
+            _show_walk(evaluation, as_json=as_json)
+            return
+        if other := _say_other(folder):
+            raise DestinationError(other)
     state, work, walk = journal.state(), conversion_work(folder), None
     if (begun := work.job()) is not None:
         walk = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
@@ -99,13 +168,30 @@ def _show_job(folder: Path, *, as_json: bool) -> None:
         document = status_document(state) | ({} if walk is None else {"calibration": walk})
         found = find_published(folder)
         published = None if found is None else {"repo": found.repo, "commit": found.commit}
+        if evaluation is not None:
+            document["evaluation"] = evaluation.document()
+        if _lacks_evaluation(folder, state) and state.command is not None:
+            document["resume"] = state.command.line(here=str(Path.cwd()))
         console.print_json(document | {"published": published})
         return
-    show_status(folder, state)
+    is_evaluating = evaluation is not None and read_lock(evaluation.work.folder)[0]
+    show_status(folder, replace(state, progress=None) if is_evaluating else state)
     if walk is not None and state.progress is None:
         console.print_line(f"calibrate: {walk['finished_layers']} of {walk['layers']} layers are done")
+    if evaluation is not None and (is_evaluating or evaluation.command is not None):
+        _show_walk(evaluation, as_json=False)
+        return
+    if evaluation is not None:
+        console.print_line(f"evaluate: {evaluation.finished} of {evaluation.layers} layers are done")
     if not show_published(folder):
         _show_next(folder, state)
+
+
+def _lacks_evaluation(folder: Path, state: JobState) -> bool:
+    """Return whether a job that evaluates its result has not done that yet."""
+    command = state.command
+    is_wanted = command is not None and "--evaluate" in command.words
+    return is_wanted and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()
 
 
 def _say_other(folder: Path) -> str:
@@ -124,7 +210,7 @@ def _say_other(folder: Path) -> str:
 
 
 def _show_next(folder: Path, state: JobState) -> None:
-    if not state.is_complete:
+    if not state.is_complete or _lacks_evaluation(folder, state):
         if not state.is_running:
             _show_resume(state.command, "run")
     elif state.job.recipe.target == "nvfp4":
@@ -176,7 +262,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
     for name, phase in progress["phases"].items():
         done, total, rate = phase["done"], phase["total"], phase["rate"]
         if unit := phase.get("unit"):
-            speed = f"{rate or 0:,.0f} tokens/s per layer"
+            speed = format_layer_rate(rate or 0)
             amount = f"layer {min(done // unit + 1, total // unit)} of {total // unit} on {unit:,} tokens"
         else:
             speed = console.format_rate(rate or 0)

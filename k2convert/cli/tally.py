@@ -1,5 +1,8 @@
 """How far a running stage is: counts by phase, rates over the last seconds, and an ETA when there is one.
 
+A walk through layers counts their operations, and how long whole layers took: nothing is known of a layer from its
+first steps.
+
 A rate is measured over the last WINDOW_SECONDS. Work that arrives in large lumps, such as whole shards, is measured
 over the last three lumps. Without new work for that long the rate is 0 and there is no ETA.
 """
@@ -20,6 +23,7 @@ MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the othe
 LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")
 """Phases that count the tokens of every layer."""
 _LUMPS: Final = 3
+_PACE_LAYERS: Final = 8  # the last ones, by which the rest is judged
 _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
 
@@ -37,6 +41,7 @@ class Meter:
     unit: int = 1
     can_wait: bool = False
     is_moving: bool = False
+    layers: "Layers | None" = None
     _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
@@ -47,6 +52,8 @@ class Meter:
             self._samples = deque((at, done + amount) for at, done in self._samples)
             return
         self.is_moving = True
+        if self.layers is not None:
+            self.layers.reach(self.done / self.unit, now)
         if len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
             self._samples.pop()
         self._samples.append((now, self.done))  # the first: when this work began is not known
@@ -60,10 +67,17 @@ class Meter:
         """Begin to measure now, not with the first work."""
         if not self._samples:
             self._samples.append((self.clock(), self.done))
+        if self.layers is not None:
+            self.layers.reach(self.done / self.unit, self.clock())
 
     @property
     def rate(self) -> float | None:
-        """Work a second over the window; 0.0 if the work has stopped, None if it waits or not enough was measured."""
+        """Work a second over the window; 0.0 if the work has stopped, None if it waits or not enough was measured.
+
+        Of layers it is how many an hour.
+        """
+        if self.layers is not None:
+            return self.layers.per_hour
         now = self.clock()
         self._drop_old(now)
         if len(self._samples) < 2 or now - self._samples[0][0] < MIN_SECONDS:
@@ -77,6 +91,8 @@ class Meter:
     @property
     def share(self) -> float:
         """What part is done: 0.0 to 1.0, and 1.0 only when all is done."""
+        if self.layers is not None and self.done < self.total:
+            return self.layers.share(self.done / self.unit)
         return min(self.done / self.total, 1.0) if self.total else 1.0
 
     @property
@@ -84,10 +100,55 @@ class Meter:
         """How long the rest takes at this rate; 0.0 when done, None if that is not known."""
         if self.done >= self.total:
             return 0.0
+        if self.layers is not None:
+            return self.layers.seconds_left(self.clock())
         rate = self.rate
         if not rate or self.clock() - self._samples[0][0] < MIN_ETA_SECONDS:
             return None
         return (self.total - self.done) / rate
+
+
+@dataclass(slots=True)
+class Layers:
+    """When each layer was done, and the operations of each: `costs`, the head of an evaluation being the last.
+
+    A position counts layers, and the share of the one that is computed.
+    """
+
+    costs: tuple[float, ...]
+    _ends: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=_PACE_LAYERS + 1))
+
+    def reach(self, position: float, now: float) -> None:
+        """Take how far the walk is: the first call begins it."""
+        layer = int(position)
+        if not self._ends or layer > self._ends[-1][1]:
+            self._ends.append((now, layer))
+
+    def share(self, position: float) -> float:
+        """Return the part of the operations that is done."""
+        layer = int(position)
+        done = sum(self.costs[:layer]) + (position - layer) * sum(self.costs[layer : layer + 1])
+        return done / sum(self.costs)
+
+    @property
+    def per_hour(self) -> float | None:
+        """Layers an hour; None before one was done."""
+        if len(self._ends) < 2:
+            return None
+        (first_at, first), (last_at, last) = self._ends[0], self._ends[-1]
+        return 3600 * (last - first) / max(last_at - first_at, MIN_SECONDS)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return how long the rest takes; None before a layer was done that has about as much to do as most have."""
+        if len(self._ends) < 2:
+            return None
+        (first_at, first), (last_at, last) = self._ends[0], self._ends[-1]
+        measured = self.costs[first:last]
+        if max(measured) < sorted(self.costs)[len(self.costs) // 2] / 2:
+            return None
+        pace = (last_at - first_at) / sum(measured)
+        own = max(pace * self.costs[last] - (now - last_at), 0.0)
+        return own + pace * sum(self.costs[last + 1 :])
 
 
 class Tally:
@@ -106,16 +167,15 @@ class Tally:
         self._set(extent)
 
     def _set(self, extent: Extent) -> None:
-        self.meters: dict[Phase, Meter] = {
-            phase: Meter(
-                total,
-                done,
-                self._clock,
-                unit=extent.layer_tokens if phase in LAYER_PHASES else 1,
-                can_wait=phase not in LAYER_PHASES and any(walk in extent.phases for walk in LAYER_PHASES),
-            )
-            for phase, (total, done) in extent.phases.items()
-        }
+        can_wait = any(walk in extent.phases for walk in LAYER_PHASES)
+        self.meters: dict[Phase, Meter] = {}
+        for phase, (total, done) in extent.phases.items():
+            meter = Meter(total, done, self._clock, can_wait=can_wait)
+            if phase in LAYER_PHASES:
+                meter.unit = extent.layer_tokens
+                meter.can_wait = False
+                meter.layers = Layers(extent.layer_costs or (1.0,) * (total // meter.unit))
+            self.meters[phase] = meter
         self.num_shards, self.shards = extent.shards, extent.finished_shards
         if extent.num_experts:
             self.meters["layers"] = Meter(extent.num_experts, 0, self._clock)
@@ -220,7 +280,7 @@ class Tally:
                 phase: {
                     "done": meter.done,
                     "total": meter.total,
-                    "rate": None if (r := meter.rate) is None else round(r),
+                    "rate": None if (r := meter.rate) is None else round(r, 1 if phase in LAYER_PHASES else None),
                     **({"unit": meter.unit} if phase in LAYER_PHASES else {}),
                 }
                 for phase, meter in self.meters.items()

@@ -17,7 +17,6 @@ exactly 0. Tiles do not depend on the number of workers, and they are added in o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -194,7 +193,7 @@ def score_tokens(
     home = devices[0]
     sums = [_Sums.empty(targets.shape[0], home) for _ in models]
     pieces = _pieces(heads, models, states, targets, devices)
-    with closing(run_in_order(_compute, pieces, workers=workers)) as results:
+    with run_in_order(_compute, pieces, workers=workers) as results:
         for tokens, parts in results:
             found = [part.to(home) for part in parts]
             factors = [own.add(tokens, part) for own, part in zip(sums, found, strict=True)]

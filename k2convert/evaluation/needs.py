@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from k2convert.calibration import cost
 from k2convert.calibration.cost import LEAST_SHARE, MOST_SHARE, Time, Work, gpu_seconds, pass_cost, pass_work
 from k2convert.calibration.sizes import Memory, ModelSizes, PassSize, pass_memory, read_sizes
 from k2convert.checkpoint.index import Checkpoint
@@ -33,6 +34,11 @@ def _head_flop(source: Checkpoint, size: PassSize) -> float:
     return 2.0 * size.num_tokens * rows * columns
 
 
+def layer_operations(source: Checkpoint, size: PassSize) -> tuple[float, ...]:
+    """Return the operations of each layer of a model, and of the head: what an evaluation's progress counts."""
+    return (*cost.layer_operations(read_sizes(source), size, is_walk=False), _head_flop(source, size))
+
+
 def evaluation_flop(source: Checkpoint, size: PassSize, *, models: int) -> float:
     """Return about how many floating-point operations an evaluation needs."""
     return models * (pass_work(read_sizes(source), size).tf32 + _head_flop(source, size))
@@ -44,6 +50,6 @@ def evaluation_time(source: Checkpoint, size: PassSize, *, models: int, gpu: Gpu
     if gpu is not None and gpu.flops is not None:
         return Time(*gpu_seconds((pass_work(model, size) + Work(fp32=head)).times(models), gpu, gpu.flops, search=0.0))
     with torch.no_grad(), one_torch_thread():
-        cost = pass_cost(model, size, extra_flops=head)
-    seconds = models * (cost.experts + cost.others) / (size.workers if size.on_cpu else len(size.devices))
+        one = pass_cost(model, size, extra_flops=head)
+    seconds = models * (one.experts + one.others) / (size.workers if size.on_cpu else len(size.devices))
     return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds)

@@ -164,7 +164,15 @@ class EvaluationPlan:
         phases: dict[Any, tuple[int, int]] = {"evaluate": ((self.num_layers + 1) * unit, first * unit)}
         if any(fetched):
             phases["download"] = (sum(fetched), sum(fetched[: first * len(self.checkpoints)]))
-        return Extent(phases, layer_tokens=unit)
+        return Extent(phases, layer_tokens=unit, layer_costs=self._layer_costs())
+
+    def _layer_costs(self) -> tuple[float, ...]:
+        from k2convert.calibration.sizes import PassSize
+        from k2convert.evaluation.needs import layer_operations
+
+        windows, length = self.text.windows.ids.shape
+        size = PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+        return layer_operations(self.checkpoints[0].checkpoint, size)
 
     @contextmanager
     def opened(self, first: int, *, events: Events) -> Generator[Around]:
@@ -195,6 +203,13 @@ class EvaluationPlan:
             ),
             keeps_last=True,
         )
+
+    def remove_work(self) -> None:
+        """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
+        self.work.remove_leftovers(self.job)
+        around = self.work.folder.parent
+        if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
+            remove_folder(around, root=around.parent)
 
     def finished(self) -> Evaluation | None:
         """Return the evaluation if the files that it writes are there already, from the same weights and text."""
@@ -246,9 +261,7 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
             rows = zip(plan.models[1:], found.rows, strict=True)
             chosen = tuple(row for planned, row in rows if planned.checkpoint in checkpoints)
             write_atomically(path, encode(replace(found, rows=chosen)))
-    work.remove()
-    if work.folder.parent.name == WORK_FOLDER and not list_folder(work.folder.parent):
-        remove_folder(work.folder.parent, root=work.folder.parent.parent)  # in a checkpoint that `run` did not write
+    plan.remove_work()
     return found
 
 

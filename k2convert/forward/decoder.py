@@ -181,14 +181,14 @@ class DecoderLayer:
             attention = self._attentions[window % len(self._attentions)]
             after[window], x[window] = attention(hidden[window])
 
-        with allowing_tf32(self._devices):
-            for _ in run_in_order(attend, windows, workers=self._workers):
+        with allowing_tf32(self._devices), run_in_order(attend, windows, workers=self._workers) as attended:
+            for _ in attended:
                 pass
         self.cached = add_cached(attention.take_cached() for attention in self._attentions)
         routing: Routing | None = None
         if (router := self._router) is not None:
-            parts = run_in_order(lambda window: router(x[window]), windows, workers=self._workers)
-            routing = Routing.concatenate(list(parts))
+            with run_in_order(lambda window: router(x[window]), windows, workers=self._workers) as parts:
+                routing = Routing.concatenate(list(parts))
         return after.flatten(0, 1), x.flatten(0, 1), routing
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class DecoderLayer:
             inner = mlp.inner(inputs[piece.place][piece.tokens.to(device)])
             return piece, inner.to(home), mlp.outer(inner).to(home)
 
-        with allowing_tf32(self._devices), closing(run_in_order(compute, pieces, workers=self._workers)) as results:
+        with allowing_tf32(self._devices), run_in_order(compute, pieces, workers=self._workers) as results:
             yield from results
 
     def _read_mlp(self, module: str, device: str) -> Mlp:

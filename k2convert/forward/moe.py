@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,8 +41,17 @@ Call = TypeVar("Call")
 Result = TypeVar("Result")
 
 
-def run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], *, workers: int) -> Generator[Result]:
-    """Yield run(call) for every call in order; `workers` calls run at a time, and one more waits to be yielded."""
+@contextmanager
+def run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], *, workers: int) -> Generator[Generator[Result]]:
+    """Yield the results run(call) of every call in order; `workers` calls run at a time, and one more waits.
+
+    No call runs when the block has ended, even if it failed.
+    """
+    with closing(_run_in_order(run, calls, workers)) as results:
+        yield results
+
+
+def _run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], workers: int) -> Generator[Result]:
 
     def without_gradients(call: Call) -> Result:
         with torch.no_grad():  # a setting of each thread

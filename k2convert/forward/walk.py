@@ -128,7 +128,8 @@ def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Laye
             with walk.around(step) as source, closing(WeightReader(source)) as reader:
                 for model in models:
                     layer = Layer(walk, states, reader, number, events, model)
-                    yield layer
+                    with layer.opened:
+                        yield layer
                     del layer.decoder
                     gc.collect()  # its parts refer to each other: at the width of K2 the peak is 0.7 GB less with this
         states.sweep(number + 1)
@@ -143,6 +144,7 @@ class Layer:
         self.walk, self.states, self.reader, self.number, self.model = walk, states, reader, number, model
         self.decoder = DecoderLayer(reader, number, walk.devices, walk.workers, model.rounding)
         self.progress = Progress(events)
+        self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
         self.dropped = 0
 
     @property
@@ -179,8 +181,8 @@ class Layer:
         """
         num_windows = self.walk.shape[0]
         border, step = num_windows - apart, self.walk.windows_at_once(dense=self.decoder.is_dense)
-        with ExitStack() as stack:
-            read = [stack.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
+        with self.opened as opened:
+            read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
             for first in (*range(0, border, step), *range(border, num_windows, step)):
                 stop = min(first + step, border if first < border else num_windows)
                 yield Chunk(first, tuple(found(first, stop) for found in read))

@@ -243,7 +243,17 @@ class WorkFolder:
         """Remove the folder: the walk is done. What it is for is removed last."""
         for layer in range(self.num_finished()):
             self.remove_file(self.path(CLAIM, layer))
+        for path in list_folder(self.folder):
+            if path.is_file():
+                self.remove_file(path)
         remove_folder(self.folder, root=self.folder.parent)
+
+    def remove_leftovers(self, job: WalkJob) -> None:
+        """Remove the folder of a job that is done, if a run was killed while it removed it."""
+        found = self.job()
+        is_own = (self.folder / WORK_FOLDER).is_dir() and (found is None or found.identity == job.identity)
+        if is_own or (self.folder.is_dir() and not list_folder(self.folder)):
+            self.remove()
 
     def remove_file(self, path: Path) -> None:
         """Remove a file of the folder, if it is there."""

@@ -134,6 +134,15 @@ def _work_folder(outputs: Mapping[Path, str | None]) -> Path:
     return path.with_name(path.name + WORK_SUFFIX) if place is None else path.parent / WORK_FOLDER / WORK_NAME
 
 
+def evaluation_works(path: Path) -> "tuple[WorkFolder, WorkFolder]":
+    """Return the work folders of an evaluation whose rows go into a file, and of one that is kept in a result."""
+    from k2convert.forward.work import WorkFolder
+
+    folders = path.with_name(path.name + WORK_SUFFIX), path / WORK_FOLDER / WORK_NAME
+    of_file, of_result = (WorkFolder(folder, purpose="evaluation") for folder in folders)
+    return of_file, of_result
+
+
 def _work(folder: Path, models: int) -> "WorkFolder":
     from k2convert.evaluation.streamed import stream_of
     from k2convert.forward.work import WorkFolder

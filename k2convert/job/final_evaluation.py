@@ -73,6 +73,7 @@ def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, even
     )
     plan = replace(plan, disk_allowed=min(plan.disk_allowed, job.limits.disk_allowed))
     if (finished := plan.finished()) is not None:
+        plan.remove_work()
         return finished
     with opened_decoder(plan) as decode:
         return evaluate(plan, decode=decode, events=events)

@@ -227,8 +227,10 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
     if job.target is not None and cluster is None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*run.items, *run.to_upload)))
-    layer_tokens = 0 if walk is None else walk.plan.num_tokens
-    return Extent(phases, len(run.mine), len(run.mine) - len(run.items), layer_tokens=layer_tokens)
+    extent = Extent(phases, len(run.mine), len(run.mine) - len(run.items))
+    if walk is None:
+        return extent
+    return replace(extent, layer_tokens=walk.plan.num_tokens, layer_costs=walk.plan.layer_costs())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_atomically
-from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER, WORK_SUFFIX
 from k2convert.errors import K2ConvertError
 from k2convert.records.document import read_document
 
@@ -28,6 +28,15 @@ class JobCommand:
         """Return what to paste into a shell whose working folder is `here`."""
         command = shell_line(self.words)
         return command if self.folder == here else f"cd {shell_line([self.folder])} && {command}"
+
+    def moved(self, place: Path) -> "JobCommand":
+        """Return the command for the job as it lies at `place` now: its folder may have been moved or copied."""
+        if len(self.words) < 4 or "://" in self.words[3]:
+            return self
+        if (Path(self.folder) / self.words[3]).resolve() == place.resolve():
+            return self
+        here = place if self.folder == str(Path.cwd()) else place.absolute()
+        return replace(self, words=(*self.words[:3], str(here), *self.words[4:]))
 
     def place(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
@@ -69,7 +78,11 @@ def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPOR
 def say_own_command(destination: Path) -> str:
     """Return the sentence that names the command of the job in a folder, with a space after it; "" without one."""
     command = read_command(destination)
-    return "" if command is None else f"Its own command is `{command.line(here=str(Path.cwd()))}`. "
+    if command is None:
+        return ""
+    if command.words[1:2] != ("evaluate",):
+        command = command.moved(destination.with_name(destination.name.removesuffix(WORK_SUFFIX)))
+    return f"Its own command is `{command.line(here=str(Path.cwd()))}`. "
 
 
 def read_command(destination: Path) -> JobCommand | None:

@@ -13,7 +13,8 @@ class Extent:
 
     `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
     The phases `calibrate` and `evaluate` count the tokens of every layer instead of bytes; a layer has `layer_tokens`.
-    The head of an evaluation counts as a layer. The phase `ask` counts the tokens that servers answer for.
+    The head of an evaluation counts as a layer. `layer_costs` are the operations of each layer, or nothing if all have
+    the same. The phase `ask` counts the tokens that servers answer for.
     """
 
     phases: Mapping[Phase, tuple[int, int]]
@@ -21,6 +22,7 @@ class Extent:
     finished_shards: int = 0
     num_experts: int = 0
     layer_tokens: int = 0
+    layer_costs: tuple[float, ...] = ()
 
 
 Keep = Callable[[str], None]

@@ -266,12 +266,13 @@ class Journal:
         )
         running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
+        command = read_command(self.destination)
         return JobState(
             job=job,
             finished=finished,
             is_complete=is_assembled and finished.keys() >= job.shards.keys(),
             is_running=running,
-            command=read_command(self.destination),
+            command=None if command is None else command.moved(self.destination),
             progress=progress,
             progress_age=age,
         )

@@ -79,7 +79,7 @@ def walked(
                 shutil.copy(path, path.with_suffix(".kept"))
         write_layer(work, layer, header)
 
-    walk_gptq(walk, GptqOptions(0, smoothing, check_stop), work, save=save, events=SILENT)
+    walk_gptq(walk, GptqOptions(0, smoothing, check_stop, (0.3, 0.4, 0.7)), work, save=save, events=SILENT)
     return work
 
 

@@ -68,15 +68,15 @@ def test_status_of_a_running_calibration_has_rate_and_eta(run_cli: RunCli, stopp
     tally = Tally(extent, note=print, clock=lambda: clock[0])
     with statistics_work(stopped).locked() as keep:
         tally.begun(extent, keep=keep)
-        for _ in range(8):
+        for _ in range(16):
             clock[0] += 1
             tally.tokens_computed(8)
         tally.keep()
         shown = run_cli("status", stopped)
     assert shown.stdout.splitlines() == [
         f"{stopped}: calibration running: 2 of 3 layers, 128 tokens at most",
-        "calibrate: layer 2 of 3 on 128 tokens, 8 tokens/s per layer",
-        "ETA 0:00:24",
+        "calibrate: layer 3 of 3 on 128 tokens, 225 layers/hour",
+        "ETA 0:00:16",
     ]
     assert shown.stderr == ""
 

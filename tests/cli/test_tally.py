@@ -123,8 +123,8 @@ def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_
     tally.progress(bytes_in=100)
     clock.every(10, lambda: tally.tokens_computed(10), times=6)
     assert tally.meters["convert"].rate is None, "it waits for the next layer"
-    assert tally.meters["calibrate"].rate == 1
-    assert tally.seconds_left == 140
+    assert tally.meters["calibrate"].rate == 36, "a layer took 100 s"
+    assert tally.seconds_left == 135, "what is left of the layer, and one more"
     summary = tally.summary()
     assert summary["phases"]["calibrate"]["unit"] == 100
     assert parse_summary(json.dumps(summary)) == summary

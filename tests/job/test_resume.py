@@ -98,7 +98,7 @@ def test_an_interrupt_during_an_import_waits_for_its_end(tiny: Path, tmp_path: P
     done = subprocess.run(
         [sys.executable, "-c", _SWALLOWS, "run", tiny, tmp_path / "out"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, "the same command resumes" in done.stderr) == (130, True), done.stderr
+    assert (done.returncode, "The same command resumes" in done.stderr) == (143, True), done.stderr
     assert not (tmp_path / "out" / CONFIG_NAME).exists()
 
 

@@ -42,13 +42,16 @@ from k2convert.quantize.formats.nvfp4 import (
 )
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.tiles import ALONE, SMALL, Team
+from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team, go_on
 from k2convert.quantize.kernels import _cpu
 
 
-def kernel_for(device: str, threads: int = 1) -> RoundingKernel:
-    """Return the kernel for a torch device; `threads` of the CPU, which do not change the bytes."""
-    return CpuKernel(threads) if device == "cpu" else TorchKernel()
+def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = go_on) -> RoundingKernel:
+    """Return the kernel for a torch device; `threads` of the CPU, which do not change the bytes.
+
+    It calls `check_stop` every few seconds.
+    """
+    return CpuKernel(threads, check_stop) if device == "cpu" else TorchKernel(check_stop)
 
 
 def round_gptq(
@@ -109,6 +112,7 @@ class CpuKernel:
     """Splits rows over threads. The bytes depend on the CPU's instructions, but not on the number of threads."""
 
     threads: int
+    check_stop: CheckStop
 
     def round(
         self, target_NK: Tensor, curvature: Curvature, *, sweeps: int
@@ -120,22 +124,29 @@ class CpuKernel:
         rows, columns = target_NK.shape
         packed = np.empty((rows, columns // 2), dtype=np.uint8)
         scale_bytes = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
-        _cpu.round_gptq(
-            _flat(target_NK),
-            _flat(curvature.form),
-            _flat(curvature.factor),
-            _flat(curvature.block_factors),
-            sweeps,
-            self.threads,
-            packed.reshape(-1),
-            scale_bytes.reshape(-1),
-        )
+        step = PIECE_ROWS * self.threads
+        for start in range(0, rows, step):
+            self.check_stop()
+            piece = slice(start, start + step)
+            _cpu.round_gptq(
+                _flat(target_NK[piece]),
+                _flat(curvature.form),
+                _flat(curvature.factor),
+                _flat(curvature.block_factors),
+                sweeps,
+                self.threads,
+                packed[piece].reshape(-1),
+                scale_bytes[piece].reshape(-1),
+            )
         return packed, scale_bytes
 
 
 def _flat(values: Tensor) -> NDArray[np.float32]:
     return values.contiguous().view(-1).numpy()
 
+
+PIECE_ROWS: Final = 96
+"""Rows for each thread that are rounded before a stop is looked for: two tiles of the kernel, 3 s at K2's width."""
 
 NUM_SCALES: Final = 16
 BELOW: Final = 5
@@ -151,14 +162,17 @@ WORTHWHILE: Final = 0.9999
 """A block takes a new scale only for a gain larger than rounding errors."""
 
 
+@dataclass(frozen=True, slots=True)
 class TorchKernel:
     """Handles all rows of a chunk together."""
+
+    check_stop: CheckStop
 
     def round(
         self, target_NK: Tensor, curvature: Curvature, *, sweeps: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """As CpuKernel, for tensors on one device."""
-        chunks = [_Chunk(rows, curvature).round(sweeps) for rows in torch.split(target_NK, MAX_ROWS)]
+        chunks = [_Chunk(rows, curvature, self.check_stop).round(sweeps) for rows in torch.split(target_NK, MAX_ROWS)]
         return np.concatenate([codes for codes, _ in chunks]), np.concatenate([scales for _, scales in chunks])
 
 
@@ -169,8 +183,9 @@ RoundingKernel = CpuKernel | TorchKernel
 class _Chunk:
     """Rows f32 [n, K] with the values that they have got, their scale bytes int64 [n, K/16], and (w - q) H."""
 
-    def __init__(self, target_NK: Tensor, curvature: Curvature) -> None:
+    def __init__(self, target_NK: Tensor, curvature: Curvature, check_stop: CheckStop) -> None:
         rows, columns = target_NK.shape
+        self._check_stop = check_stop
         self._target = target_NK
         self._curvature = curvature
         self._values = torch.zeros_like(target_NK)
@@ -183,12 +198,14 @@ class _Chunk:
         """Return the codes and the scale bytes."""
         weights = self._target.clone()
         for start, stop in _panels(weights.shape[1]):
+            self._check_stop()
             errors = self._round_panel(weights, start, stop)
             weights[:, stop:] -= errors @ self._curvature.factor[start:stop, stop:]
         if sweeps:
             gradient = (self._target - self._values) @ self._curvature.form
             for _ in range(sweeps):
                 for start, stop in _panels(weights.shape[1]):
+                    self._check_stop()
                     self._improve_panel(gradient, start, stop)
         return self._encode()
 

@@ -27,17 +27,34 @@ ROWS: Final = 64
 _linalg: Any = torch.linalg  # it has no types
 
 
-class Team:
-    """Threads that compute tiles, each with one thread of torch. One of them needs no thread: the caller computes."""
+CheckStop = Callable[[], None]
+"""Is called often, and raises if the work is to stop."""
 
-    def __init__(self, workers: int) -> None:
+
+def go_on() -> None:
+    """Never stop."""
+
+
+class Team:
+    """Threads that compute tiles, each with one thread of torch. One of them needs no thread: the caller computes.
+
+    Before each tile `check_stop` is called.
+    """
+
+    def __init__(self, workers: int, check_stop: CheckStop = go_on) -> None:
+        self._check_stop = check_stop
         self._pool = ThreadPoolExecutor(workers, "tiles", torch.set_num_threads, (1,)) if workers > 1 else None
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
         """Return what the calls return, in their order. A call must not use the team."""
         if self._pool is None or len(calls) < 2:
-            return [call() for call in calls]
-        return [future.result() for future in [self._pool.submit(_without_gradients, call) for call in calls]]
+            return [self._compute(call) for call in calls]
+        return [future.result() for future in [self._pool.submit(self._compute, call) for call in calls]]
+
+    def _compute(self, call: Callable[[], Result]) -> Result:
+        self._check_stop()
+        with torch.no_grad():  # a setting of each thread
+            return call()
 
     def close(self) -> None:
         """End the threads."""
@@ -53,11 +70,6 @@ class Team:
 
 ALONE: Final = Team(1)
 """The caller's own thread."""
-
-
-def _without_gradients(call: Callable[[], Result]) -> Result:
-    with torch.no_grad():  # a setting of each thread
-        return call()
 
 
 def cut(size: int, step: int, like: Tensor) -> list[slice]:

@@ -92,14 +92,15 @@ def compute_block(
         (f"{stem}.experts.{expert}", tokens if tokens.numel() else routing.likeliest_tokens(expert, PROBE_TOKENS))
         for expert, tokens in enumerate(chosen)
     ]
-    for expert, (reference, results) in enumerate(run_in_order(run_mlp, experts, workers=workers)):
-        for variant, result in results.items():
-            outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
-        tokens, weights = routing.tokens_of(expert)
-        if tokens.numel() > 0:
-            num_reached += 1
-            outputs.add(tokens, reference, results, weights)
-        progress(expert + 1, num_experts)
+    with run_in_order(run_mlp, experts, workers=workers) as computed:
+        for expert, (reference, results) in enumerate(computed):
+            for variant, result in results.items():
+                outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
+            tokens, weights = routing.tokens_of(expert)
+            if tokens.numel() > 0:
+                num_reached += 1
+                outputs.add(tokens, reference, results, weights)
+            progress(expert + 1, num_experts)
     if source.has(f"{stem}.shared_experts.gate_proj.weight"):
         reference, results = run_mlp((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0])))
         outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
@@ -129,10 +130,11 @@ def int4_output(
             return hidden_TK[tokens]
         return read_source_mlp(source, module)(hidden_TK[tokens]) * weights.unsqueeze(-1)
 
-    for place, output in enumerate(run_in_order(run_mlp, mlps, workers=num_cores())):
-        total.index_add_(0, mlps[place][1], output.double())
-        if place < num_experts:
-            progress(place + 1, num_experts)
+    with run_in_order(run_mlp, mlps, workers=num_cores()) as computed:
+        for place, output in enumerate(computed):
+            total.index_add_(0, mlps[place][1], output.double())
+            if place < num_experts:
+                progress(place + 1, num_experts)
     return total
 
 
