@@ -289,6 +289,9 @@ def _is_recipe(document: dict[str, Any]) -> bool:
     return True
 
 
+_LIST_NEEDED: Final = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
+
+
 def _explain(error: ValidationError) -> str:
     parts: list[str] = []
     models = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}
@@ -299,7 +302,8 @@ def _explain(error: ValidationError) -> str:
             known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model
             parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
         else:
-            reason = problem["msg"].removeprefix("Value error, ")
+            reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+            reason = _LIST_NEEDED if problem["type"] == "tuple_type" else reason
             parts.append(f"{shortened(place)}: {reason}" if place else reason)
     return "; ".join(parts[:MAX_PROBLEMS])
 
