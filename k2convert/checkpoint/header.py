@@ -124,7 +124,9 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     if not isinstance(document, dict):
         raise MalformedFileError(f"{where}: the header is not a JSON object.")
     entries = cast(dict[str, Any], document)
-    metadata = entries.pop("__metadata__", None) or {}  # the safetensors library accepts null
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:  # the safetensors library accepts null
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
         raise MalformedFileError(f"{where}: __metadata__ must map strings to strings.")
     data_begin = 8 + length
