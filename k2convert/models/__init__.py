@@ -74,13 +74,18 @@ def _hints() -> str:
 
 
 def check_computed(checkpoint: Checkpoint) -> None:
-    """Refuse a model whose forward pass is not computed, and one that is not whole (PlanError)."""
+    """Refuse a model whose forward pass is not computed (PlanError)."""
     family = detect_family(checkpoint)
     if family.not_computed:
         raise PlanError(
             f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
             "without statistics or text, and check it with `validate`."
         )
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is not the model that its config.json describes (PlanError)."""
+    family = detect_family(checkpoint)
     names = parse_tensor_names(checkpoint, family=family)
     check_model(checkpoint, names, read_architecture(checkpoint), family)
 

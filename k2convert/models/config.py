@@ -72,6 +72,11 @@ def key_of(config: Mapping[str, Any], field: str) -> str:
     return _ALIASES.get(field, field) if uses_aliases else field
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether the output head is the embedding."""
+    return any(part.get("tie_word_embeddings") is True for part in (config, text_config(config)))
+
+
 _FIELD: Final = re.compile("[a-z_][a-z0-9_.]*")
 
 
@@ -317,7 +322,7 @@ class DescribedModel:
         role = None if place is None else place.role
         if role in (Role.VISION_TOWER, Role.MM_PROJECTOR):
             return self.family.inventory is not None and not self.family.inventory.vision(self.config)
-        is_tied_head = role is Role.LM_HEAD and parameter == WEIGHT
+        is_tied_head = role is Role.LM_HEAD and parameter == WEIGHT and is_tied(self.config)
         return is_tied_head or (role is Role.ATTENTION and parameter in _OPTIONAL) or self.family.inventory is None
 
     def problem(self, fault: Fault) -> str:

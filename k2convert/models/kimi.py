@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
-from k2convert.models.config import EXPERTS_KEY, read_architecture, text_config
+from k2convert.models.config import EXPERTS_KEY, is_tied, read_architecture, text_config
 from k2convert.models.names import (
     WEIGHT,
     Architecture,
@@ -155,7 +155,7 @@ def outer_tensors(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the shapes of embedding, last norm and output head. Tied embeddings need no head."""
     shapes = {"embed_tokens": "vocab_size, hidden_size", "norm": "hidden_size"}
     found = below(prefix.removesuffix("."), weights(shapes))
-    if not (config.get("tie_word_embeddings") or text_config(config).get("tie_word_embeddings")):
+    if not is_tied(config):
         found[f"{prefix.removesuffix(_TEXT_PREFIX)}lm_head.{WEIGHT}"] = "vocab_size, hidden_size"
     return found
 
