@@ -172,7 +172,7 @@ def remedy(text: str) -> Generator[None]:
     try:
         yield
     except MalformedFileError as error:
-        raise CheckpointError(f"{error} {text}") from error
+        raise CheckpointError(f"{str(error).rstrip('.')}. {text}") from error
 
 
 def missing_module(extra: Extra) -> str | None:

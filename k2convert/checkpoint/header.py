@@ -22,9 +22,10 @@ from typing import Any, Final, NamedTuple, cast
 from blake3 import blake3
 
 from k2convert.checkpoint.files import DuplicateKeyError, check_plain_file, parse_json
-from k2convert.errors import MalformedFileError, SourceReadError, quoted, shortened
+from k2convert.errors import CheckpointError, MalformedFileError, SourceReadError, quoted, shortened
 
 MAX_HEADER_BYTES = 100_000_000
+LFS_BEGINNING: Final = b"version "  # of a Git LFS pointer; a header of 2 EB would begin so
 MAX_NAME_LENGTH: Final = 200  # of a tensor; Kimi's longest has 77 characters
 _MAX_COUNT: Final = (1 << 63) - 1
 MAX_RANK: Final = 32  # of a tensor; NumPy's limit before 2.0
@@ -94,6 +95,10 @@ def check_header_length(prefix: bytes, *, shard: str, file_bytes: int) -> int:
     if len(prefix) < 8:
         raise MalformedFileError(f"{shard}: {file_bytes} bytes is too short for a safetensors file.")
     length = int.from_bytes(prefix[:8], "little")
+    if prefix[:8] == LFS_BEGINNING:
+        raise CheckpointError(
+            f"{shard}: is a Git LFS pointer, not the file that it stands for. Run `git lfs pull` in the repository."
+        )
     if length > MAX_HEADER_BYTES:
         raise MalformedFileError(
             f"{shard}: the header claims {length:,} bytes, more than the format's limit of {MAX_HEADER_BYTES:,}. "
@@ -119,7 +124,9 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     if not isinstance(document, dict):
         raise MalformedFileError(f"{where}: the header is not a JSON object.")
     entries = cast(dict[str, Any], document)
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:  # the safetensors library accepts null
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
         raise MalformedFileError(f"{where}: __metadata__ must map strings to strings.")
     data_begin = 8 + length

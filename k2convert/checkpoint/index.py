@@ -203,7 +203,10 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
             )
     if len(weight_map) != len(tensors):
         extra = next(name for name in tensors if name not in weight_map)
-        raise MalformedFileError(f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}.")
+        raise CheckpointError(
+            f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Add it to its weight_map, or "
+            "save the model again, so that shards and index are of one run."
+        )
 
 
 # The source's model card and evaluation would describe the wrong weights. The conversion writes the other names.

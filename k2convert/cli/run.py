@@ -262,10 +262,9 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
-        lambda: (
-            f"{display.tally.shards} of this part's {counted(num_shards, 'shard')} are converted. The same command resumes"
-        ),
+        lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
         console.command(*command_words("run", options)),
     )
     with display as events:

@@ -6,8 +6,7 @@ quantized. Nothing here reads a tensor.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,14 +20,13 @@ from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.fit.serving import nvfp4_scheme
-from k2convert.models import check_computed, detect_family, read_architecture, vocabulary_size
-from k2convert.models.config import check_source_config, text_config
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, ModulePlace, Role
+from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
+from k2convert.models.config import check_source_config, is_tied
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
 from k2convert.records.ledger import Ledger
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
-_COLUMNS_PER_ELEMENT: Final = {"U8": 2, "I32": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
     """Return the names of the final norm and of the output matrix, which is the embedding if the model ties them."""
     family = detect_family(checkpoint)
     head = family.expected_name(f"lm_head.{WEIGHT}")
-    if head not in checkpoint.tensors and text_config(checkpoint.config).get("tie_word_embeddings") is True:
+    if head not in checkpoint.tensors and is_tied(checkpoint.config):
         head = f"{family.prefix}embed_tokens.{WEIGHT}"
     return f"{family.prefix}norm.{WEIGHT}", head
 
@@ -104,7 +102,6 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
     checkpoint, family = found.checkpoint, detect_family(found.checkpoint)
     check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
-    mlps: dict[ModulePlace, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, tensor in checkpoint.tensors.items():
         module, _, parameter = name.rpartition(".")
         place = family.classify(module)
@@ -114,47 +111,23 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             if tensor.dtype not in _NUMBERS:
                 raise _quantized(found, tensor, "Use a checkpoint in which only MLPs are quantized.")
         elif parameter in (WEIGHT, WEIGHT_PACKED):
-            mlp = ModulePlace(place.role, place.layer, place.expert)
-            mlps[mlp][str(place.projection)] = _shape(found, module, tensor)
+            _check_form(found, module, tensor)
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
         check_source_config(checkpoint.config, family=family, where=found.place)
-    for place in _expected_mlps(checkpoint):
-        shapes = mlps.get(place, {})
-        gate = shapes.get("gate", (0, 0))
-        wanted = {"gate": gate, "up": gate, "down": gate[::-1]}
-        if shapes != wanted or gate[1] != architecture.hidden_size:
-            what = f"expert {place.expert}" if place.expert is not None else place.role.replace("_", " ")
-            raise CheckpointError(
-                f"{found.place}: layer {place.layer}, {what}: gate, up and down are "
-                f"{[list(shapes.get(name, ())) for name in wanted]}, which is no MLP of {architecture.hidden_size:,} "
-                "channels. Use a whole checkpoint."
-            )
-    for name in head_names(checkpoint):
-        if name not in checkpoint.tensors:
-            raise CheckpointError(f"{found.place}: has no {name}, so it predicts no tokens. Use a whole checkpoint.")
+    check_whole(checkpoint)
 
 
-def _shape(found: EvaluatedCheckpoint, module: str, tensor: TensorInfo) -> tuple[int, int]:
-    """Return (N, K) of a weight; CheckpointError for a form that cannot be computed."""
+def _check_form(found: EvaluatedCheckpoint, module: str, tensor: TensorInfo) -> None:
+    """Refuse a weight in a form that cannot be computed (CheckpointError)."""
     is_nvfp4 = any(f"{module}.{names.global_scale}" in found.checkpoint.tensors for names in LAYOUTS.values())
     is_packed = tensor.name.endswith(WEIGHT_PACKED)
     known = ("U8",) if is_nvfp4 else ("I32",) if is_packed else _NUMBERS
     if tensor.dtype not in known or len(tensor.shape) != 2:
         raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
-    return tensor.shape[0], tensor.shape[1] * _COLUMNS_PER_ELEMENT.get(tensor.dtype, 1)
 
 
 def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:
     return CheckpointError(f"{found.place}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}. {remedy}")
-
-
-def _expected_mlps(checkpoint: Checkpoint) -> Iterator[ModulePlace]:
-    architecture = read_architecture(checkpoint)
-    for layer in range(architecture.num_layers):
-        if layer not in architecture.moe_layers:
-            yield ModulePlace(Role.DENSE_MLP, layer)
-        for expert in range(architecture.num_experts) if layer in architecture.moe_layers else ():
-            yield ModulePlace(Role.EXPERTS, layer, expert)
 
 
 def check_text(texts: Sequence[tuple[str, str]], checkpoints: Sequence[EvaluatedCheckpoint]) -> None:

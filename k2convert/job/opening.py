@@ -14,7 +14,7 @@ from k2convert.hub.client import Hub, bound_memory
 from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
-from k2convert.models import check_computed, detect_family, read_architecture, vocabulary_size
+from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.plan.plan import check_target
 from k2convert.plan.recipe import TextUse, settle_recipe
@@ -119,6 +119,7 @@ def open_calibration(
     with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
         read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
         check_computed(opened.checkpoint)
+        check_whole(opened.checkpoint)
         found = read_text(text, use, opened, hub)
         yield plan_statistics(found, opened, statistics, devices=devices, hub=hub, max_disk=max_disk)
 

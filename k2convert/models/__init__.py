@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import PlanError, quoted
+from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models import kimi, kimi_k3
-from k2convert.models.names import Architecture, Family, ModulePlace, TensorName
+from k2convert.models.config import LATENT_KEY
+from k2convert.models.names import Architecture, Family, ModulePlace, TensorName, why_foreign
+from k2convert.models.projections import check_model
 
 FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
 """Every family. A checkpoint belongs to the first whose experts, or else whose layers, its tensor names have."""
@@ -45,6 +47,11 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
+    if checkpoint.config.get("model_type") == "kimi_linear" and LATENT_KEY in checkpoint.config:
+        raise PlanError(
+            f"{checkpoint.folder}: this is the language model of Kimi K3 alone, without the model around it. "
+            f"{kimi_k3.K3.source_hint}"
+        )
     if (title := REFUSED_MODELS.get(str(checkpoint.config.get("model_type")))) is not None:
         raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
     for is_like in (_has_experts, _has_layers):
@@ -55,7 +62,11 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     prefixes = dict.fromkeys(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
     expected = " or ".join(prefixes)
     titles = " or ".join(dict.fromkeys(family.title for family in reversed(FAMILIES)))
-    raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {_hints()}")
+    found = next(iter(names), "")
+    if why := why_foreign(found):
+        raise PlanError(f"{checkpoint.folder}: tensor {found} {why}")
+    other = f" Found: {shortened(found)}." if found else ""
+    raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint.{other} {_hints()}")
 
 
 def _hints() -> str:
@@ -70,6 +81,13 @@ def check_computed(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
             "by rule mse or max, without statistics, smoothing or text, and check it with `validate`."
         )
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is not the model that its config.json describes (PlanError)."""
+    family = detect_family(checkpoint)
+    names = parse_tensor_names(checkpoint, family=family)
+    check_model(checkpoint, names, read_architecture(checkpoint), family)
 
 
 def read_architecture(checkpoint: Checkpoint) -> Architecture:
@@ -124,6 +142,8 @@ def parse_tensor_name(name: str, *, family: Family) -> TensorName:
     module, _, parameter = name.rpartition(".")
     place = family.classify(module)
     if place is None:
+        if why := why_foreign(name):
+            raise PlanError(f"tensor {name}: {why}")
         raise PlanError(
             f"tensor {name}: not part of any known {family.title} model (prefix {family.prefix}). Unknown tensor names "
             f"are never guessed. {family.source_hint} Or add the names to k2convert/models."

@@ -1,27 +1,47 @@
-"""config.json of DeepSeek-V3-like models: the language model's part, its counts, its quantization_config.
+"""config.json of DeepSeek-V3-like models: the language model's part, its counts, its quantization_config, its tensors.
 
 The tensors decide which weights are converted. Their bytes look the same in other schemes, so a source whose config
 states a different scheme than its family has is refused. A config that states nothing is accepted.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, cast
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
-from k2convert.checkpoint.layouts import QUANTIZATION_KEYS
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, projection_tensors
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError, cut, quoted, shortened
-from k2convert.models.names import Architecture, Family, SourceFormat
+from k2convert.models.names import (
+    CONVERTIBLE_ROLES,
+    WEIGHT,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    Architecture,
+    Family,
+    Role,
+    SourceFormat,
+    why_foreign,
+)
+from k2convert.models.source_formats import SOURCE_FORMATS
 
 EXPERTS_KEY: Final = "n_routed_experts"
 LATENT_KEY: Final = "routed_expert_hidden_size"
 BOUNDS: Final = {
     field: most
     for most, fields in {
-        1_000: "num_hidden_layers num_nextn_predict_layers first_k_dense_replace moe_layer_freq attn_res_block_size",
+        1_000: "num_hidden_layers num_nextn_predict_layers first_k_dense_replace moe_layer_freq attn_res_block_size "
+        "vt_num_hidden_layers",
         10_000: f"{EXPERTS_KEY} num_experts n_shared_experts num_shared_experts num_experts_per_tok "
         "num_experts_per_token n_group num_expert_group topk_group num_attention_heads num_key_value_heads num_heads",
         1_000_000: f"hidden_size {LATENT_KEY} intermediate_size moe_intermediate_size q_lora_rank "
-        "kv_lora_rank head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim short_conv_kernel_size",
+        "kv_lora_rank head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim short_conv_kernel_size vt_hidden_size "
+        "vt_intermediate_size qkv_hidden_size mm_hidden_size",
         100_000_000: "vocab_size",
         1_000_000_000: "max_position_embeddings original_max_position_embeddings sliding_window",
     }.items()
@@ -52,6 +72,46 @@ def key_of(config: Mapping[str, Any], field: str) -> str:
     return _ALIASES.get(field, field) if uses_aliases else field
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether the output head is the embedding."""
+    return any(part.get("tie_word_embeddings") is True for part in (config, text_config(config)))
+
+
+_FIELD: Final = re.compile("[a-z_][a-z0-9_.]*")
+
+
+def fields_of(shape: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a shape of an inventory is made of, with their values; None for one that is not there."""
+    found: dict[str, Any] = {}
+    for name in _FIELD.findall(shape):
+        field = key_of(config, name)
+        value: Any = config if field.startswith("vision_config.") else text_config(config)
+        for part in field.split("."):
+            value = mapping_or_empty(value).get(part)
+        found[field] = value
+    return found
+
+
+def evaluate_shape(shape: str, config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    """Return a shape of an inventory as numbers; None if config.json leaves a field out. PlanError for no number."""
+    values = fields_of(shape, config)
+    if None in values.values():
+        return None
+    for field, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise _not_a_count(where, field, value)
+
+    def total(terms: str) -> int:
+        names = (term.strip() for term in terms.strip(" ()").split("+"))
+        return sum(int(name) if name.isdigit() else values[key_of(config, name)] for name in names)
+
+    return tuple(math.prod(map(total, product.split("*"))) for product in shape.split(","))
+
+
+def _not_a_count(where: str, field: str, value: object) -> PlanError:
+    return PlanError(f"{where}: config.json: {field} is {quoted(value)}, expected a count. Use the model's own config.")
+
+
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """Read the counts of config.json; raises PlanError naming `where` and a missing or invalid field."""
     text = text_config(config)
@@ -60,18 +120,23 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     def count(key: str, default: int | None = None) -> int:
         value = text.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PlanError(
-                f"{where}: config.json: {key} is {quoted(value)}, expected a count. Use the model's own config."
-            )
+            raise _not_a_count(where, key, value)
         return value
 
     num_layers, num_dense = count("num_hidden_layers"), count("first_k_dense_replace", 0)
     frequency = max(count("moe_layer_freq", 1), 1)
+    num_experts = count(key_of(config, EXPERTS_KEY))
+    chosen = key_of(config, "num_experts_per_tok")
+    if num_experts and count(chosen, 0) > num_experts:
+        raise PlanError(
+            f"{where}: config.json: {chosen} is {text[chosen]}, but a layer has {num_experts} experts. Use the model's "
+            "own config."
+        )
     return Architecture(
         num_layers=num_layers,
         num_dense_layers=num_dense,
         moe_layers=tuple(i for i in range(num_dense, num_layers) if i % frequency == 0),
-        num_experts=count(key_of(config, EXPERTS_KEY)),
+        num_experts=num_experts,
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
         expert_columns=count(LATENT_KEY, text.get("hidden_size")),
@@ -81,7 +146,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 def check_bounds(config: Mapping[str, Any], where: str) -> None:
     """Refuse a number that no model has, before it sizes a loop or memory (PlanError)."""
     text = text_config(config)
-    parts = [("", text), *((f"{key}.", text[key]) for key in _NESTED if isinstance(text.get(key), Mapping))]
+    nested = {key: text.get(key) for key in _NESTED} | {"vision_config": config.get("vision_config")}
+    parts = [("", text), *((f"{key}.", mapping_or_empty(part)) for key, part in nested.items())]
     for prefix, part in parts:
         for key in BOUNDS.keys() & part.keys():
             value = part[key]
@@ -117,7 +183,7 @@ def check_source_config(config: Mapping[str, Any], *, family: Family, where: str
             if stated is not None and stated != known:
                 raise PlanError(
                     f"{where}: config.json: {place}.{field} is {quoted(stated)}, but only {known!r} can be converted. "
-                    f"{family.source_hint}"
+                    f"{family.source_hint} Or {family.source_format.export}"
                 )
 
 
@@ -136,3 +202,185 @@ def _statements(
             yield f"{place}.config_groups.{shortened(name)}.weights", weights, known.known_weights
             if weights:
                 yield f"{place}.config_groups.{shortened(name)}", mapping_or_empty(group), known.known_group
+
+
+Experts = Mapping[int, Collection[int]]
+"""The numbers of the experts that have tensors, by layer."""
+
+
+class Expected(NamedTuple):
+    """A tensor that config.json describes. The first dtype is the published one. Without a shape, any will do.
+
+    `sizes` is the shape in the words of an inventory.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    sizes: str
+
+
+class Fault(NamedTuple):
+    """A tensor that is missing (nothing found), unknown (nothing expected), or different from what is expected."""
+
+    name: str
+    expected: Expected | None
+    found: TensorInfo | None
+
+
+_NUMBERS: Final = ("BF16", "F32", "F16")
+_OPTIONAL: Final = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
+"""Parameters of attention that some checkpoints have: scales of an FP8 KV cache, and what follows from the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """The model that a config.json describes. `where` names the checkpoint in messages."""
+
+    family: Family
+    architecture: Architecture
+    config: Mapping[str, Any]
+    where: str
+
+    def find_faults(self, tensors: Mapping[str, TensorInfo], experts: Experts) -> Iterator[Fault]:
+        """Yield what is missing, different or unknown. Numbers of experts are the caller's to check."""
+        num_found = 0
+        for expected in self.tensors(tensors, experts):
+            name, dtypes, shape, _ = expected
+            found = tensors.get(name)
+            if found is None:
+                yield Fault(name, expected, None)
+                continue
+            num_found += 1
+            if found.dtype not in dtypes or (shape is not None and found.shape != shape):
+                yield Fault(name, expected, found)
+        if num_found < len(tensors):
+            known = {expected.name for expected in self.tensors(tensors, experts)}
+            yield from (
+                Fault(name, None, tensor)
+                for name, tensor in tensors.items()
+                if name not in known and not self._may_have(name)
+            )
+
+    def tensors(self, tensors: Mapping[str, TensorInfo], experts: Experts) -> Iterator[Expected]:
+        """Yield every tensor of the model. Linear layers are stored as `tensors` have them.
+
+        Of a routed expert's projection without tensors, the module is yielded, with no dtypes.
+        """
+        inventory = self.family.inventory
+        if inventory is None:
+            return
+        shapes = inventory.outer(self.config)
+        vision = inventory.vision(self.config)
+        if any(name in tensors for name in vision):
+            shapes |= vision
+        for layer in range(self.architecture.num_layers):
+            stem = self.family.layer.format(layer=layer)
+            found = inventory.layer(self.config, layer, layer in self.architecture.moe_layers)
+            shapes |= {f"{stem}.{name}": shape for name, shape in found.items()}
+        for name, text in shapes.items():
+            yield from self._stored(name, text, tensors)
+        for layer, numbers in experts.items():
+            if layer in self.architecture.moe_layers:
+                yield from self._experts(self.family.experts.format(layer=layer), numbers, tensors)
+
+    def _stored(self, name: str, text: str, tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
+        dtype, _, sizes = text.rpartition(": ")
+        shape = evaluate_shape(sizes, self.config, self.where)
+        module, _, parameter = name.rpartition(".")
+        place = self.family.classify(module)
+        is_linear = place is not None and place.role in CONVERTIBLE_ROLES and parameter == WEIGHT
+        form = _form(module, tensors, self.family) if is_linear else ""
+        if form:
+            for parameter, stored_dtypes, own in _parameters(module, form, shape, tensors):
+                yield Expected(f"{module}.{parameter}", stored_dtypes, own, sizes)
+        else:
+            dtypes = (dtype, *(other for other in _NUMBERS if other != dtype)) if dtype else _NUMBERS
+            yield Expected(name, dtypes, shape, sizes)
+
+    def _experts(self, stem: str, numbers: Iterable[int], tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
+        rows, columns = "moe_intermediate_size", LATENT_KEY if LATENT_KEY in text_config(self.config) else "hidden_size"
+        sizes = {"gate": f"{rows}, {columns}", "up": f"{rows}, {columns}", "down": f"{columns}, {rows}"}
+        shapes = {kind: evaluate_shape(text, self.config, self.where) for kind, text in sizes.items()}
+        for number in numbers:
+            for kind, last in self.family.projections.items():
+                module = f"{stem}.{number}.{last}"
+                form = _form(module, tensors, self.family)
+                if not form:
+                    weight = f"{module}.{WEIGHT}"
+                    is_there = weight in tensors
+                    yield Expected(
+                        weight if is_there else module, _NUMBERS if is_there else (), shapes[kind], sizes[kind]
+                    )
+                    continue
+                for parameter, dtypes, shape in _parameters(module, form, shapes[kind], tensors):
+                    yield Expected(f"{module}.{parameter}", dtypes, shape, sizes[kind])
+
+    def _may_have(self, name: str) -> bool:
+        module, _, parameter = name.rpartition(".")
+        place = self.family.classify(module)
+        role = None if place is None else place.role
+        if role in (Role.VISION_TOWER, Role.MM_PROJECTOR):
+            return self.family.inventory is not None and not self.family.inventory.vision(self.config)
+        is_tied_head = role is Role.LM_HEAD and parameter == WEIGHT and is_tied(self.config)
+        return is_tied_head or (role is Role.ATTENTION and parameter in _OPTIONAL) or self.family.inventory is None
+
+    def problem(self, fault: Fault) -> str:
+        """Return what is wrong with a tensor, to follow its name."""
+        expected, found = fault.expected, fault.found
+        if expected is None:
+            return why_foreign(fault.name).partition(". ")[0] or "is not in the model that config.json describes"
+        if found is None:
+            return "is missing"
+        if found.dtype not in expected.dtypes:
+            return f"is {found.dtype} ({found.shard}), expected {' or '.join(expected.dtypes)}"
+        fields = fields_of(expected.sizes, self.config)
+        values = ", ".join(f"{field} {value}" for field, value in fields.items())
+        return (
+            f"has the shape {list(found.shape)} ({found.shard}), but config.json says {list(expected.shape or ())} "
+            f"({values})"
+        )
+
+
+def _form(module: str, tensors: Mapping[str, TensorInfo], family: Family) -> str:
+    """Return how a linear layer is stored: a format of a source, a layout of a result, or empty for plain numbers."""
+    scale = tensors.get(f"{module}.{WEIGHT_SCALE}")
+    if scale is not None and scale.dtype != "F8_E4M3":
+        return family.source_format.title
+    if scale is not None:
+        return COMPRESSED_TENSORS if f"{module}.{WEIGHT_PACKED}" in tensors else MODELOPT
+    for layout, names in LAYOUTS.items():
+        if f"{module}.{names.global_scale}" in tensors:
+            return layout
+    weight = tensors.get(f"{module}.{WEIGHT}")
+    if weight is not None:
+        return MODELOPT if weight.dtype == "U8" else ""
+    return family.source_format.title if f"{module}.{WEIGHT_PACKED}" in tensors else ""
+
+
+_Parameters = tuple[tuple[str, tuple[str, ...], tuple[int, ...] | None], ...]
+"""Name, dtypes and shape of each tensor of a linear layer."""
+
+
+def _parameters(
+    module: str, form: str, shape: tuple[int, ...] | None, tensors: Mapping[str, TensorInfo]
+) -> _Parameters:
+    names = LAYOUTS.get(form)
+    return _stored_parameters(form, shape, names is not None and f"{module}.{names.input_scale}" in tensors)
+
+
+@lru_cache(maxsize=64)
+def _stored_parameters(form: str, shape: tuple[int, ...] | None, has_input_scale: bool) -> _Parameters:
+    """Return the tensors of a linear layer [N, K]. Scalars of a layout may be [] or [1]."""
+    rows, columns = shape or (0, 0)
+    if form in LAYOUTS:
+        stored = projection_tensors(layout=form, num_rows=rows, num_columns=columns, has_input_scale=has_input_scale)
+        return tuple((p, (d,), s if shape is not None and len(s) == 2 else None) for p, d, s, _ in stored)
+    known = next(row for row in SOURCE_FORMATS if row.title == form)
+    packed, scales = (rows, columns // known.columns_per_element), (rows, columns // GROUP_SIZE)
+    found: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
+        WEIGHT_PACKED: ((known.packed_dtype,), packed if shape is not None else None),
+        WEIGHT_SCALE: (known.scale_dtypes, scales if shape is not None else None),
+        WEIGHT_SHAPE: (("I32", "I64"), (2,)),
+    }
+    return tuple((parameter, found[parameter][0], found[parameter][1]) for parameter in known.parameters)

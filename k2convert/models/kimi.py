@@ -5,13 +5,24 @@ have it under `language_model.model.`, next to `vision_tower.` and `mm_projector
 the language model's own, in text_config, is kimi_k2 or deepseek_v3.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Final
+from typing import Any, Final, cast
 
-from k2convert.models.config import read_architecture
-from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
+from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.models.config import EXPERTS_KEY, is_tied, read_architecture, text_config
+from k2convert.models.names import (
+    WEIGHT,
+    Architecture,
+    EngineNaming,
+    Family,
+    Inventory,
+    ModelCardFacts,
+    ModulePlace,
+    Role,
+)
 from k2convert.models.source_formats import INT4
 
 _TEXT_PREFIX: Final = "model."
@@ -73,6 +84,115 @@ def expected_name(prefix: str, name: str) -> str:
     return prefix.removesuffix(_TEXT_PREFIX) + body if body.startswith("lm_head.") else name
 
 
+def mla_tensors(text: Mapping[str, Any], *, has_bias: bool) -> dict[str, str]:
+    """Return the shapes of multi-head latent attention, by names below `self_attn`."""
+    query_rows = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+    biased = {
+        "kv_a_proj_with_mqa": "kv_lora_rank + qk_rope_head_dim, hidden_size",
+        "o_proj": "hidden_size, num_attention_heads * v_head_dim",
+    }
+    rows = {
+        "kv_a_layernorm": "kv_lora_rank",
+        "kv_b_proj": "num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank",
+    }
+    if text.get("q_lora_rank", 1) is None:
+        rows["q_proj"] = f"{query_rows}, hidden_size"
+    else:
+        biased["q_a_proj"] = "q_lora_rank, hidden_size"
+        rows |= {"q_a_layernorm": "q_lora_rank", "q_b_proj": f"{query_rows}, q_lora_rank"}
+    return weights(rows) | weights(biased, has_bias=has_bias)
+
+
+def _grouped_query_tensors(text: Mapping[str, Any], *, has_bias: bool) -> dict[str, str]:
+    width = "head_dim" if "head_dim" in text else "v_head_dim"
+    biased = {
+        "q_proj": f"num_attention_heads * {width}, hidden_size",
+        "k_proj": f"num_key_value_heads * {width}, hidden_size",
+        "v_proj": f"num_key_value_heads * {width}, hidden_size",
+    }
+    norms = dict.fromkeys(("q_norm", "k_norm"), width) if text.get("use_qk_norm") else {}
+    output = {"o_proj": f"hidden_size, num_attention_heads * {width}"}
+    return weights(norms | output) | weights(biased, has_bias=has_bias)
+
+
+def weights(shapes: Mapping[str, str], *, has_bias: bool = False) -> dict[str, str]:
+    """Return the shapes of modules' weights, and of their biases: one number for each row."""
+    found: dict[str, str] = {}
+    for module, shape in shapes.items():
+        found[f"{module}.{WEIGHT}"] = shape
+        if has_bias:
+            found[f"{module}.bias"] = shape.partition(",")[0]
+    return found
+
+
+def below(stem: str, shapes: Mapping[str, str]) -> dict[str, str]:
+    """Return shapes by names with `stem` before them."""
+    return {f"{stem}.{name}": shape for name, shape in shapes.items()}
+
+
+def mlp_tensors(module: str, width: str) -> dict[str, str]:
+    """Return the shapes of a gated MLP."""
+    wide = f"{width}, hidden_size"
+    return below(module, weights({"gate_proj": wide, "up_proj": wide, "down_proj": f"hidden_size, {width}"}))
+
+
+def _layer_tensors(config: Mapping[str, Any], _layer: int, has_experts: bool) -> dict[str, str]:
+    text = text_config(config)
+    attention = mla_tensors if "kv_lora_rank" in text else _grouped_query_tensors
+    shapes = weights(dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "hidden_size"))
+    shapes |= below("self_attn", attention(text, has_bias=bool(text.get("attention_bias"))))
+    if not has_experts:
+        return shapes | mlp_tensors("mlp", "intermediate_size")
+    shapes[f"mlp.gate.{WEIGHT}"] = f"{EXPERTS_KEY}, hidden_size"
+    if text.get("topk_method", "noaux_tc") == "noaux_tc":
+        shapes["mlp.gate.e_score_correction_bias"] = f"F32: {EXPERTS_KEY}"
+    if text.get("n_shared_experts", 1):
+        shapes |= mlp_tensors("mlp.shared_experts", "n_shared_experts * moe_intermediate_size")
+    return shapes
+
+
+def outer_tensors(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes of embedding, last norm and output head. Tied embeddings need no head."""
+    shapes = {"embed_tokens": "vocab_size, hidden_size", "norm": "hidden_size"}
+    found = below(prefix.removesuffix("."), weights(shapes))
+    if not is_tied(config):
+        found[f"{prefix.removesuffix(_TEXT_PREFIX)}lm_head.{WEIGHT}"] = "vocab_size, hidden_size"
+    return found
+
+
+def vision_tensors(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes of vision tower and projector; none if config.json does not describe them."""
+    vision = mapping_or_empty(config.get("vision_config"))
+    num_blocks: Any = vision.get("vt_num_hidden_layers")
+    if not isinstance(num_blocks, int):
+        return {}
+    hidden, inner, patch = (f"vision_config.{key}" for key in ("vt_hidden_size", "vt_intermediate_size", "patch_size"))
+    width = "vision_config.qkv_hidden_size" if "qkv_hidden_size" in vision else hidden
+    attention = {"wqkv": f"3 * {width}, {hidden}", "wo": f"{hidden}, {width}"}
+    linears = {"mlp.fc0": f"{inner}, {hidden}", "mlp.fc1": f"{hidden}, {inner}"}
+    has_norm_bias = vision.get("norm_type") != "rmsnorm"
+    block = weights(dict.fromkeys(("norm0", "norm1"), hidden), has_bias=has_norm_bias)
+    block |= weights(attention, has_bias=vision.get("attn_bias", True))
+    block |= weights(linears, has_bias=vision.get("linear_bias", True))
+    positions = f"vision_config.init_pos_emb_height, vision_config.init_pos_emb_width, {hidden}"
+    tower = weights({"proj": f"{hidden}, 3, {patch}, {patch}"}, has_bias=vision.get("patch_embed_proj_bias", True))
+    tower = below("patch_embed", tower | weights({"pos_emb": positions}))
+    for number in range(num_blocks):
+        tower |= below(f"encoder.blocks.{number}", block)
+    tower |= weights({"encoder.final_layernorm": hidden}, has_bias=has_norm_bias)
+    return below("vision_tower", tower) | below("mm_projector", _projector_tensors(vision))
+
+
+def _projector_tensors(vision: Mapping[str, Any]) -> dict[str, str]:
+    kernel: Any = vision.get("merge_kernel_size")
+    is_known = isinstance(kernel, list) and all(isinstance(size, int) for size in cast(list[object], kernel))
+    merged = f"{math.prod(cast(list[int], kernel)) if is_known else 4} * vision_config.mm_hidden_size"
+    linears = {"proj.0": f"{merged}, {merged}", "proj.2": f"hidden_size, {merged}"}
+    if vision.get("mm_projector_type") == "patchmergerv2":
+        return weights(linears | {"post_norm": "hidden_size"})
+    return weights(linears | {"pre_norm": "vision_config.mm_hidden_size"}, has_bias=True)
+
+
 def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
     parts: list[tuple[str, bool]] = [("self_attn", True)]
     if Role.SHARED_EXPERTS not in roles:
@@ -122,6 +242,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         refused_prefixes={_LEGACY_PREFIX: "an early NVFP4 naming that engines do not load"},
         usual_num_experts=384,
         naming=naming,
+        inventory=Inventory(partial(outer_tensors, prefix), _layer_tensors, vision_tensors),
     )
 
 

@@ -11,13 +11,25 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final
 
-from k2convert.models.config import read_architecture, text_config
-from k2convert.models.kimi import NUMBER, UNSPLIT_MLA, expected_name
+from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, read_architecture, text_config
+from k2convert.models.kimi import (
+    NUMBER,
+    UNSPLIT_MLA,
+    below,
+    expected_name,
+    mla_tensors,
+    mlp_tensors,
+    outer_tensors,
+    vision_tensors,
+    weights,
+)
 from k2convert.models.names import (
     WEIGHT,
     Architecture,
     EngineNaming,
     Family,
+    Inventory,
     ModelCardFacts,
     ModulePlace,
     Role,
@@ -91,6 +103,55 @@ def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tupl
     ]
 
 
+_A_LOG_UNIT: Final = 128
+"""The published A_log is padded with zeros to a multiple of it."""
+
+
+def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:
+    heads, size = "linear_attn_config.num_heads", "linear_attn_config.head_dim"
+    width, wide = f"{heads} * {size}", f"{heads} * {size}, hidden_size"
+    rows = dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), wide)
+    rows |= {"o_proj": f"hidden_size, {width}", "f_a_proj": f"{size}, hidden_size", "f_b_proj": f"{width}, {size}"}
+    rows |= {"b_proj": f"{heads}, hidden_size", "o_norm": f"F32: {size}"}
+    rows |= dict.fromkeys(
+        ("q_conv1d", "k_conv1d", "v_conv1d"), f"F32: {width}, 1, linear_attn_config.short_conv_kernel_size"
+    )
+    found: Any = linear.get("num_heads")
+    padded = -(-found // _A_LOG_UNIT) * _A_LOG_UNIT if isinstance(found, int) else heads
+    return weights(rows) | {"A_log": f"F32: {padded}", "dt_bias": f"F32: {width}"}
+
+
+def _layer_tensors(config: Mapping[str, Any], layer: int, has_experts: bool) -> dict[str, str]:
+    text = text_config(config)
+    linear = mapping_or_empty(text.get("linear_attn_config"))
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm")
+    rows: dict[str, str] = dict.fromkeys(norms, "hidden_size")
+    rows |= dict.fromkeys(("self_attention_res_proj", "mlp_res_proj"), _RESIDUAL)
+    full: Any = linear.get("full_attn_layers")
+    is_mla = isinstance(full, list) and layer + 1 in full
+    attention = mla_tensors(text, has_bias=False) if is_mla else _kda_tensors(linear)
+    if is_mla and text.get("mla_use_output_gate", True):
+        attention |= weights({"g_proj": "num_attention_heads * v_head_dim, hidden_size"})
+    shapes = weights(rows) | below("self_attn", attention)
+    if not has_experts:
+        return shapes | mlp_tensors("mlp", "intermediate_size")
+    moe = weights({"gate": f"{EXPERTS_KEY}, hidden_size"}) | {"gate.e_score_correction_bias": f"F32: {EXPERTS_KEY}"}
+    if LATENT_KEY in text:
+        latent = {"down": f"{LATENT_KEY}, hidden_size", "up": f"hidden_size, {LATENT_KEY}"}
+        moe |= weights({f"routed_expert_{name}_proj": shape for name, shape in latent.items()})
+        moe |= weights({"routed_expert_norm": LATENT_KEY} if text.get("latent_moe_use_norm", True) else {})
+    moe |= mlp_tensors("shared_experts", "num_shared_experts * moe_intermediate_size")
+    return shapes | below("block_sparse_moe", moe)
+
+
+_RESIDUAL: Final = "1, hidden_size"
+
+
+def _outer_tensors(config: Mapping[str, Any]) -> dict[str, str]:
+    shapes = {f"{_PREFIX}output_attn_res_norm": "hidden_size", f"{_PREFIX}output_attn_res_proj": _RESIDUAL}
+    return outer_tensors(_PREFIX, config) | weights(shapes)
+
+
 _VLLM_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"], "in_proj_qkvgfab")
 _SGLANG_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj"], "fused_qkvg_proj")
 
@@ -158,4 +219,5 @@ K3: Final = Family(
     least_expert_piece=256,
     not_computed="KDA attention and experts on latent columns are not computed yet",
     has_kv_scheme=False,
+    inventory=Inventory(_outer_tensors, _layer_tensors, vision_tensors),
 )

@@ -5,6 +5,7 @@ channel, by 2^a. Everything that reads the norm's output is divided by 2^a, colu
 up of routed and shared experts. The model is the same function. The exponents come from the statistics.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,6 +83,42 @@ class Architecture:
     """What a routed expert reads and writes: hidden_size, or fewer latent columns."""
 
 
+_FOREIGN: Final = (
+    (
+        re.compile(r"(^base_model|\.(lora_\w+|base_layer|modules_to_save|original_module))\."),
+        "belongs to an adapter that was not merged. Merge it with PEFT's `merge_and_unload()`, and save the model.",
+    ),
+    (
+        re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\."),
+        "belongs to a layer for multi-token prediction (MTP), which is not converted. Remove the layer's tensors from "
+        "the shards and the index, and set num_nextn_predict_layers to 0.",
+    ),
+)
+
+
+def why_foreign(name: str) -> str:
+    """Return why no model has a tensor of this name, and the remedy; empty for a name that tells nothing."""
+    return next((words for pattern, words in _FOREIGN if pattern.search(name)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The tensors of a family's models, except for routed experts: names and shapes from config.json.
+
+    outer    (config.json) -> shapes of the tensors outside the layers
+    layer    (config.json, number, whether the layer has experts) -> shapes, by names below the layer
+    vision   (config.json) -> shapes of vision tower and projector, which a checkpoint has whole or not at all; empty
+             if config.json does not describe them
+
+    A shape is text, as `num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank`: dimensions, each a
+    product of sums of fields and numbers. `F32: ` begins the shape of a tensor that is published in FP32, not BF16.
+    """
+
+    outer: Callable[[Mapping[str, Any]], dict[str, str]]
+    layer: Callable[[Mapping[str, Any], int, bool], dict[str, str]]
+    vision: Callable[[Mapping[str, Any]], dict[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineNaming:
     """How inference engines rename a family's modules and exclude entries. Empty: they keep the checkpoint's names.
@@ -133,6 +170,7 @@ class SourceFormat:
     bits                 of a weight, with its share of a scale
     usual_scale          the bytes of one scale, to measure how fast a made-up weight is converted
     known_config, known_group, known_weights   what config.json may say of the quantization, its groups, their weights
+    export               how to quantize a model so that it can be converted, the end of a sentence
     load                 (bytes of codes, bytes of scales, N, name) -> weight; raises FormatError
     """
 
@@ -146,6 +184,7 @@ class SourceFormat:
     known_config: Mapping[str, object]
     known_group: Mapping[str, object]
     known_weights: Mapping[str, object]
+    export: str
     load: Callable[[Bytes, Bytes, int, str], SourceWeight]
 
 
@@ -178,6 +217,7 @@ class Family:
     model_types          what model_type in config.json may be; empty: anything
     matches_config       whether a config.json looks like this family's
     unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
+    inventory            every tensor of a model; None: names and shapes are not compared with config.json
     """
 
     name: str
@@ -209,6 +249,7 @@ class Family:
     not_computed: str = ""
     has_kv_scheme: bool = True
     naming: EngineNaming = EngineNaming()
+    inventory: Inventory | None = None
 
     def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         """Return every name of every bank of experts, sorted."""

@@ -1,11 +1,11 @@
 """The linear layers of a source that become NVFP4, found by the presence of `weight_packed`, never by a config's list.
 
-Also here: the checks that the source is in its family's format, and that experts, router and config agree; and a
-projection's bytes as arrays.
+Also here: the checks that the source is in its family's format, and that its tensors are those of the model that
+config.json describes; and a projection's bytes as arrays.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -16,7 +16,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError, MalformedFileError, PlanError
-from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, find_quantization_config, key_of
+from k2convert.models.config import EXPERTS_KEY, DescribedModel, Experts, find_quantization_config, key_of
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
     WEIGHT,
@@ -26,7 +26,9 @@ from k2convert.models.names import (
     Architecture,
     Family,
     Role,
+    SourceFormat,
     TensorName,
+    why_foreign,
 )
 from k2convert.models.source_formats import INT4, NVFP4, SOURCE_FORMATS, format_of, packed_form
 from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight
@@ -81,7 +83,7 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
         )
     # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
-        if parts.parameter not in (WEIGHT_PACKED, *_GLOBAL_SCALES):
+        if parts.parameter not in _TELLING:
             continue
         tensor, form = source.tensors[name], NVFP4
         if parts.parameter == WEIGHT_PACKED and not _is_global(source, parts.module):
@@ -95,11 +97,9 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
                 f"{source.folder}: {name} ({tensor.dtype}) is {form}, but {family.title} is converted from "
                 f"{known.title}. {family.source_hint}"
             )
-    for name, parts in names.items():
-        tensor = source.tensors[name]
-        if tensor.dtype.startswith("F8_") and not (
-            parts.parameter == WEIGHT_SCALE and tensor.dtype in known.scale_dtypes
-        ):
+    for name, tensor in source.tensors.items():
+        is_scale = tensor.dtype in known.scale_dtypes and name.endswith(WEIGHT_SCALE)
+        if not is_scale and tensor.dtype.startswith("F8_"):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not any(parts.parameter == WEIGHT_PACKED for parts in names.values()):
         raise PlanError(
@@ -109,6 +109,7 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
 
 
 _GLOBAL_SCALES: Final = ("weight_scale_2", "weight_global_scale")
+_TELLING: Final = (WEIGHT_PACKED, *_GLOBAL_SCALES)
 
 
 def _is_global(source: Checkpoint, module: str) -> bool:
@@ -148,36 +149,41 @@ def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
     return _bf16_projection(parts, found[WEIGHT])
 
 
+def _export(known: SourceFormat) -> str:
+    return f"To convert it, {known.export}"
+
+
 def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
     packed, module = found[WEIGHT_PACKED], parts.module
     known, where = format_of(packed), f"{packed.shard}: {module}"
     if parts.role not in CONVERTIBLE_ROLES:
         raise PlanError(
-            f"{where}: is {known.title} in the role {parts.role}; no engine loads this role in NVFP4. {SOURCE_REMEDY}"
+            f"{where}: is {known.title} in the role {parts.role}; no engine loads this role in NVFP4. {_export(known)}"
         )
     for parameter in known.parameters:
         if parameter not in found:
-            raise PlanError(f"{where}.{parameter}: missing in every shard. {SOURCE_REMEDY}")
+            advice = _export(known) if parameter == WEIGHT_SHAPE else SOURCE_REMEDY
+            raise PlanError(f"{where}.{parameter}: missing in every shard. {advice}")
     if extra := sorted(set(found) - set(known.parameters)):
         raise PlanError(
             f"{where}.{extra[0]}: not part of a symmetric {known.title} projection (asymmetric or act-order?). "
-            f"{SOURCE_REMEDY}"
+            f"{_export(known)}"
         )
     scale, shape = found[WEIGHT_SCALE], found.get(WEIGHT_SHAPE)
     _expect(packed, dtypes=(known.packed_dtype,), rank=2)
-    _expect(scale, dtypes=known.scale_dtypes, rank=2)
+    _expect(scale, dtypes=known.scale_dtypes, rank=2, advice=_export(known))
     if shape is not None:
         _expect(shape, dtypes=("I32", "I64"), rank=1)
     num_rows, num_columns = packed.shape[0], packed.shape[1] * known.columns_per_element
     if num_columns % GROUP_SIZE:
         raise PlanError(
             f"{packed.shard}: {packed.name}: {num_columns} input columns are not a multiple of the group size "
-            f"{GROUP_SIZE}. {SOURCE_REMEDY}"
+            f"{GROUP_SIZE}. {_export(known)}"
         )
     if scale.shape != (num_rows, num_columns // GROUP_SIZE):
         raise PlanError(
             f"{scale.shard}: {scale.name}: shape {list(scale.shape)}, but {packed.name} {list(packed.shape)} needs "
-            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {SOURCE_REMEDY}"
+            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {_export(known)}"
         )
     if shape is not None and shape.shape != (2,):
         raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {SOURCE_REMEDY}")
@@ -200,11 +206,11 @@ def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
     )
 
 
-def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int) -> None:
+def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int, advice: str = SOURCE_REMEDY) -> None:
     if tensor.dtype not in dtypes or len(tensor.shape) != rank:
         raise PlanError(
             f"{tensor.shard}: {tensor.name}: {tensor.dtype} {list(tensor.shape)}, expected "
-            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}. {SOURCE_REMEDY}"
+            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}. {advice}"
         )
 
 
@@ -240,15 +246,46 @@ def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None
         )
 
 
-def check_experts(
+def find_experts(names: Iterable[TensorName]) -> Experts:
+    """Return the experts that tensors belong to."""
+    experts: dict[int, set[int]] = defaultdict(set)
+    for parts in names:
+        if parts.expert is not None and parts.layer is not None:
+            experts[parts.layer].add(parts.expert)
+    return experts
+
+
+MAX_FAULTS: Final = 4
+"""Faults that one message names."""
+_UNKNOWN_REMEDY: Final = "Use the model's own config.json, or remove what engines do not load."
+
+
+def check_model(
     source: Checkpoint, names: Mapping[str, TensorName], architecture: Architecture, family: Family
 ) -> None:
-    """Check experts and router of every MoE layer against the number of experts, in pruned models too (PlanError)."""
-    experts: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for parts in names.values():
-        if parts.role is Role.EXPERTS and parts.layer is not None and parts.expert is not None:
-            experts[parts.layer][parts.expert].add(str(parts.projection))
+    """Compare every tensor with what config.json describes: first the experts' numbers, then the rest (PlanError)."""
+    experts = find_experts(names.values())
+    _check_counts(source, experts, architecture)
+    model = DescribedModel(family, architecture, source.config, str(source.folder))
+    faults = list(model.find_faults(source.tensors, experts))
+    if not faults:
+        return
+    faults.sort(key=lambda fault: not why_foreign(fault.name))
+    advice = SOURCE_REMEDY if faults[0].expected is not None else _UNKNOWN_REMEDY
+    advice = why_foreign(faults[0].name).partition(". ")[2] or advice
+    first = [f"{fault.name} {model.problem(fault)}" for fault in faults[:MAX_FAULTS]]
+    more = f"; and {len(faults) - MAX_FAULTS:,} more" if len(faults) > MAX_FAULTS else ""
+    count = f"{len(faults):,} tensors are not as config.json describes the model: " if len(faults) > 1 else ""
+    raise PlanError(f"{source.folder}: {count}{'; '.join(first)}{more}. {advice}")
+
+
+def _check_counts(source: Checkpoint, experts: Experts, architecture: Architecture) -> None:
     count, key = architecture.num_experts, key_of(source.config, EXPERTS_KEY)
+    if experts and max(experts) >= architecture.num_layers:
+        raise PlanError(
+            f"{source.folder}: layer {max(experts)} {why_foreign('.eh_proj.')} config.json has the layers "
+            f"0..{architecture.num_layers - 1}."
+        )
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
             f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
@@ -260,36 +297,6 @@ def check_experts(
             raise PlanError(
                 f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
                 f"config.json says {key} = {count} (expected 0..{count - 1}). {SOURCE_REMEDY}"
-            )
-        for expert, kinds in found.items():
-            if lacking := {"gate", "up", "down"} - kinds:
-                raise PlanError(
-                    f"{source.folder}: layer {layer} expert {expert} has no "
-                    f"{family.projections[sorted(lacking)[0]]}. {SOURCE_REMEDY}"
-                )
-        _check_router(source, layer, count, family)
-
-
-def _check_router(source: Checkpoint, layer: int, count: int, family: Family) -> None:
-    key = key_of(source.config, EXPERTS_KEY)
-    for parameter in family.router_parameters:
-        name = f"{family.router.format(layer=layer)}.{parameter}"
-        tensor = source.tensors.get(name)
-        if tensor is None or tensor.shape[:1] != (count,):
-            rows = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
-            raise PlanError(f"{source.folder}: {name} {rows}, but config.json says {key} = {count}. {SOURCE_REMEDY}")
-
-
-def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:
-    """Check every routed expert's [out, in] against the sizes in config.json (PlanError)."""
-    hidden, width = architecture.expert_columns, architecture.moe_intermediate_size
-    key = "hidden_size" if hidden == architecture.hidden_size else LATENT_KEY
-    for p in projections.values():
-        expected = (hidden, width) if p.kind == "down" else (width, hidden)
-        if p.role is Role.EXPERTS and (p.num_rows, p.num_columns) != expected:
-            raise PlanError(
-                f"{p.home.shard}: {p.home.name}: has the shape {[p.num_rows, p.num_columns]}, but config.json says "
-                f"{list(expected)} ({key} {hidden}, moe_intermediate_size {width}). {SOURCE_REMEDY}"
             )
 
 

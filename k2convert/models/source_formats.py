@@ -42,6 +42,8 @@ INT4: Final = SourceFormat(
     known_config={"quant_method": "compressed-tensors", "format": "pack-quantized"},
     known_group={"format": "pack-quantized"},
     known_weights={"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE},
+    export="export the model with compressed-tensors in the format pack-quantized: only the routed experts, 4-bit "
+    "integers, symmetric, groups of 32 columns (group_size 32), no actorder, scales in BF16, with weight_shape.",
     load=_load_int4,
 )
 MXFP4: Final = SourceFormat(
@@ -55,6 +57,8 @@ MXFP4: Final = SourceFormat(
     known_config={"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     known_group={"format": "mxfp4-pack-quantized", "input_activations": None},
     known_weights={**INT4.known_weights, "type": "float", "zp_dtype": None},
+    export="export the model with compressed-tensors in the format mxfp4-pack-quantized: only the routed experts, "
+    "groups of 32 columns, scales in U8.",
     load=_load_mxfp4,
 )
 SOURCE_FORMATS: Final = (INT4, MXFP4)

@@ -23,8 +23,7 @@ from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, Family, 
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
-    check_expert_shapes,
-    check_experts,
+    check_model,
     check_recipe,
     check_roles_match,
     check_source_form,
@@ -199,8 +198,7 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
-    check_experts(source, names, architecture, family)
-    check_expert_shapes(projections, architecture)
+    check_model(source, names, architecture, family)
     return Claim(family, architecture, projections, names)
 
 

@@ -294,6 +294,9 @@ def _is_recipe(document: dict[str, Any]) -> bool:
     return True
 
 
+_LIST_NEEDED: Final = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
+
+
 def _explain(error: ValidationError) -> str:
     parts: list[str] = []
     models = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}
@@ -308,6 +311,8 @@ def _explain(error: ValidationError) -> str:
             if reason.startswith("Input should be "):
                 wanted = reason.removeprefix("Input should be ").replace("a valid tuple", "a list")
                 reason = f"{quoted(problem['input'])} is not {wanted.replace('a valid ', 'a ')}"
+            if problem["type"] == "tuple_type":
+                reason = _LIST_NEEDED
             parts.append(f"{shortened(place)}: {reason}" if place else reason)
     return "; ".join(parts[:MAX_PROBLEMS])
 

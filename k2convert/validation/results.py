@@ -34,7 +34,7 @@ CONTRACT: dict[int, str] = {
     6: "global and input scales are finite, positive, shared by gate and up, and the recipe's",
     7: "every other tensor is byte-identical to the source",
     8: "tensor count and tensor bytes match the source and the layout",
-    9: "experts, router and config.json agree on the number of experts",
+    9: "every expert and every other tensor is as config.json describes the model",
     10: "hidden and expert sizes fit the kernels' alignment",
     11: "config.json has one quantization config, at the top level, and it describes the tensors",
     12: "the rest of config.json equals the source's",

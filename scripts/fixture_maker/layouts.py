@@ -15,7 +15,7 @@ from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
 from scripts.fixture_maker.shards import shard_name
 
 TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "k2-tiny"
-_VISION = {"hidden": 32, "intermediate": 80, "blocks": 2}
+_VISION = {"hidden": 32, "intermediate": 80, "blocks": 2, "positions": 8}
 _NUM_KEPT = 10  # experts that make_reap leaves in a layer
 _NUM_CUT = 4  # and make_cut and make_short
 
@@ -42,7 +42,7 @@ def make_k25(out: Path, source: Path = TINY) -> Path:
         renamed[shard_name(number, total)] = {f"language_model.{name}": tensor for name, tensor in members.items()}
     generator = torch.Generator().manual_seed(0)
     projector = projector_tensors(_VISION["hidden"], checkpoint.config["hidden_size"])
-    tower = vision_tensors(_VISION["hidden"], _VISION["intermediate"], _VISION["blocks"], positions=8)
+    tower = vision_tensors(_VISION["hidden"], _VISION["intermediate"], _VISION["blocks"], _VISION["positions"])
     renamed[shard_name(total - 1, total)] = random_bf16(projector, generator)
     renamed[shard_name(total, total)] = random_bf16(tower, generator)
     checkpoint.shards = renamed
@@ -52,6 +52,8 @@ def make_k25(out: Path, source: Path = TINY) -> Path:
         "vt_intermediate_size": _VISION["intermediate"],
         "vt_num_attention_heads": 2,
         "vt_num_hidden_layers": _VISION["blocks"],
+        "init_pos_emb_height": _VISION["positions"],
+        "init_pos_emb_width": _VISION["positions"],
     }
     checkpoint.config = k25_config(checkpoint.config, vision=vision)
     write_small(checkpoint, out)

@@ -62,7 +62,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
         lambda s: edit_index(s, lambda m: m.update({"model.layers.1.extra.weight": SHARD})),
         [INDEX, "model.layers.1.extra.weight", "ownload"],
     ),
-    "tensor that the index lacks": (lambda s: edit_index(s, lambda m: m.pop(NORM)), [INDEX, NORM, SHARD, "ownload"]),
+    "tensor that the index lacks": (lambda s: edit_index(s, lambda m: m.pop(NORM)), [INDEX, NORM, SHARD, "Add it"]),
     "tensor in two shards": (duplicate_tensor, [NORM, SHARD, OTHER, "ownload"]),
     "duplicate tensor name": (repeat_key, [INDEX, NORM, "duplicate key", "ownload"]),
     "no weight_map": (lambda s: edit_json(s / INDEX, lambda i: i.pop("weight_map")), [INDEX, "weight_map", "ownload"]),

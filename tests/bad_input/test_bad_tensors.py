@@ -68,7 +68,7 @@ def without_module(module: str) -> Damage:
 BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
 MISFITS: dict[str, tuple[Damage, list[str]]] = {
     "missing scale": (without(f"{GATE}.weight_scale"), [SHARD, f"{GATE}.weight_scale", "missing", "ownload"]),
-    "missing shape": (without(f"{GATE}.weight_shape"), [SHARD, f"{GATE}.weight_shape", "missing", "ownload"]),
+    "missing shape": (without(f"{GATE}.weight_shape"), [SHARD, f"{GATE}.weight_shape", "missing", "group_size 32"]),
     "missing packed words": (without(f"{GATE}.weight_packed"), [SHARD, GATE, "weight_packed", "ownload"]),
     "packed words as I64": (changed(f"{GATE}.weight_packed", torch.Tensor.long), [SHARD, GATE, "I64", "I32"]),
     "packed words in one dimension": (changed(f"{GATE}.weight_packed", torch.Tensor.flatten), [SHARD, GATE, "2 dim"]),
@@ -86,7 +86,7 @@ MISFITS: dict[str, tuple[Damage, list[str]]] = {
     "rows that config.json does not know": (cut_rows, [SHARD, GATE, "96", "moe_intermediate_size"]),
     "asymmetric": (added(f"{GATE}.weight_zero_point", torch.zeros(1)), [SHARD, f"{GATE}.weight_zero_point"]),
     "act-order": (added(f"{GATE}.weight_g_idx", torch.zeros(256)), [SHARD, f"{GATE}.weight_g_idx"]),
-    "missing projection": (without_module(DOWN), ["layer 1", "expert 3", "down_proj"]),
+    "missing projection": (without_module(DOWN), [f"{DOWN} is missing", "ownload"]),
     "missing expert": (without_module(f"{LAYER}.mlp.experts.3"), ["layer 1", "15 experts", "n_routed_experts = 16"]),
     "missing layer": (without_module("model.layers.2"), ["layers", "config.json"]),
     "expert count of another model": (lambda s: edit_config(s, n_routed_experts=384), ["n_routed_experts = 384"]),

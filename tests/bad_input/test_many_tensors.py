@@ -20,7 +20,7 @@ def add_empty_tensors(folder: Path) -> int:
     """Add tensors without bytes to the first shard and the index; return how many bytes of JSON they take."""
     shard = min(folder.glob("*.safetensors"))
     before = (folder / INDEX).stat().st_size + shard.stat().st_size
-    names = [f"model.layers.0.self_attn.empty{i}.weight" for i in range(NUM_TENSORS)]
+    names = [f"model.layers.0.self_attn.empty{i}.k_scale" for i in range(NUM_TENSORS)]
 
     def change(header: dict[str, Any]) -> None:
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")

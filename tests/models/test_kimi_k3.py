@@ -176,10 +176,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another latent width": (text(routed_expert_hidden_size=384), "(routed_expert_hidden_size 384"),
     "another inner width": (text(moe_intermediate_size=512), "moe_intermediate_size 512"),
     "fewer router rows": (
-        tensor(f"{LAYER}.block_sparse_moe.gate.weight", lambda t: t[:3].clone()), "says num_experts = 4",
+        tensor(f"{LAYER}.block_sparse_moe.gate.weight", lambda t: t[:3].clone()), "says [4, 512] (num_experts 4,",
     ),
     "a shorter router bias": (
-        tensor(f"{LAYER}.block_sparse_moe.gate.e_score_correction_bias", lambda t: t[:3].clone()), "num_experts = 4",
+        tensor(f"{LAYER}.block_sparse_moe.gate.e_score_correction_bias", lambda t: t[:3].clone()),
+        "says [4] (num_experts 4)",
     ),
     "more experts in the config": (text(num_experts=5), "but config.json says num_experts = 5"),
     "an FP8 tensor": (

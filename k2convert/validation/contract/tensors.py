@@ -4,7 +4,6 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 
 from k2convert.checkpoint.header import TensorInfo
@@ -12,8 +11,9 @@ from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, key_of, text_config
+from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, DescribedModel, Fault, key_of, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
+from k2convert.models.projections import find_experts
 from k2convert.models.source_formats import format_of
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
 from k2convert.validation.results import Findings
@@ -176,31 +176,25 @@ def _expected_totals(result: Result) -> tuple[int, int]:
 
 
 def check_expert_counts(result: Result) -> Findings:
-    """Rule 9, for pruned models too: every MoE layer has the experts 0..k-1, with the same k."""
+    """Rule 9: every MoE layer has the experts 0..k-1, and every tensor is as config.json says. Pruned models too."""
     found = Findings(9)
     architecture = _architecture(result, found)
     if architecture is None:
         return found
-    count, family, key = architecture.num_experts, result.family, key_of(result.config or {}, EXPERTS_KEY)
-    experts: dict[int, set[int]] = defaultdict(set)
-    for module in result.modules.values():
-        if module.parts.role is Role.EXPERTS and module.parts.layer is not None and module.parts.expert is not None:
-            experts[module.parts.layer].add(module.parts.expert)
+    count, family = architecture.num_experts, result.family
+    experts = find_experts(module.parts for module in result.modules.values())
     found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
     _check_list(result, architecture, found)
     for layer in sorted({*architecture.moe_layers, *experts}):
-        experts_name, router_name = family.experts.format(layer=layer), family.router.format(layer=layer)
+        experts_name = family.experts.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
-        for expert in sorted(wanted ^ experts[layer]):
+        for expert in sorted(wanted ^ set(experts.get(layer, ()))):
             problem = "missing" if expert in wanted else f"config.json says the experts are 0..{len(wanted) - 1}"
             found.error(f"{experts_name}.{expert}", problem)
-        if layer not in architecture.moe_layers:
-            continue
-        for parameter in family.router_parameters:
-            router = result.tensors.get(f"{router_name}.{parameter}")
-            if router is None or not router.shape or router.shape[0] != count:
-                has = "missing" if router is None else f"has shape {list(router.shape)}"
-                found.error(f"{router_name}.{parameter}", f"{has}, but {key} is {count}")
+    model = DescribedModel(family, architecture, result.config or {}, str(result.folder))
+    for fault in model.find_faults(result.tensors, experts):
+        if not _is_reported(result, fault):
+            found.error(fault.name, model.problem(fault))
     if not found.errors and not result.is_pruned and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
@@ -208,6 +202,25 @@ def check_expert_counts(result: Result) -> Findings:
             problem += "kept experts. Pass the source that it was converted from, or restore the ledger"
             found.error(LEDGER_NAME, problem)
     return found
+
+
+def _is_reported(result: Result, fault: Fault) -> bool:
+    """Whether rule 1, 3, 7 or 8 reports a fault. Routers are this rule's too."""
+    name = fault.name.rpartition(".")[0]
+    module = result.modules.get(name)
+    before = None if result.source is None else result.source.tensors.get(fault.name)
+    if module is not None and module.is_converted:
+        is_complete = set(result.expected_parameters) <= set(module.parameters)
+        is_named = module.parts.role not in CONVERTIBLE_ROLES or not is_complete or shape_problems(result, module)
+        return fault.expected is None or bool(is_named)
+    if fault.expected is None:
+        return before is None and (module is None or result.source is not None)
+    place = result.family.classify(name)
+    if place is not None and place.role is Role.ROUTER:
+        return False
+    if fault.found is None:
+        return before is not None or not fault.expected.dtypes
+    return before is not None and (before.dtype, before.shape) != (fault.found.dtype, fault.found.shape)
 
 
 def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
