@@ -60,17 +60,3 @@ BLOCK_SIZE: Final = 16
 
 MAX_COLUMN_EXPONENT: Final = 4
 """Smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4."""
-
-
-def counted(count: int, noun: str) -> str:
-    """Return "1 window" or "2,000 windows"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def format_bytes(count: float) -> str:
-    """Format a size in decimal units, as disks and the Hub do."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

@@ -212,3 +212,17 @@ def _is_installed(module: str) -> bool:
     if module in sys.modules:
         return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]  # None blocks an import
     return find_spec(module) is not None
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 window" or "2,000 windows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a size in decimal units, as disks and the Hub do."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"

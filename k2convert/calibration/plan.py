@@ -26,8 +26,7 @@ from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import format_bytes
-from k2convert.errors import DestinationError, DiskFullError, quoted
+from k2convert.errors import DestinationError, DiskFullError, format_bytes, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import Hub

@@ -148,13 +148,17 @@ class ShardReader:
                 self._files[shard] = _open_file(self._locate(shard), self._descriptors)
             return self._files[shard]
 
-    def close(self) -> None:
-        """Close every file, also one whose opening was interrupted. Nothing is read after that."""
+    def release(self) -> None:
+        """Close every file, also one whose opening was interrupted. Reading opens them again."""
         with self._lock:
-            self._is_closed = True
             while self._descriptors:
                 os.close(self._descriptors.pop())
             self._files.clear()
+
+    def close(self) -> None:
+        """Close every file for good: nothing is read after that."""
+        self._is_closed = True
+        self.release()
 
     def __enter__(self) -> "ShardReader":
         return self

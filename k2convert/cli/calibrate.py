@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.calibration.statistics import open_statistics
-from k2convert.choices import format_bytes
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -23,6 +22,7 @@ from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
+from k2convert.errors import format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration
 from k2convert.machine import peak_bytes

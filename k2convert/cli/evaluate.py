@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
@@ -14,6 +13,7 @@ from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.proof_verbs import EvaluateOptions
+from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.machine import peak_bytes

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
-from k2convert.choices import counted, format_bytes
 from k2convert.cli.console import print_line, print_note, print_table
+from k2convert.errors import counted, format_bytes
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
 from k2convert.fit.model import Model
 from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens, gigabytes

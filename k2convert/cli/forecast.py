@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.options import parse_device
 from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, FitError, PlanError
+from k2convert.errors import CalibrationError, FitError, PlanError, counted, format_bytes
 from k2convert.job.estimate import Estimate
 from k2convert.job.opening import TextFiles
 from k2convert.job.prepare import Job

@@ -12,10 +12,9 @@ from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.calibration.token_counts import median_tokens
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
-from k2convert.choices import counted, format_bytes
 from k2convert.cli.console import command, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions
-from k2convert.errors import CalibrationError, shortened
+from k2convert.errors import CalibrationError, counted, format_bytes, shortened
 from k2convert.hub.client import Hub
 from k2convert.job.opening import inspect_source
 from k2convert.plan.inspection import Inspection

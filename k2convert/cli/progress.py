@@ -18,11 +18,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from k2convert.choices import counted, format_bytes
 from k2convert.cli import console
 from k2convert.cli.console import format_rate, format_seconds
 from k2convert.cli.tally import LAYER_PHASES, Meter, Tally
-from k2convert.errors import visible
+from k2convert.errors import counted, format_bytes, visible
 from k2convert.records.events import Extent
 
 FIRST_LINE_SECONDS: Final = 0.5

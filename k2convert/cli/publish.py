@@ -4,11 +4,11 @@ from pathlib import Path
 
 import typer
 
-from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.verbs import PublishOptions
 from k2convert.cli.views import confirm, show_commit
+from k2convert.errors import counted
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, bound_memory, check_endpoint, parse_repo, target_revision
 from k2convert.job.locations import Destination, open_named_statistics

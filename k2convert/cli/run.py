@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -41,7 +40,7 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import UnservableError, install_remedy, missing_module, require_extra
+from k2convert.errors import UnservableError, counted, install_remedy, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files

@@ -8,12 +8,18 @@ import typer
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.choices import format_bytes
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
 from k2convert.cli.verbs import ValidateOptions
-from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
+from k2convert.errors import (
+    CheckpointError,
+    InvalidCheckpointError,
+    K2ConvertError,
+    format_bytes,
+    remedy,
+    require_extra,
+)
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.job.opened import Opened, open_ends
 from k2convert.job.opening import read_windows_of

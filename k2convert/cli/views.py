@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from k2convert.choices import counted, format_bytes
 from k2convert.cli.console import format_rate, format_seconds, format_span, print_line, print_table
-from k2convert.errors import HubError
+from k2convert.errors import HubError, counted, format_bytes
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target

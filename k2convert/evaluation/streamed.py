@@ -28,8 +28,7 @@ from k2convert.checkpoint.files import list_folder, write_atomically
 from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
-from k2convert.choices import format_bytes
-from k2convert.errors import CheckpointError, DiskFullError
+from k2convert.errors import CheckpointError, DiskFullError, format_bytes
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import (
     LayerComparison,

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from k2convert.checkpoint.files import mapping_or_empty, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
-from k2convert.choices import format_bytes
-from k2convert.errors import DiskFullError
+from k2convert.errors import DiskFullError, format_bytes
 from k2convert.hub.source import RemoteFile
 from k2convert.machine import PAGE_BYTES
 

@@ -27,8 +27,14 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.choices import format_bytes
-from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
+from k2convert.errors import (
+    DestinationWriteError,
+    DiskFullError,
+    HubError,
+    MalformedFileError,
+    format_bytes,
+    quoted,
+)
 from k2convert.hub.client import MODEL, NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")

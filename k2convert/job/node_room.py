@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.folders import opened_folder
-from k2convert.choices import format_bytes
-from k2convert.errors import DestinationError, DiskFullError
+from k2convert.errors import DestinationError, DiskFullError, format_bytes
 from k2convert.job.locations import shown_as
 from k2convert.records.lock import NO_FLOCK
 

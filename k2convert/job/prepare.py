@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.choices import Device, format_bytes
-from k2convert.errors import CheckpointError, DestinationError, DiskFullError, remedy, require_extra
+from k2convert.choices import Device
+from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
 from k2convert.job.resources import (

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
-from k2convert.choices import Device, format_bytes
-from k2convert.errors import DiskFullError, PlanError, missing_module, require_extra
+from k2convert.choices import Device
+from k2convert.errors import DiskFullError, PlanError, format_bytes, missing_module, require_extra
 from k2convert.job.locations import Destination, Source
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob

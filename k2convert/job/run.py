@@ -23,8 +23,7 @@ from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_dige
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
-from k2convert.choices import counted, format_bytes
-from k2convert.errors import ResumeError, SourceReadError
+from k2convert.errors import ResumeError, SourceReadError, counted, format_bytes
 from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder

@@ -19,8 +19,7 @@ from typing import Any
 from k2convert.checkpoint.files import dump_json
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import counted
-from k2convert.errors import PlanError, quoted
+from k2convert.errors import PlanError, counted, quoted
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
 from k2convert.models.names import Architecture, Family, Role, TensorName

@@ -8,7 +8,7 @@ from typing import Final
 
 from k2convert.calibration.channels import MIN_TOKENS
 from k2convert.calibration.token_counts import median_tokens
-from k2convert.choices import counted
+from k2convert.errors import counted
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
 from k2convert.report.checks import Checks

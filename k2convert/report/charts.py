@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, StrMethodF
 from numpy.typing import NDArray
 
 from k2convert.calibration.channels import MIN_TOKENS
-from k2convert.choices import counted
+from k2convert.errors import counted
 from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, EvaluationRow, LayerFigures

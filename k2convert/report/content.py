@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from k2convert.choices import counted
+from k2convert.errors import counted
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from k2convert.choices import counted
-from k2convert.errors import shortened
+from k2convert.errors import counted, shortened
 from k2convert.plan.recipe import Recipe
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken, is_noise
 from k2convert.report.wording import Section, Table, joined, with_error

@@ -17,8 +17,7 @@ from typing import Final
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
-from k2convert.choices import format_bytes
-from k2convert.errors import DiskFullError
+from k2convert.errors import DiskFullError, format_bytes
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
 from k2convert.validation.contract.result import Result

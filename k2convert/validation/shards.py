@@ -224,7 +224,7 @@ class _Measurer:
         """Check the modules taken so far, and close the source's files."""
         self._submit_all()
         wait(self._pending)
-        self.reader.close()
+        self.reader.release()
 
     def results(self) -> dict[str, CheckedWeight]:
         """Wait for the last module; return every checked module in the order of the shards."""

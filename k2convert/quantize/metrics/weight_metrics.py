@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from k2convert.choices import counted
+from k2convert.errors import counted
 
 
 @dataclass(frozen=True, slots=True)

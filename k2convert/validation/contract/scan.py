@@ -106,8 +106,8 @@ def scan_shards(
         for shard, header in result.headers.items():
             with around(shard):
                 found.digests[shard] = scan.shard(header)
-                reader.close()
-                source_reader.close()
+                reader.release()
+                source_reader.release()
         for shard in result.unreadable:
             path = result.folder / shard
             if path.is_file():
