@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from k2convert.choices import counted
+from k2convert.choices import counted, parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -24,7 +24,7 @@ from k2convert.cli.forecast import (
     show_text,
     show_walk,
 )
-from k2convert.cli.options import command_words, parse_device, parse_size
+from k2convert.cli.options import command_words, parse_device
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
@@ -39,11 +39,11 @@ from k2convert.cli.views import (
     show_run,
 )
 from k2convert.errors import UnservableError, missing_module, require_extra
-from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
 from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_room
-from k2convert.job.resources import has_driver
+from k2convert.job.resources import has_driver, own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import parse_settings
 from k2convert.records.command import JobCommand
@@ -79,6 +79,8 @@ def run(options: RunOptions) -> None:
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
+    if options.destination.startswith(SCHEME):
+        bound_memory()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_job(
@@ -250,6 +252,7 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    own_process()
     try:
         with display as events:
             execute(replace(job, command=whole), part=part, events=events)
@@ -277,6 +280,7 @@ def _do(job: Job, options: RunOptions) -> None:
         line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
         if not options.quiet:
             console.print_event(line)
+    own_process()
     start = time.monotonic()
     try:
         with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:

@@ -62,6 +62,7 @@ class NodeTask:
 def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
     """Convert one shard on this machine and return its record; raises K2ConvertError."""
     uses_hub = work.remote is not None or work.target is not None
+    resources.own_process()
     resources.settle_runtime(uses_hub=uses_hub)
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)

@@ -37,6 +37,7 @@ from k2convert.checkpoint.names import (
     RECORDS_FOLDER,
     WORK_FOLDER,
 )
+from k2convert.choices import counted
 from k2convert.errors import (
     CheckpointError,
     DestinationError,
@@ -79,6 +80,9 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
 
     def __contains__(self, shard: object) -> bool:
         return shard in self._packed
+
+    def __repr__(self) -> str:
+        return f"PackedRecords({counted(len(self), 'shard')})"
 
     def only(self, shards: Iterable[str]) -> "PackedRecords":
         """Return the records of some of the shards."""
