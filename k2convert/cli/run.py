@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.index import missing_sidecars
+from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -26,7 +27,7 @@ from k2convert.cli.forecast import (
     show_walk,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words, parse_device, parse_size
+from k2convert.cli.options import command_words, parse_device
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -42,11 +43,11 @@ from k2convert.cli.views import (
     show_run,
 )
 from k2convert.errors import UnservableError, counted, install_remedy, missing_module, require_extra
-from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
-from k2convert.job.resources import has_driver
+from k2convert.job.resources import has_driver, own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
@@ -82,6 +83,8 @@ def run(options: RunOptions) -> None:
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
+    if options.destination.startswith(SCHEME):
+        bound_memory()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_job(
@@ -264,6 +267,7 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
         lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
@@ -292,6 +296,7 @@ def _do(job: Job, options: RunOptions) -> None:
         last.check(options.source, yes=options.yes)
         if not options.quiet:
             console.print_event(last.line)
+    own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
     try:

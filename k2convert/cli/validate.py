@@ -8,7 +8,6 @@ import typer
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
@@ -17,6 +16,7 @@ from k2convert.errors import (
     CheckpointError,
     InvalidCheckpointError,
     K2ConvertError,
+    counted,
     format_bytes,
     remedy,
     require_extra,

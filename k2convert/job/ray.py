@@ -70,6 +70,7 @@ class NodeTask:
 def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
     """Convert one shard on this machine and return its record; raises K2ConvertError."""
     uses_hub = work.remote is not None or work.target is not None
+    resources.own_process()
     memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
     resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)

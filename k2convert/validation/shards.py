@@ -347,8 +347,10 @@ def keep_shards(
     result: Result, rule: Rule | None, recorded: Mapping[str, ProjectionRecord], *, with_library: bool
 ) -> KeptShards | None:
     """Return where the findings on a local result are kept, and their identity; None if a shard is not there."""
-    digest, ledger = blake3(), result.ledger
-    calibration = None if result.calibration is None else result.calibration.statistics.digest
+    digest = blake3()
+    ledger = result.ledger
+    statistics = None if result.calibration is None else result.calibration.statistics
+    calibration = getattr(statistics, "digest", None)
     options = (__version__, ARITHMETIC_VERSION, rule, with_library, calibration, ledger and ledger.digest)
     scales = {module: projection.global_scale for module, projection in recorded.items()}
     digest.update(repr((options, sorted(scales.items()))).encode())
