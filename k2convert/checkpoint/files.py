@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 from blake3 import blake3
 
 from k2convert.checkpoint.folders import create_file, opened_folder, place_first, remove_file, replace_file
+from k2convert.checkpoint.names import BLOBS_FOLDER
 from k2convert.errors import (
     DestinationError,
     DestinationWriteError,
@@ -31,6 +32,7 @@ from k2convert.errors import (
 from k2convert.machine import num_cores
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
 PIECE_BYTES: Final = 8 << 20
 MAX_SMALL_FILE_BYTES: Final = 256 << 20  # the largest of a Kimi checkpoint, the index of K3's NVFP4 form, has 130 MB
@@ -216,6 +218,23 @@ def file_digest(path: Path) -> str:
     for piece in pieces(path):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def known_sha256(path: Path) -> str | None:
+    """Return the sha256 that a download left for a file; None if it left none, or the file was changed since.
+
+    In the Hub's cache it is the name of the file that a link leads to. `hf download --local-dir` writes three lines
+    beside the files: commit, hash, time. Files that are not in LFS have a shorter hash, of git.
+    """
+    blob, notes = path.resolve(), path.parent / ".cache" / "huggingface" / "download"
+    if blob.parent.name == BLOBS_FOLDER:
+        return blob.name if _SHA256.fullmatch(blob.name) else None
+    try:
+        _, sha256, seconds = (notes / f"{path.name}.metadata").read_text().split()
+        is_current = path.stat().st_mtime <= float(seconds) + 1  # as huggingface_hub decides it
+    except (OSError, ValueError):
+        return None
+    return sha256 if is_current and _SHA256.fullmatch(sha256) else None
 
 
 def num_bytes_of(content: Content) -> int:

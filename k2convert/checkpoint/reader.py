@@ -11,12 +11,14 @@ shrinks meanwhile does no harm and no page counts as this process's memory.
 
 import ctypes
 import errno
+import hashlib
+import math
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Event, Lock, Thread
 from types import TracebackType
 from typing import Final
 
@@ -29,6 +31,7 @@ from k2convert.machine import BUFFERS, PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
+_HASH_BYTES: Final = 1 << 20
 
 
 class PageCache:
@@ -165,6 +168,62 @@ class ShardReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class FileHash:
+    """The sha256 of a file, computed in file order by a thread of its own.
+
+    A reader that waits for it finds the bytes in the page cache, so the disk reads them once. SHA-256 has 1.6 GB/s on
+    one core with SHA-NI. With three busy programs on each of two cores, `run --rule max` of 1.7 GB took 18 s instead of
+    12 from a cold disk, and 14.5 s instead of 11.5 from the page cache.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._position = 0.0
+        self._moved = Condition()
+        self._stop = Event()
+        self._error: OSError | None = None
+        self._thread = Thread(target=self._run, name="sha256", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(_HASH_BYTES))
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                while not self._stop.is_set() and (count := file.readinto(buffer)):
+                    self._digest.update(buffer[:count])
+                    self._move(self._position + count)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._move(math.inf)
+
+    def _move(self, position: float) -> None:
+        with self._moved:
+            self._position = position
+            self._moved.notify_all()
+
+    def wait(self, end: int) -> None:
+        """Wait until the bytes before `end` are hashed, or nothing more will be."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._position >= end)
+
+    def hexdigest(self) -> str:
+        """Wait for the whole file; raises SourceReadError."""
+        self._thread.join()
+        if self._error is not None:
+            reason = self._error.strerror
+            raise SourceReadError(f"{self._path}: cannot be read ({reason}). Check permissions and disk.")
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> "FileHash":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def _open_file(path: Path, descriptors: list[int]) -> _File:

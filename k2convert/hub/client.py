@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from k2convert import __version__
-from k2convert.errors import HubError, quoted
+from k2convert.errors import HubError, SourceReadError, quoted
 from k2convert.hub.request_errors import HubRequestError, environment_error, explained, of_known_form, offline_error
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEME = "hf://"
+FILE_SCHEME: Final = "file://"
 MODEL: Final = "model"
 DATASET: Final = "dataset"
 _DATASETS: Final = "datasets/"
@@ -37,6 +38,7 @@ FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up t
 MAX_RETRY_SECONDS = 60.0
 MAX_STREAMS = 4  # of hf_xet
 NUM_HEAPS = 4
+_PIECE_BYTES: Final = 1 << 20
 _M_ARENA_MAX = -8  # glibc's malloc.h
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 
@@ -187,8 +189,12 @@ class Hub:
         """Open bytes [begin, end) of `url` for reading, in one attempt; raises HubRequestError if it fails.
 
         A response that is shorter, longer or of a different range is an error. If `direct` is false, every byte comes
-        through the HTTP library, and the connection can serve another request afterwards.
+        through the HTTP library, and the connection can serve another request afterwards. A URL of the scheme `file`
+        is that of a file in the local cache.
         """
+        if url.startswith(FILE_SCHEME):
+            yield RangeBody(_file_pieces(url, begin, end), end - begin, connection=None, where=url)
+            return
         check_online()
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
@@ -236,6 +242,18 @@ def _is_address(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         return False
+
+
+def _file_pieces(url: str, begin: int, end: int) -> Iterator[bytes]:
+    path = Path(url.removeprefix(FILE_SCHEME))
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            while begin < end and (piece := file.read(min(end - begin, _PIECE_BYTES))):
+                begin += len(piece)
+                yield piece
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
 
 
 class RangeBody:
@@ -311,10 +329,15 @@ def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
     return connection
 
 
-def check_online() -> None:
-    """Raise HubError if HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set."""
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set."""
     variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in variables):
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in variables)
+
+
+def check_online() -> None:
+    """Raise HubError if the user switched the network off."""
+    if is_offline():
         raise offline_error()
 
 

@@ -22,7 +22,7 @@ from threading import Event
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import NUM_ATTEMPTS, Hub, ignore, parse_file_address
+from k2convert.hub.client import FILE_SCHEME, NUM_ATTEMPTS, Hub, ignore, is_offline, parse_file_address
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
 from k2convert.hub.source import RemoteRepo, file_url, read_file, resolve_source
@@ -62,15 +62,17 @@ def download_shard(
         target.unlink(missing_ok=True)  # else it needs room beside the file that is fetched
     partial = open_partial(target, file)
     try:
-        url = file_url(hub, source, shard)
         arrived(partial.num_done, False)
-        for _ in range(_NUM_ROUNDS):
+        for attempt in range(_NUM_ROUNDS):
+            url = file_url(hub, source, shard, is_cached=attempt == 0)
             if _fill(hub, partial, url, stop, arrived) == file.sha256:
                 with writing(target):
                     partial.path.replace(target)  # not synced: every later use hashes it first
                 partial.record_path.unlink(missing_ok=True)
                 return
             arrived(-partial.num_done, False)
+            if url.startswith(FILE_SCHEME):
+                _refuse_cached(source, shard, url)
             hub.notify(f"{shard} arrived with a wrong sha256; fetching it again")
             partial.reset()
     finally:
@@ -79,6 +81,15 @@ def download_shard(
         f"{source.repo}/{shard}: arrived {_NUM_ROUNDS} times with bytes that do not match the Hub's sha256 "
         f"{file.sha256}. None of them were used. Check the proxy, the memory and the disk."
     )
+
+
+def _refuse_cached(source: RemoteRepo, shard: str, url: str) -> None:
+    """Raise HubError for a damaged file of the cache if there is nothing else."""
+    if is_offline():
+        raise HubError(
+            f"{url.removeprefix(FILE_SCHEME)}: is damaged: its bytes do not have the sha256 of its name. "
+            f"`hf download {source.repo} {shard} --force-download` replaces it."
+        )
 
 
 def download_ranges(

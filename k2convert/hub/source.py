@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from k2convert.checkpoint.files import (
     MAX_SMALL_FILE_BYTES,
@@ -35,13 +35,14 @@ from k2convert.errors import (
     format_bytes,
     quoted,
 )
-from k2convert.hub.client import MODEL, NUM_ATTEMPTS, Hub, RepoRef
+from k2convert.hub.client import FILE_SCHEME, MAIN, MODEL, NUM_ATTEMPTS, Hub, RepoRef, is_offline
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
 _COMMIT = re.compile("[0-9a-f]{40}")
+_SHA256_DIGITS: Final = 64
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
 
@@ -79,7 +80,12 @@ class RemoteRepo:
 
 
 def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
-    """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes."""
+    """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes.
+
+    With HF_HUB_OFFLINE the local cache is all there is.
+    """
+    if is_offline():
+        return _cached_repo(ref)
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
     info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision, repo_type=ref.kind))
@@ -88,6 +94,45 @@ def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
         raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
     files = list_files(hub, ref.repo, commit, kind=ref.kind)
     return RemoteRepo(ref.repo, commit, bool(info.private), files, ref.kind)
+
+
+def _cached_repo(ref: RepoRef) -> RemoteRepo:
+    """Return what the local cache has of a repository; raises HubError if that is nothing.
+
+    A file in the cache is a link to BLOBS/HASH: the sha256 of a file in LFS, git's hash of any other.
+    """
+    from huggingface_hub import constants
+
+    root, revision = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}", ref.revision or MAIN
+    try:
+        commit = revision if _COMMIT.fullmatch(revision) else (root / "refs" / revision).read_text().strip()
+    except OSError:
+        commit = ""
+    snapshot, files = root / "snapshots" / commit, dict[str, RemoteFile]()
+    for path in sorted(snapshot.rglob("*")) if _COMMIT.fullmatch(commit) else ():
+        if path.is_file():
+            name, blob = path.relative_to(snapshot).as_posix(), path.resolve()
+            is_large = len(blob.name) == _SHA256_DIGITS
+            files[name] = RemoteFile(
+                name, blob.stat().st_size, blob.name if is_large else None, None if is_large else blob.name
+            )
+    if not files:
+        raise HubError(
+            f"{ref}: HF_HUB_OFFLINE is set, and {root} does not hold it. Unset it, or run `hf download {ref.repo}` "
+            "where there is a network."
+        )
+    return RemoteRepo(ref.repo, commit, private=True, files=files, kind=ref.kind)
+
+
+def _check_cached(source: RemoteRepo, needed: Iterable[str]) -> None:
+    """Refuse a repository of which the cache lacks files, if the cache is all there is (HubError)."""
+    missing = sorted(set(needed) - source.files.keys())
+    if missing and is_offline():
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise HubError(
+            f"{source.repo} at {source.commit[:12]}: HF_HUB_OFFLINE is set, and the cache lacks "
+            f"{', '.join(missing[:3])}{more}. Unset it, or run `hf download {source.repo}` where there is a network."
+        )
 
 
 def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict[str, RemoteFile]:
@@ -116,17 +161,31 @@ def _checked(file: RemoteFile) -> RemoteFile:
     return file
 
 
-def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
-    """The address of a file's bytes; it has the commit, so a later push cannot change a resumed download."""
-    from huggingface_hub import hf_hub_url
+def file_url(hub: Hub, source: RemoteRepo, path: str, *, is_cached: bool = True) -> str:
+    """The address of a file's bytes; it has the commit, so a later push cannot change a resumed download.
+
+    It is that of the file in the local cache if the file is there, and `is_cached`.
+    """
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+    if is_cached and _COMMIT.fullmatch(source.commit):
+        found = try_to_load_from_cache(source.repo, path, revision=source.commit, repo_type=source.kind)
+        if isinstance(found, str) and Path(found).is_file() and Path(found).stat().st_size == _size(source, path):
+            return f"{FILE_SCHEME}{Path(found).absolute()}"
 
     return hf_hub_url(source.repo, path, revision=source.commit, repo_type=source.kind, endpoint=hub.endpoint)
 
 
+def _size(source: RemoteRepo, path: str) -> int | None:
+    file = source.files.get(path)
+    return None if file is None else file.num_bytes
+
+
 def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile, *, kind: str = MODEL) -> bytes:
     """The bytes of a small file at a commit or a branch, checked against its hash; HubError if they stay wrong."""
-    url = file_url(hub, RemoteRepo(repo, revision, private=True, files={}, kind=kind), file.path)
-    for _ in range(NUM_ATTEMPTS):
+    source = RemoteRepo(repo, revision, private=True, files={file.path: file}, kind=kind)
+    for attempt in range(NUM_ATTEMPTS):
+        url = file_url(hub, source, file.path, is_cached=attempt == 0)
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
         if matches(data, file):
             return data
@@ -156,6 +215,7 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
     fetch_small_files(hub, source, folder=folder)
     index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
     if index is None and SINGLE_SHARD_NAME not in source.files:
+        _check_cached(source, (INDEX_NAME,))
         raise HubError(
             f"{source.repo} at {source.commit[:12]}: not a safetensors checkpoint (it has neither {INDEX_NAME} "
             f"nor {SINGLE_SHARD_NAME}). Name a repository that has one of them."
@@ -163,6 +223,7 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
     present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
 
     named = _named_shards(index)
+    _check_cached(source, (*named, CONFIG_NAME))
     wanted = [shard for shard in present if shard in named]
     headers = dict(_in_threads(lambda name: fetch_header(hub, source, name), wanted))
 

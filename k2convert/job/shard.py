@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, known_sha256
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.checkpoint.reader import Bytes, FileHash, ShardReader
 from k2convert.checkpoint.writer import ShardWriter
-from k2convert.errors import FormatError, InterruptedRun, remedy
+from k2convert.errors import CheckpointError, FormatError, InterruptedRun, remedy
 from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from k2convert.job.prepare import Job
 
 COPY_BYTES: Final = 16 << 20
+_HASHED_SHARE: Final = 0.9  # of a source shard that must be read, so that hashing it reads little more
 PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
 
 
@@ -54,7 +55,8 @@ class ShardTask:
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and the written file is validated
     with the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary
-    file. `kept` are the experts that a pruned result keeps. `family` is the name of the source's.
+    file. `sha256` is that of the source shard of the same name, if a download left it and nearly all of it is read.
+    `kept` are the experts that a pruned result keeps. `family` is the name of the source's.
     """
 
     shard: ShardJob
@@ -67,6 +69,7 @@ class ShardTask:
     inflight_bytes: int
     family: str
     for_upload: bool = False
+    sha256: str | None = None
     calibration: "Calibration | None" = None
     suffix: str = TEMPORARY_SUFFIX
     kept: KeptExperts | None = None
@@ -75,7 +78,10 @@ class ShardTask:
 def shard_task(job: "Job", name: str, device: str) -> ShardTask:
     """Return the task of one shard of a job, without statistics."""
     shard = next(shard for shard in job.plan.jobs if shard.name == name)
-    headers = job.source.checkpoint.headers
+    checkpoint, headers = job.source.checkpoint, job.source.checkpoint.headers
+    is_read = (
+        job.source.remote is None and name in headers and shard.bytes_in >= _HASHED_SHARE * headers[name].file_bytes
+    )
     return ShardTask(
         shard=shard,
         recipe=job.plan.recipe,
@@ -86,6 +92,7 @@ def shard_task(job: "Job", name: str, device: str) -> ShardTask:
         header_digests={source: headers[source].digest for source in shard.source_shards},
         inflight_bytes=job.limits.inflight // job.limits.workers,
         for_upload=job.target is not None,
+        sha256=known_sha256(checkpoint.path(name)) if is_read else None,
         kept=None if job.source.pruning is None else job.source.pruning.kept,
         family=job.plan.family,
     )
@@ -108,7 +115,9 @@ def convert_shard(
         recipe, codes = task.recipe, task.calibration and task.calibration.codes
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
         quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
-        record = _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
+        path = task.source_folder / task.shard.name
+        source_hash = None if task.sha256 is None else stack.enter_context(FileHash(path))
+        record = _Conversion(task, quantizer, reader, threads, events, stop or Event(), source_hash).run()
     casts = any(p.metrics is not None and p.metrics.below_window_groups is not None for p in record.projections)
     if not (casts or task.for_upload):
         return record
@@ -184,6 +193,7 @@ class _Conversion:
     threads: Threads
     events: Events
     stop: Event
+    source_hash: FileHash | None = None
 
     def run(self) -> ShardRecord:
         task, shard = self.task, self.task.shard
@@ -199,6 +209,7 @@ class _Conversion:
                 records += measured
                 bytes_out = sum(b.nbytes for b in buffers)
                 self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
+            self._check_source()
             digest = writer.commit()
         return ShardRecord(
             shard=shard.name,
@@ -210,6 +221,15 @@ class _Conversion:
             projections=tuple(records),
             sha256=writer.sha256,
         )
+
+    def _check_source(self) -> None:
+        """Compare the source shard's sha256 with the one that its download left (CheckpointError)."""
+        expected, path = self.task.sha256, self.task.source_folder / self.task.shard.name
+        if self.source_hash is not None and (found := self.source_hash.hexdigest()) != expected:
+            raise CheckpointError(
+                f"{path}: is damaged: its sha256 is {found}, but the Hub stated {expected}. "
+                f"`hf download REPO {path.name} --force-download` replaces it."
+            )
 
     def difference(self, everything: bool) -> str | None:
         """Return the first tensor that differs from the finished file: of all pieces, or of the one in the middle."""
@@ -255,6 +275,9 @@ class _Conversion:
     def _load(self, piece: _Piece) -> _Loaded:
         if self.stop.is_set():
             raise InterruptedRun
+        if self.source_hash is not None:
+            own = (t.begin + end for t, _, end in piece.reads if t.shard == self.task.shard.name)
+            self.source_hash.wait(max(own, default=0))
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
     def _pieces(self) -> Iterator[_Piece]:

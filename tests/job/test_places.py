@@ -1,5 +1,6 @@
 """A source is read wherever it lies, by every verb, and what is written never goes through a link."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from command import run_here
-from places import PLACES, put_into_cache
+from damaged_files import flip
+from places import COMMIT, PLACES, put_into_cache
 from results import contents
 
 from k2convert.errors import DestinationError
@@ -141,3 +143,47 @@ def test_a_finished_shard_may_be_moved_to_another_disk(small: Path, finished: Pa
     assert not (out / SHARD).is_symlink(), "it is replaced where it was linked"
     assert contents(out) == contents(finished)
     assert (disk / SHARD).read_bytes() == data
+
+
+def note_hashes(source: Path, *, seconds: float = 0) -> None:
+    """Leave what `hf download --local-dir` leaves of every shard."""
+    notes = source / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for path in source.glob("*.safetensors"):
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        written = path.stat().st_mtime + seconds
+        (notes / f"{path.name}.metadata").write_text(f"{COMMIT}\n{found}\n{written}\n")
+
+
+@pytest.mark.parametrize("place", ["the cache", "a download"])
+@pytest.mark.parametrize("position", [0.5, 1], ids=["middle", "end"])
+def test_a_damaged_download_is_refused(
+    position: float, place: str, small: Path, finished: Path, tmp_path: Path
+) -> None:
+    """By the sha256 that it left, while the shard is read."""
+    source, out = Path(shutil.copytree(small, tmp_path / "source")), tmp_path / "out"
+    if place == "the cache":
+        source = put_into_cache(small, tmp_path / "hub")
+    else:
+        note_hashes(source)
+    path = (source / SHARD).resolve()
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[int(position * len(data)) - 1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    error = run_here("run", source, out, code=1).stderr.replace("\n", " ")
+    assert f"{source / SHARD}: is damaged: its sha256 is " in error
+    assert f"`hf download REPO {SHARD} --force-download` replaces it." in error
+    assert not (out / SHARD).exists()
+    path.write_bytes((small / SHARD).read_bytes())
+    run_here("run", source, out, code=0)
+    assert result(out) == result(finished)
+
+
+def test_a_file_that_was_changed_on_purpose_has_no_known_hash(small: Path, tmp_path: Path) -> None:
+    """Training in place: the file is younger than the note of its download."""
+    source = Path(shutil.copytree(small, tmp_path / "source"))
+    note_hashes(source, seconds=-60)
+    flip(source / SHARD, -1)
+    run_here("run", source, tmp_path / "out", "--quiet", code=0)
