@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from command import run, run_here, said, start_cli
 from forked_runs import finish, send, start
+from places import PLACES
 from ray_nodes import Nodes
-from results import contents
+from results import contents, files_of
 
 pytest.importorskip("ray")
 
@@ -39,6 +40,15 @@ def test_a_cluster_gives_equal_bytes(name: str, nodes: Nodes, tmp_path: Path, re
     said = run_here(*job(source, tmp_path / "there", nodes), code=0).stderr
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) == len(nodes.nodes)
+
+
+@pytest.mark.parametrize("kind", ["a snapshot of the cache", "a folder of links"])
+def test_a_cluster_reads_a_source_wherever_it_lies(
+    kind: str, small: Path, finished: Path, nodes: Nodes, tmp_path: Path
+) -> None:
+    (tmp_path / "place").mkdir()
+    run_here(*job(PLACES[kind](small, tmp_path / "place"), tmp_path / "out", nodes), code=0)
+    assert files_of(tmp_path / "out") == files_of(finished)
 
 
 @pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "raylet"])
