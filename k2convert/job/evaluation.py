@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.calibration.plan import CalibrationText, WalkSource
 from k2convert.checkpoint.files import file_digest
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
@@ -76,6 +76,8 @@ def open_evaluation(
     Writes nothing. Raises any K2ConvertError.
     """
     require_extra("calibrate", purpose="evaluate")
+    from k2convert.forward.decoder import check_config
+
     outputs = _outputs(reference, checkpoints, options.out)
     for path in outputs:
         _check_output(path, reference, text)
@@ -97,24 +99,12 @@ def open_evaluation(
             found.append(EvaluatedCheckpoint(names[place], place, source, _ledger(opened.checkpoint.folder)))
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
-            _check_config(found[-1].checkpoint)
+            check_config(found[-1].checkpoint)
         read = read_text(text, use, sources[0], hub)
         check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
         yield plan_evaluation(tuple(found), read, options, outputs, work_folder, devices=devices, max_disk=max_disk)
-
-
-def _check_config(checkpoint: Checkpoint) -> None:
-    """Refuse a config.json that no model can be built from (CheckpointError)."""
-    from k2convert.forward.attention import check_attention
-    from k2convert.forward.moe import read_router_config
-
-    check_attention(checkpoint)
-    architecture = read_architecture(checkpoint)
-    if architecture.moe_layers:
-        where = str(checkpoint.folder)
-        read_router_config(checkpoint.config, where=where, num_experts=architecture.num_experts)
 
 
 def check_windows(text: CalibrationText) -> None:
