@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.calibration.plan import CalibrationText, WalkSource
 from k2convert.checkpoint.files import file_digest
-from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
