@@ -239,13 +239,15 @@ def evaluate(
     max_disk: int | str | None = None,
     out: str | PathLike[str] | None = None,
     any_text: bool = False,
+    replace: bool = False,
     events: Events | None = None,
 ) -> Evaluation:
     """Measure how far whole models are from a reference on a text: `k2convert evaluate`.
 
     All are folders or hf://owner/name. The evaluation is written to `out`, or without it to evaluation.json in every
-    checkpoint's folder. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called
-    again after a failure, it resumes. Raises any K2ConvertError.
+    checkpoint's folder, where rows of the same reference and text stay. With `replace`, an evaluation of something else
+    is replaced. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called again
+    after a failure, it resumes. Raises any K2ConvertError.
     """
     from k2convert.choices import AskedActivations, ComputedKvCache
     from k2convert.errors import check_choice
@@ -270,7 +272,7 @@ def evaluate(
             read_places("checkpoints", checkpoints),
             text_files(read_places("text", text), device=device),
             text_use(tokens=tokens, window=window, seed=seed),
-            EvaluationOptions(activations, kv_cache, None if path is None else Path(path), any_text),
+            EvaluationOptions(activations, kv_cache, None if path is None else Path(path), any_text, replace),
             hub=Hub(),
             devices=choose_devices(device),
             max_disk=read_size("max_disk", max_disk),

@@ -41,7 +41,7 @@ def evaluate(options: EvaluateOptions) -> None:
             options.checkpoints,
             computer.text_files(options.text),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
-            EvaluationOptions(options.activations, options.kv_cache, options.out, options.yes),
+            EvaluationOptions(options.activations, options.kv_cache, options.out, options.yes, options.replace),
             hub=Hub(notify=console.notifier(quiet=options.quiet)),
             devices=computer.planned,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -51,7 +51,7 @@ def evaluate(options: EvaluateOptions) -> None:
         if (finished := plan.finished()) is not None:
             if not options.dry_run:
                 plan.remove_work()
-            console.print_note(f"{', '.join(map(str, plan.outputs))}: already complete")
+            console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
             _show_result(plan, finished, options)
             return
         _check_and_do(plan, options, computer)
@@ -148,10 +148,23 @@ def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateO
         console.print_json(plain(found))
         return
     show_evaluation(found)
-    kept = {number for checkpoints in plan.outputs.values() for number in checkpoints}
+    for output in plan.outputs:
+        console.print_line(str(output.path))
+    kept = {number for output in plan.outputs for number in output.checkpoints}
     for number, checkpoint in enumerate(plan.checkpoints):
         if number and number not in kept:
             console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
-    local = next((one.place for one in plan.checkpoints[1:] if one.local is not None), None)
-    if local is not None and options.out is None:
-        console.print_next(console.command("k2convert", "report", local))
+    console.print_next(_next_command(plan, found))
+
+
+def _next_command(plan: "EvaluationPlan", found: "Evaluation") -> str:
+    """Return the command for the report on the nearest result in a folder, with its source if that is the reference."""
+    places = {one.name: one for one in plan.checkpoints[1:] if one.local is not None and one.ledger is not None}
+    rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
+    nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
+    if nearest is None or nearest.ledger is None:
+        return "k2convert guide prove"
+    reference = plan.checkpoints[0]
+    headers = {shard: header.digest for shard, header in reference.checkpoint.headers.items()}
+    source = ("--source", reference.place) if nearest.ledger.source.headers == headers else ()
+    return console.command("k2convert", "report", nearest.place, *source)

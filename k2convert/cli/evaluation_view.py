@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from k2convert.cli.console import print_line, print_table
-from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Mean
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Mean, Verdict
 
-_MODES = {"w4a4": "W4A4", "w4a16": "W4A16"}
 _SHOWN_LAYERS = 3
 _SHOWN_TOKENS = 3
 
@@ -17,22 +16,18 @@ def show_evaluation(found: Evaluation) -> None:
     dropped = f", {text.dropped:,} windows dropped" if text.dropped else ""
     print_table(
         f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
-        ("model", "mode", "KL, nats", "+-", "99.9 %", "max", "perplexity", "same top 1", "left top 5"),
+        ("model", "mode", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1", "left top 5"),
         [_figures(row) for row in found.rows],
         left=(0, 1),
     )
     if found.rows:
         print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
+    for verdict in found.verdicts:
+        print_line(_verdict_line(verdict))
     if any(row.layers for row in found.rows):
         _show_layers(found.rows)
     for row in found.rows:
         _show_worst(row)
-
-
-def mode_words(model: EvaluatedModel) -> str:
-    """Return how a model was computed."""
-    cache = "" if model.kv_cache is None else f"{model.kv_cache.upper()} KV"
-    return ", ".join(filter(None, (_MODES.get(model.activations or "", ""), cache)))
 
 
 def _figures(row: EvaluationRow) -> tuple[str, ...]:
@@ -40,7 +35,7 @@ def _figures(row: EvaluationRow) -> tuple[str, ...]:
     divergence = figures.divergence
     return (
         row.model.name,
-        mode_words(row.model),
+        row.model.mode,
         f"{divergence.mean:.5f}",
         _error(Mean(divergence.mean, divergence.standard_error)),
         f"{divergence.p999:.3f}",
@@ -55,6 +50,20 @@ def _error(value: Mean) -> str:
     return "" if value.standard_error is None else f"{value.standard_error:.5f}"
 
 
+def _verdict_line(verdict: Verdict) -> str:
+    """Say which of two models is nearer to the reference, or that the text does not tell."""
+    nearer, farther = (_called(model) for model in (verdict.nearer, verdict.farther))
+    found = verdict.difference
+    error = "" if found.standard_error is None else f" +- {found.standard_error:.2g}"
+    if verdict.is_clear:
+        return f"{nearer} is nearer than {farther}: its KL is {found.mean:.2g}{error} less, on the same tokens"
+    return f"{nearer} and {farther} are not told apart: their KL differs by {found.mean:.2g}{error} on the same tokens"
+
+
+def _called(model: EvaluatedModel) -> str:
+    return " ".join(filter(None, (model.name, model.mode)))
+
+
 def _show_layers(rows: Sequence[EvaluationRow]) -> None:
     cells: list[tuple[str, ...]] = []
     for row in rows:
@@ -64,7 +73,7 @@ def _show_layers(rows: Sequence[EvaluationRow]) -> None:
         cells.append(
             (
                 row.model.name,
-                mode_words(row.model),
+                row.model.mode,
                 f"{errors[-1]:.5f}",
                 ", ".join(map(str, steps[:_SHOWN_LAYERS])),
                 f"{100 * min(routing):.2f} %" if routing else "",
@@ -76,8 +85,7 @@ def _show_layers(rows: Sequence[EvaluationRow]) -> None:
 
 def _show_worst(row: EvaluationRow) -> None:
     for token in row.worst[:_SHOWN_TOKENS]:
-        name = " ".join(filter(None, (row.model.name, mode_words(row.model))))
         print_line(
-            f"{name}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, reference "
-            f"{token.reference_token!r}, model {token.model_token!r}"
+            f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
+            f"reference {token.reference_token!r}, model {token.model_token!r}"
         )

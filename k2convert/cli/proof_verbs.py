@@ -54,6 +54,7 @@ class EvaluateOptions:
         Path | None,
         option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
     ] = None
+    replace: Annotated[bool, flag("--replace", "Replace an evaluation of something else in the file.")] = False
     yes: Annotated[bool, flag("--yes", "Accept the text of a calibration, and more than 12 hours of computing.")] = (
         False
     )

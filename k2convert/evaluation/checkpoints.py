@@ -19,6 +19,7 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.errors import CalibrationError, CheckpointError
+from k2convert.evaluation.kept import inputs_of
 from k2convert.fit.serving import nvfp4_scheme
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied
@@ -47,6 +48,10 @@ class EvaluatedCheckpoint:
     def local(self) -> Path | None:
         """Its folder; None if it is on the Hub."""
         return self.checkpoint.folder if self.source.remote is None else None
+
+    def inputs(self) -> dict[str, str]:
+        """Return the identity of every file that it is computed from, as it is now; raises SourceReadError."""
+        return inputs_of(self.checkpoint, None if self.source.remote is None else self.source.identities)
 
     def kept_experts(self, layer: int) -> tuple[int, ...] | None:
         """Return the numbers in the source of a pruned result's experts, if its ledger has them."""

@@ -1,7 +1,7 @@
 """Figures of an evaluation from the scores of single tokens."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.errors import CalibrationError
-from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, Figures, Mean, PositionMean, WorstToken
+from k2convert.records.evaluation import (
+    HISTOGRAM_EDGES,
+    MAX_WINDOWS,
+    Divergence,
+    EvaluationRow,
+    Figures,
+    Mean,
+    PositionMean,
+    Verdict,
+    WorstToken,
+)
 
 POSITION_BUCKETS: Final = 8
 """Position buckets double in width: the first of 16 positions, and the last takes what is left."""
@@ -55,6 +65,34 @@ def mean_over_windows(values: NDArray[np.float64]) -> Mean:
     means = values.mean(axis=1)
     error = float(means.std(ddof=1) / math.sqrt(means.size)) if means.size > 1 else None
     return Mean(float(values.mean()), error)
+
+
+def compare_models(rows: Iterable[EvaluationRow]) -> tuple[Verdict, ...]:
+    """Compare the models of different checkpoints on the same windows: in each mode each with the next farther one.
+
+    A model whose weights are not NVFP4 is compared in every mode. If no two checkpoints have a mode in common, all are
+    compared as they are.
+    """
+    known = sorted((row for row in rows if row.figures.divergence.by_window), key=_mean_divergence)
+    caches = {row.model.kv_cache: [one for one in known if one.model.kv_cache == row.model.kv_cache] for row in known}
+    found: list[Verdict] = []
+    for same_cache in caches.values():
+        modes = dict.fromkeys(row.model.activations for row in same_cache if row.model.activations)
+        groups = [[row for row in same_cache if row.model.activations in (None, mode)] for mode in modes]
+        if not any(len({row.model.name for row in group}) > 1 for group in groups):
+            groups = [same_cache]
+        for group in groups:
+            found += [_verdict(*pair) for pair in pairwise(group) if pair[0].model.name != pair[1].model.name]
+    return tuple(dict.fromkeys(found))
+
+
+def _mean_divergence(row: EvaluationRow) -> float:
+    return row.figures.divergence.mean
+
+
+def _verdict(nearer: EvaluationRow, farther: EvaluationRow) -> Verdict:
+    windows = np.array([row.figures.divergence.by_window for row in (nearer, farther)])
+    return Verdict(nearer.model, farther.model, mean_over_windows((windows[1] - windows[0])[:, None]))
 
 
 def worst_tokens(divergence: NDArray[np.float64], count: int) -> list[tuple[int, int]]:
@@ -119,6 +157,7 @@ def _divergence(values: NDArray[np.float64]) -> Divergence:
         maximum=float(values.max()),
         by_position=tuple(_by_position(values)),
         histogram=tuple(int(count) for count in np.pad(counts, (0, len(HISTOGRAM_EDGES) + 1 - counts.size))),
+        by_window=tuple(values.mean(axis=1).tolist()) if len(values) <= MAX_WINDOWS else (),
     )
 
 

@@ -15,20 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert import __version__
 from k2convert.calibration.plan import CalibrationText
-from k2convert.checkpoint.files import list_folder, write_atomically
+from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
-from k2convert.errors import CheckpointError, DiskFullError, format_bytes
+from k2convert.errors import CheckpointError, DiskFullError, ResumeError, format_bytes
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import (
     LayerComparison,
@@ -38,7 +38,8 @@ from k2convert.evaluation.comparison import (
     read_arrays,
 )
 from k2convert.evaluation.head import TILE_TOKENS, Head, HeadScores, score_tokens
-from k2convert.evaluation.scores import Decode, TokenScores, describe_worst, summarize
+from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
+from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import Rounding
 from k2convert.forward.layer_shards import LayerShards
 from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
@@ -46,7 +47,6 @@ from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import CLAIM, HIDDEN, WalkJob, WorkFolder
 from k2convert.models import read_architecture
 from k2convert.records.command import JobCommand, keep_command
-from k2convert.records.document import encode
 from k2convert.records.evaluation import (
     FORMAT,
     EvaluatedModel,
@@ -86,19 +86,22 @@ def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
 class EvaluationPlan:
     """A planned evaluation. Nothing has been written yet.
 
-    `checkpoints` and `models` begin with the reference. `outputs` are the files to write, each with the numbers of the
-    checkpoints whose rows it has. `command` is what the user typed.
+    `checkpoints` and `models` begin with the reference. `inputs` are the files of each checkpoint as they were when
+    the evaluation was planned. Files to write may hold rows that are lost if it `replaces` them. `command` is what the
+    user typed.
     """
 
     text: CalibrationText
     checkpoints: tuple[EvaluatedCheckpoint, ...]
     models: tuple[PlannedModel, ...]
-    outputs: dict[Path, tuple[int, ...]]
+    inputs: tuple[Inputs, ...]
+    outputs: tuple[Output, ...]
     work: WorkFolder
     job: WalkJob
     devices: tuple[str, ...]
     shards: LayerShards
     disk_allowed: int
+    replaces: bool = False
     command: JobCommand | None = None
 
     @property
@@ -210,27 +213,48 @@ class EvaluationPlan:
         if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
             remove_folder(around, root=around.parent)
 
-    def finished(self) -> Evaluation | None:
-        """Return the evaluation if the files that it writes are there already, from the same weights and text."""
-        rows: dict[EvaluatedModel, EvaluationRow] = {}
-        found: Evaluation | None = None
-        for path in self.outputs:
-            try:
-                found = find_evaluation(path)
-            except CheckpointError:
-                return None
-            if found is None or not self._is_same(found):
-                return None
-            rows |= {row.model: row for row in found.rows}
-        wanted = [planned.model for planned in self.models[1:]]
-        if found is None or any(model not in rows for model in wanted):
-            return None
-        return replace(found, rows=tuple(rows[model] for model in wanted))
+    def made(self) -> Made:
+        """Return what the rows are made from."""
+        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0].model, evaluated_text(self.text), ())
+        reference, *others = self.inputs
+        origins: dict[str, Origin] = {}
+        for one, inputs in zip(self.checkpoints[1:], others, strict=True):
+            place = one.place if one.local is None else str(one.local.resolve())
+            origins[one.name] = origin_of(place, reference, inputs)
+        return Made(document, reference, origins, tuple(planned.model for planned in self.models[1:]))
 
-    def _is_same(self, found: Evaluation) -> bool:
-        made, text = self.text.windows, found.text
-        expected = (made.texts, self.job.identity["token_ids"], self.models[0].model, __version__)
-        return expected == (text.texts, text.token_ids, found.reference, found.tool_version)
+    def finished(self) -> Evaluation | None:
+        """Return the evaluation if the files that it writes have it already, made from the same files and text.
+
+        Raises DestinationError if one of them is something else, or has rows that would be lost.
+        """
+        made = self.made()
+        rows: dict[tuple[str, str], EvaluationRow] = {}
+        is_whole = True
+        for output in self.outputs:
+            earlier = read_earlier(output, made, replaces=self.replaces)
+            found = {row_key(row.model): row for row in earlier.holding}
+            wanted = [planned.model for planned in self.models[1:] if planned.checkpoint in output.checkpoints]
+            is_whole = is_whole and all(row_key(model) in found for model in wanted)
+            rows |= found
+        wanted = [row_key(model) for model in made.models]
+        if not is_whole or any(key not in rows for key in wanted):
+            return None
+        text = next(find_evaluation(output.path) for output in self.outputs)
+        assert text is not None
+        chosen = tuple(rows[key] for key in wanted)
+        return replace(made.document, text=text.text, rows=chosen, verdicts=compare_models(chosen))
+
+    def check_unchanged(self) -> None:
+        """Refuse to write the figures of files that changed while they were computed (ResumeError)."""
+        for one, inputs in zip(self.checkpoints, self.inputs, strict=True):
+            now = one.inputs()
+            changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
+            if changed:
+                raise ResumeError(
+                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete {self.work.folder} and run "
+                    "the same command again."
+                )
 
 
 @torch.no_grad()
@@ -256,10 +280,12 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
             if work.num_finished() == num_layers:
                 _score(plan, walk, events)
         found = _gather(plan, decode)
-        for path, checkpoints in plan.outputs.items():
-            rows = zip(plan.models[1:], found.rows, strict=True)
-            chosen = tuple(row for planned, row in rows if planned.checkpoint in checkpoints)
-            write_atomically(path, encode(replace(found, rows=chosen)))
+        plan.check_unchanged()
+        for output in plan.outputs:
+            earlier = write_evaluation(output, plan.made(), found, replaces=plan.replaces)
+            for row in earlier.changed:
+                if row_key(row.model) not in map(row_key, plan.made().models):
+                    events.note(f"{output.path}: left out {row.model.name} {row.model.mode}: its files changed since")
     plan.remove_work()
     return found
 
@@ -347,19 +373,20 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
         kind="evaluate",
         tool_version=__version__,
         reference=plan.models[0].model,
-        text=_text(plan, dropped=int(np.count_nonzero(~kept))),
+        text=replace(evaluated_text(plan.text), dropped=int(np.count_nonzero(~kept))),
         rows=tuple(rows),
+        verdicts=compare_models(rows),
     )
 
 
-def _text(plan: EvaluationPlan, *, dropped: int) -> EvaluationText:
-    ids = plan.text.windows.ids
+def evaluated_text(text: CalibrationText) -> EvaluationText:
+    """Return a text as a document has it, without dropped windows."""
+    ids = text.windows.ids
     return EvaluationText(
-        texts=plan.text.windows.texts,
-        token_ids=str(plan.job.identity["token_ids"]),
+        texts=text.windows.texts,
+        token_ids=blake3(ids.tobytes()).hexdigest(),
         tokens=ids.size,
         window=ids.shape[1],
         windows=ids.shape[0],
-        seed=plan.text.seed,
-        dropped=dropped,
+        seed=text.seed,
     )

@@ -77,14 +77,21 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
     size = partial(_size, text, where=where)
     linear = mapping_or_empty(text.get("linear_attn_config"))
     layers = _linear_layers(linear, counts.num_layers, where) if linear else frozenset[int]()
+    experts_per_token = size(key_of(config, "num_experts_per_tok"))
+    num_groups = size(key_of(config, "n_group"), default=1)
+    if counts.num_experts < experts_per_token or counts.num_experts % num_groups:
+        raise FitError(
+            f"{where}: config.json: a token uses {experts_per_token:,} of {counts.num_experts:,} experts in "
+            f"{num_groups:,} groups, which no router can choose. Use the model's own config.json."
+        )
     return ModelShape(
         num_layers=counts.num_layers,
         num_dense_layers=counts.num_dense_layers,
         num_heads=size("num_attention_heads"),
         num_experts=counts.num_experts,
-        experts_per_token=size(key_of(config, "num_experts_per_tok")),
-        num_groups=size(key_of(config, "n_group"), default=1),
-        expert_width=counts.moe_intermediate_size,
+        experts_per_token=experts_per_token,
+        num_groups=num_groups,
+        expert_width=size("moe_intermediate_size"),
         kv_values=size("kv_lora_rank") + size("qk_rope_head_dim"),
         max_context=max_positions(config),
         linear_layers=layers,

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from k2convert.checkpoint.index import thaw
-from k2convert.errors import CheckpointError, cut
+from k2convert.checkpoint.index import Checkpoint, thaw
+from k2convert.errors import CheckpointError, cut, quoted
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX, SMALLEST_NORMAL
@@ -153,7 +153,7 @@ def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
             modules.self_attn = attention(built, 0)
             modules.input_layernorm = norm(built.hidden_size, eps=built.rms_norm_eps)
             modules.post_attention_layernorm = norm(built.hidden_size, eps=built.rms_norm_eps)
-        return rotary(built), modules
+        frequencies = rotary(built)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # transformers raises whatever a field leads to
@@ -161,6 +161,19 @@ def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
             f"{where}: config.json: transformers cannot build the attention ({type(error).__name__}: "
             f"{cut(str(error))}). Use the model's own config.json."
         ) from error
+    is_usable = (frequencies.inv_freq > 0).all() and frequencies.inv_freq.isfinite().all()
+    if not is_usable or not 0 <= built.rms_norm_eps <= 1:
+        raise CheckpointError(
+            f"{where}: config.json: the attention's numbers are not those of a model: rms_norm_eps is "
+            f"{quoted(built.rms_norm_eps)}, and rope_theta and rope_scaling must give positive frequencies. Use the "
+            "model's own config.json."
+        )
+    return frequencies, modules
+
+
+def check_attention(checkpoint: Checkpoint) -> None:
+    """Refuse a config.json from which no attention can be built (CheckpointError)."""
+    _build(checkpoint.config, where=str(checkpoint.folder))
 
 
 def _attention_interface() -> Any:

@@ -20,11 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError, quoted
-from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached
-from k2convert.forward.moe import PROJECTIONS, Mlp, Router, Routing, read_mlp, read_router, run_in_order
+from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached, check_attention
+from k2convert.forward.moe import (
+    PROJECTIONS,
+    Mlp,
+    Router,
+    Routing,
+    read_mlp,
+    read_router,
+    read_router_config,
+    run_in_order,
+)
 from k2convert.forward.weights import WeightReader
-from k2convert.models import detect_family
+from k2convert.models import detect_family, read_architecture
 from k2convert.models.config import text_config
 
 PIECE_TOKENS: Final = 2048
@@ -105,6 +115,24 @@ def embed(reader: WeightReader, ids: Tensor) -> Tensor:
     return reader.read_rows(name, rows).float()[torch.searchsorted(torch.tensor(rows), ids)]
 
 
+def check_config(checkpoint: Checkpoint) -> None:
+    """Refuse a config.json from which no layer can be computed (CheckpointError), before anything is."""
+    architecture = read_architecture(checkpoint)
+    where = str(checkpoint.folder)
+    _check_activation(checkpoint)
+    check_attention(checkpoint)
+    if architecture.moe_layers:
+        read_router_config(checkpoint.config, where=where, num_experts=architecture.num_experts)
+
+
+def _check_activation(checkpoint: Checkpoint) -> None:
+    if (activation := text_config(checkpoint.config).get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(
+            f"{checkpoint.folder}: config.json: hidden_act is {quoted(activation)}, not 'silu'. "
+            "This is not Kimi K2's MLP."
+        )
+
+
 class DecoderLayer:
     """One layer of the model; holds its attention, its norms and its router."""
 
@@ -123,11 +151,7 @@ class DecoderLayer:
         checkpoint = reader.checkpoint
         family = detect_family(checkpoint)
         architecture = family.read_architecture(checkpoint.config, str(checkpoint.folder))
-        if (activation := text_config(checkpoint.config).get("hidden_act", "silu")) != "silu":
-            raise CheckpointError(
-                f"{checkpoint.folder}: config.json: hidden_act is {quoted(activation)}, not 'silu'. "
-                "This is not Kimi K2's MLP."
-            )
+        _check_activation(checkpoint)
         stem = family.layer.format(layer=layer)
         self._reader = reader
         self._devices = devices

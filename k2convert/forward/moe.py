@@ -22,7 +22,7 @@ that do not depend on the number of workers: the same bytes with any number.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -203,8 +203,11 @@ class Routing:
         return torch.topk(self.scores[:, expert], min(count, self.scores.shape[0])).indices
 
 
-def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
-    """Read the routing fields of config.json; CheckpointError names a field that is missing or not DeepSeek-V3's."""
+def read_router_config(config: Mapping[str, Any], *, where: str, num_experts: int) -> RouterConfig:
+    """Read the routing fields of config.json.
+
+    CheckpointError names a field that is missing, not DeepSeek-V3's, or more than can be chosen of `num_experts`.
+    """
     text = text_config(config)
 
     def field(key: str, kind: type) -> Any:
@@ -218,10 +221,27 @@ def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
             raise CheckpointError(
                 f"{where}: config.json: {key} is {quoted(text[key])}, not {known!r}. This is not Kimi K2's router."
             )
+
+    def count(key: str, most: int) -> int:
+        value = field(key, int)
+        if not 1 <= value <= most:
+            raise CheckpointError(
+                f"{where}: config.json: {key} is {quoted(value)}, but the router of {num_experts:,} experts accepts 1 "
+                f"to {most:,}. Use the model's own config.json."
+            )
+        return value
+
+    num_groups = count("n_group", num_experts // SCORES_PER_GROUP)
+    if num_experts % num_groups:
+        raise CheckpointError(
+            f"{where}: config.json: n_group is {num_groups:,}, which does not divide {num_experts:,} experts. Use the "
+            "model's own config.json."
+        )
+    chosen_groups = count("topk_group", num_groups)
     return RouterConfig(
-        experts_per_token=field("num_experts_per_tok", int),
-        num_groups=field("n_group", int),
-        chosen_groups=field("topk_group", int),
+        experts_per_token=count("num_experts_per_tok", num_experts // num_groups * chosen_groups),
+        num_groups=num_groups,
+        chosen_groups=chosen_groups,
         normalize=field("norm_topk_prob", bool),
         scaling_factor=float(field("routed_scaling_factor", int | float)),  # type: ignore[arg-type]
     )
@@ -260,6 +280,7 @@ class Router:
 
 def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
     """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
-    config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
     weight, bias = source.read(f"{stem}.gate.weight"), source.read(f"{stem}.gate.e_score_correction_bias")
+    folder = source.checkpoint.folder
+    config = read_router_config(source.checkpoint.config, where=str(folder), num_experts=weight.shape[0])
     return Router(weight.float().to(device), bias.float().to(device), config)

@@ -1,6 +1,5 @@
 """Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package."""
 
-import json
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from blake3 import blake3
-
 from k2convert.calibration.plan import CalibrationText, WalkSource
+from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
@@ -36,6 +34,7 @@ from k2convert.records.fingerprint import source_digest
 from k2convert.records.ledger import Ledger, find_ledger, weights_digest
 
 if TYPE_CHECKING:
+    from k2convert.evaluation.kept import Inputs
     from k2convert.evaluation.scores import Decode
     from k2convert.evaluation.streamed import EvaluationPlan, PlannedModel
     from k2convert.forward.layer_shards import LayerPart
@@ -55,6 +54,8 @@ class EvaluationOptions:
     out: Path | None = None
     any_text: bool = False
     """Whether the text may be one that a checkpoint was calibrated on."""
+    replaces: bool = False
+    """Whether an evaluation of something else is replaced."""
 
 
 @contextmanager
@@ -74,7 +75,11 @@ def open_evaluation(
     Writes nothing. Raises any K2ConvertError.
     """
     require_extra("calibrate", purpose="evaluate")
+    from k2convert.forward.decoder import check_config
+
     outputs = _outputs(reference, checkpoints, options.out)
+    for path in outputs:
+        _check_output(path, reference, text)
     work_folder = _work_folder(outputs)
     begun = _work(work_folder, 1).job()
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
@@ -93,6 +98,7 @@ def open_evaluation(
             found.append(EvaluatedCheckpoint(names[place], place, source, _ledger(opened.checkpoint.folder)))
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
+            check_config(found[-1].checkpoint)
         read = read_text(text, use, sources[0], hub)
         check_windows(read)
         if not options.any_text:
@@ -113,8 +119,6 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
     Without --out these are RESULT/evaluation.json of every checkpoint in a folder but the reference.
     """
     if out is not None:
-        source = None if reference.startswith(SCHEME) else Path(reference)
-        check_output_path(out, source=source)
         return {out: None}
     ours = Path(reference).resolve()
     local = [place for place in checkpoints if not place.startswith(SCHEME) and Path(place).resolve() != ours]
@@ -126,6 +130,14 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
         if (Path(place) / CONFIG_NAME).is_symlink():
             raise DestinationError(f"{place}: is made of links, so nothing is written to it. Name a file with --out.")
     return {Path(place) / EVALUATION_NAME: place for place in local}
+
+
+def _check_output(path: Path, reference: str, text: TextFiles) -> None:
+    """Refuse a file to write that cannot be written, or that is read here (DestinationError)."""
+    check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
+    for file in text.files:
+        if path.exists() and file.exists() and path.samefile(file):
+            raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
 
 
 def _work_folder(outputs: Mapping[Path, str | None]) -> Path:
@@ -179,11 +191,13 @@ def plan_evaluation(
     place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError for a `max_disk` that
     is not there.
     """
+    from k2convert.evaluation.kept import Output
     from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.forward.layer_shards import LayerShards
     from k2convert.forward.work import WalkJob
 
     models = _models(found, options)
+    inputs = tuple(one.inputs() for one in found)
     work = _work(work_folder, len(models))
     uses_hub = any(one.source.remote is not None for one in found)
     numbers = {one.place: number for number, one in enumerate(found)}
@@ -192,16 +206,17 @@ def plan_evaluation(
         text=text,
         checkpoints=found,
         models=models,
-        outputs={path: everything if place is None else (numbers[place],) for path, place in outputs.items()},
-        work=work,
-        job=WalkJob(
-            _identity(found, models, text, device_name(devices)),
-            text.chunk,
-            {f"{one.place}/{name}": identity for one in found for name, identity in one.source.identities.items()},
+        inputs=inputs,
+        outputs=tuple(
+            Output(path, everything if place is None else (numbers[place],), is_own=place is not None)
+            for path, place in outputs.items()
         ),
+        work=work,
+        job=WalkJob(_identity(found, models, inputs, text, device_name(devices)), text.chunk, {}),
         devices=devices,
         shards=LayerShards(_parts(found, work), work.downloads, 0, SILENT),
         disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
+        replaces=options.replaces,
     )
 
 
@@ -212,17 +227,22 @@ def _models(found: Sequence[EvaluatedCheckpoint], options: EvaluationOptions) ->
     planned: list[PlannedModel] = []
     for number, one in enumerate(found):
         weights = weights_digest(one.checkpoint, one.ledger)
+        config = file_digest(one.checkpoint.folder / CONFIG_NAME)
         if number == 0:
             activations = modes_of(one.checkpoint, None)[0]
-            planned.append(PlannedModel(EvaluatedModel(one.name, weights, activations), 0))
+            planned.append(PlannedModel(EvaluatedModel(one.name, weights, activations, config=config), 0))
             continue
         for mode in modes_of(one.checkpoint, options.activations):
-            planned.append(PlannedModel(EvaluatedModel(one.name, weights, mode, options.kv_cache), number))
+            planned.append(PlannedModel(EvaluatedModel(one.name, weights, mode, options.kv_cache, config), number))
     return tuple(planned)
 
 
 def _identity(
-    found: Sequence[EvaluatedCheckpoint], models: "Sequence[PlannedModel]", text: CalibrationText, device: str
+    found: Sequence[EvaluatedCheckpoint],
+    models: "Sequence[PlannedModel]",
+    inputs: "Sequence[Inputs]",
+    text: CalibrationText,
+    device: str,
 ) -> JsonObject:
     """Return everything that the figures depend on, field by field, as a refused resume names it."""
     modes = [(found[planned.checkpoint].place, planned.model) for planned in models]
@@ -233,11 +253,11 @@ def _identity(
         "layers": read_architecture(found[0].checkpoint).num_layers,
         **text.identity(device),
     }
-    for one in found:
-        remote, config = one.source.remote, json.dumps(one.checkpoint.config, sort_keys=True)
+    for one, files in zip(found, inputs, strict=True):
+        remote = one.source.remote
         identity[_REVISION.format(one.place)] = None if remote is None else remote.commit
         identity[f"headers of {one.place}"] = source_digest(one.checkpoint)
-        identity[f"config of {one.place}"] = blake3(config.encode()).hexdigest()
+        identity |= {f"{one.name}/{name}": found_identity for name, found_identity in files.items()}
     return identity
 
 

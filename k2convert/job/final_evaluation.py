@@ -12,6 +12,7 @@ from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, model_name
 from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW
 from k2convert.errors import CalibrationError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, check_computable
+from k2convert.evaluation.kept import check_text
 from k2convert.hub.client import RepoRef
 from k2convert.hub.source import resolve_source
 from k2convert.job.evaluation import WORK_NAME, EvaluationOptions, check_windows, opened_decoder, plan_evaluation
@@ -30,7 +31,7 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
 
     Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`; PlanError for a model
-    whose forward pass is not computed.
+    whose forward pass is not computed; DestinationError if the destination holds an evaluation on a different text.
     """
     check_computed(job.source.checkpoint)
     text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
@@ -43,8 +44,9 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
                 "text with --evaluate, or repeat the command with --yes."
             )
-    from k2convert.evaluation.streamed import states_bytes
+    from k2convert.evaluation.streamed import evaluated_text, states_bytes
 
+    check_text(job.destination.folder / EVALUATION_NAME, evaluated_text(text))
     hidden = read_architecture(job.source.checkpoint).hidden_size
     states = states_bytes(text.windows.ids.size, hidden, models=2)
     before = 0 if job.gptq is None else job.gptq.disk_bytes + job.limits.layer_room  # gone when the evaluation begins

@@ -11,12 +11,17 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from k2convert.checkpoint.names import EVALUATION_NAME
+from k2convert.checkpoint.files import file_digest
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME
 from k2convert.choices import Activations, ServedKvCache
 from k2convert.errors import CheckpointError, remedy
 from k2convert.records.document import Count, Digest, Real, Share, read_document
 
 FORMAT: Final = 1
+MAX_ROWS: Final = 64
+MAX_WINDOWS: Final = 1 << 16
+"""Means by window are kept of at most so many."""
+_MODES: Final = {"w4a4": "W4A4", "w4a16": "W4A16"}
 _REMEDY: Final = "Delete the file, or run `k2convert evaluate` again."
 
 Difference = Annotated[float, Field(allow_inf_nan=False)]
@@ -48,7 +53,8 @@ class PositionMean:
 class Divergence:
     """KL(reference || model) of the next token. `p99` and `p999` are the quantiles .99 and .999.
 
-    `histogram` counts tokens between HISTOGRAM_EDGES.
+    `histogram` counts tokens between HISTOGRAM_EDGES. `by_window` are the means of the windows, which two models on
+    the same text are compared by; empty in an older file, and of more than MAX_WINDOWS.
     """
 
     mean: Real
@@ -59,6 +65,7 @@ class Divergence:
     maximum: Real
     by_position: Annotated[tuple[PositionMean, ...], Field(max_length=64)]
     histogram: tuple[Count, ...]
+    by_window: Annotated[tuple[Real, ...], Field(max_length=MAX_WINDOWS)] = ()
 
     def __post_init__(self) -> None:
         if len(self.histogram) != len(HISTOGRAM_EDGES) + 1:
@@ -116,13 +123,21 @@ class WorstToken:
 class EvaluatedModel:
     """A model: `name` is a folder's, an address, or an endpoint; `weights` the digest of its weights, None if served.
 
-    `activations` is None for a model whose weights are not NVFP4. `kv_cache` is None for FP32.
+    `activations` is None for a model whose weights are not NVFP4. `kv_cache` is None for FP32. `config` is the digest
+    of config.json, None in an older file.
     """
 
     name: Text
     weights: Digest | None = None
     activations: Activations | None = None
     kv_cache: ServedKvCache | None = None
+    config: Digest | None = None
+
+    @property
+    def mode(self) -> str:
+        """How the model was computed, in words; empty for weights that are not NVFP4, with an FP32 cache."""
+        cache = "" if self.kv_cache is None else f"{self.kv_cache.upper()} KV"
+        return ", ".join(filter(None, (_MODES.get(self.activations or "", ""), cache)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +148,24 @@ class EvaluationRow:
     figures: Figures
     layers: Annotated[tuple[LayerFigures, ...], Field(max_length=1000)] = ()
     worst: Annotated[tuple[WorstToken, ...], Field(max_length=100)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Two models on the same tokens: the mean of KL(reference || farther) - KL(reference || nearer).
+
+    Its standard error is that of the windows' differences, which is smaller than those of the two means.
+    """
+
+    nearer: EvaluatedModel
+    farther: EvaluatedModel
+    difference: Mean
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the difference is more than two standard errors."""
+        error = self.difference.standard_error
+        return error is not None and self.difference.mean > 2 * error
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +189,8 @@ class Evaluation:
     """The content of evaluation.json, and what `evaluate --json` and `compare --json` print.
 
     `top_k` is how many log-probabilities of each token two servers gave: then every divergence is a lower bound.
-    `noise` is the mean divergence of the reference's server from itself, asked twice.
+    `noise` is the mean divergence of the reference's server from itself, asked twice. `verdicts` compare rows of the
+    same mode; in the file of one checkpoint some compare it with rows of other files.
     """
 
     format: Literal[1]
@@ -164,9 +198,10 @@ class Evaluation:
     tool_version: Annotated[Text, Field(alias="k2convert")]
     reference: EvaluatedModel
     text: EvaluationText
-    rows: Annotated[tuple[EvaluationRow, ...], Field(max_length=64)]
+    rows: Annotated[tuple[EvaluationRow, ...], Field(max_length=MAX_ROWS)]
     top_k: Count | None = None
     noise: Real | None = None
+    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_ROWS * MAX_ROWS)] = ()
 
 
 NOISE_FACTOR: Final = 2.0
@@ -187,7 +222,7 @@ def find_evaluation(path: Path) -> Evaluation | None:
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     """Read a result's evaluation.json; None if there is none. `weights` is the digest of its weights (Ledger.weights).
 
-    Raises CheckpointError if the file is damaged, or measures other weights.
+    Raises CheckpointError if the file is damaged, or measures other weights or another config.json.
     """
     with remedy(_REMEDY):
         found = find_evaluation(folder)
@@ -196,6 +231,9 @@ def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     where, is_evaluated = folder / EVALUATION_NAME, found.kind == "evaluate"
     if not found.rows:
         raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
+    config = file_digest(folder / CONFIG_NAME) if is_evaluated and (folder / CONFIG_NAME).is_file() else None
+    if any(row.model.config not in (None, config) for row in found.rows if is_evaluated):
+        raise CheckpointError(f"{where}: measures a different {CONFIG_NAME} than this result has. {_REMEDY}")
     if any(row.model.weights != weights for row in found.rows if is_evaluated or row.model.weights is not None):
         raise CheckpointError(f"{where}: measures other weights than this result has. {_REMEDY}")
     return found

@@ -94,7 +94,7 @@ def test_killed_at_every_layer_it_goes_on_to_the_same_bytes(cut: Path, result: P
     words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
     [found] = crash(tmp_path, words, points="layers")
     assert found["wrong"] == []
-    assert found["files"] == ["evaluation.json"]
+    assert found["files"] == [".evaluation.json.k2convert", "evaluation.json"]
     assert found["tried"] >= 3 + 2, "two layers and the head, and interrupts"
     assert found["interrupted"]["code"] == 130
     assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
@@ -119,7 +119,8 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
     (row,) = found.rows
     assert (row.model.name, row.model.activations, row.model.kv_cache) == ("ours", "w4a4", None)
     assert f"{row.figures.divergence.mean:.5f}" in done.stdout
-    assert said(done.stderr).splitlines()[-1] == f"next: k2convert report {ours}"
+    assert said(done.stderr).splitlines()[-1] == f"next: k2convert report {ours} --source {cut}"
+    assert str(ours / "evaluation.json") in done.stdout.splitlines()
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before, "the reference is not written to"
     assert not (ours / ".k2convert" / "evaluation.work").exists()
     weights = weights_digest(open_checkpoint(ours), find_ledger(ours))
@@ -143,7 +144,8 @@ def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path,
     assert not (one / ".k2convert").exists()
     for folder, row in zip((one, other), found.rows, strict=False):
         kept = find_evaluation(folder)
-        assert kept == replace(found, rows=(row,))
+        verdicts = tuple(one for one in found.verdicts if row.model in (one.nearer, one.farther))
+        assert kept == replace(found, rows=(row,), verdicts=verdicts)
     assert not (cut / "evaluation.json").exists()
 
 

@@ -37,13 +37,13 @@ def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: 
         module.weight.copy_(weight.float())
         module.e_score_correction_bias.copy_(bias)
         _, weights, experts = module(hidden)
-    ours = route(hidden, weight, bias, read_router_config(config, where="test"))
+    ours = route(hidden, weight, bias, read_router_config(config, where="test", num_experts=32))
     assert torch.equal(ours.experts, experts)
     assert torch.equal(ours.weights, weights)
 
 
 def test_bias_takes_part_in_the_choice_but_not_in_the_weight(tiny: Path) -> None:
-    config = read_router_config(open_checkpoint(tiny).parse_config(), where="test")
+    config = read_router_config(open_checkpoint(tiny).parse_config(), where="test", num_experts=16)
     hidden, weight = torch.randn(8, 256), torch.randn(16, 256) * 0.05
     bias = torch.zeros(16)
     bias[5] = 10.0
@@ -59,8 +59,14 @@ def test_bias_takes_part_in_the_choice_but_not_in_the_weight(tiny: Path) -> None
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok is True"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but the router of 16 experts accepts 1 to 16"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok is 17"),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, .* accepts 1 to 8"),
+        ({"n_group": 3}, "n_group is 3, which does not divide 16 experts"),
+        ({"n_group": 0}, "n_group is 0"),
+        ({"topk_group": 2}, "topk_group is 2"),
     ],
 )
 def test_a_router_that_cannot_be_computed_is_refused(tiny: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_router_config(open_checkpoint(tiny).config | change, where="here")
+        read_router_config(open_checkpoint(tiny).config | change, where="here", num_experts=16)

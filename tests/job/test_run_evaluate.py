@@ -41,7 +41,7 @@ def test_it_is_what_evaluate_writes_afterwards(short: Path, text: Path, evaluate
     assert document(out) == document(evaluated)
     for folder in (out, evaluated):
         assert json.loads(run_here("validate", folder, "--source", short, "--json", code=0).stdout)["passed"]
-    assert not list((evaluated / ".k2convert").glob("evaluation*"))
+    assert not list((evaluated / ".k2convert").glob("evaluation*.work"))
 
 
 def test_report_shows_it_and_running_again_keeps_it(short: Path, text: Path, evaluated: Path, tmp_path: Path) -> None:

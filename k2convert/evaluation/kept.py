@@ -1,0 +1,270 @@
+"""What the rows of an evaluation were made from, and which rows of an earlier one stay.
+
+The document of an evaluation has no times, so that equal evaluations are equal bytes. What a row was made from is
+kept beside it, in a sealed file, by the row's digest. An answer without that, or of changed files, is computed again.
+
+    FOLDER/.NAME.k2convert              beside the document NAME
+    RESULT/.k2convert/NAME.k2convert    of a document in the result of `run`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from k2convert.checkpoint.files import file_digest, write_atomically
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    JOB_NAME,
+    LEDGER_NAME,
+    TIKTOKEN_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    WORK_FOLDER,
+)
+from k2convert.errors import DestinationError, K2ConvertError, MalformedFileError, SourceReadError, shortened
+from k2convert.evaluation.scores import compare_models
+from k2convert.records.document import Digest, encode, read_sealed, seal
+from k2convert.records.evaluation import (
+    MAX_ROWS,
+    EvaluatedModel,
+    Evaluation,
+    EvaluationRow,
+    EvaluationText,
+    find_evaluation,
+)
+
+Inputs = Mapping[str, str]
+"""The identity of every file that a checkpoint is computed from, by its name."""
+
+_FILES: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME)
+_SUFFIX: Final = ".k2convert"
+
+
+def inputs_of(checkpoint: Checkpoint, hashes: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what a checkpoint is computed from; `hashes` are those of its shards, if it is on the Hub.
+
+    A shard in a folder is too much to hash. Its size and its times stand for it: nobody can set the time of a change of
+    its inode. Raises SourceReadError.
+    """
+    folder = checkpoint.folder
+    found = {name: file_digest(folder / name) for name in _FILES if (folder / name).is_file()}
+    if hashes is None:
+        hashes = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
+    return found | dict(hashes)
+
+
+def _stat(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    return f"{found.st_size} bytes, modified {found.st_mtime_ns}, changed {found.st_ctime_ns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a row was made from: the place of its checkpoint, and the digest of all files of it and of its reference."""
+
+    place: str
+    inputs: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Origins:
+    """The content of the sealed file: origins by the digests of rows."""
+
+    rows: dict[Digest, Origin]
+
+
+def origin_of(place: str, reference: Inputs, model: Inputs) -> Origin:
+    """Return the origin of the rows of a checkpoint; `place` is its folder or its address."""
+    digest = blake3()
+    for inputs in (reference, model):
+        for name, identity in sorted(inputs.items()):
+            digest.update(f"{name}\0{identity}\n".encode())
+        digest.update(b"\0")
+    return Origin(place, digest.hexdigest())
+
+
+def _row_digest(document: Evaluation, row: EvaluationRow) -> str:
+    """Return the digest of a row with the reference and the text that it was computed on."""
+    return blake3(encode(replace(document, rows=(row,), verdicts=()))).hexdigest()
+
+
+def _origins_path(path: Path) -> Path:
+    folder = path.parent / WORK_FOLDER
+    is_ours = (folder / JOB_NAME).is_file()
+    return folder / f"{path.name}{_SUFFIX}" if is_ours else path.with_name(f".{path.name}{_SUFFIX}")
+
+
+def _read_origins(path: Path) -> dict[str, Origin]:
+    try:
+        return read_sealed(_Origins, _origins_path(path)).rows
+    except K2ConvertError:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file to write, and the checkpoints whose rows it gets, by their numbers in the evaluation.
+
+    `is_own` is set for the file in the folder of its one checkpoint.
+    """
+
+    path: Path
+    checkpoints: tuple[int, ...]
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What an evaluation is made from: a document without rows, the reference's files, and the origins by names.
+
+    `models` are those whose rows it computes.
+    """
+
+    document: Evaluation
+    reference: Inputs
+    origins: Mapping[str, Origin]
+    models: tuple[EvaluatedModel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The rows of a file as it is: those that still hold, those of changed files, and those that would be lost."""
+
+    holding: Mapping[EvaluationRow, Origin]
+    changed: tuple[EvaluationRow, ...]
+    lost: tuple[EvaluationRow, ...]
+
+    def check(self, path: Path, document: Evaluation) -> None:
+        """Refuse to lose rows (DestinationError)."""
+        if self.lost or document.kind != "evaluate":
+            modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in self.lost))
+            texts = ", ".join(shortened(name) for name, _ in document.text.texts)
+            raise DestinationError(
+                f"{path}: holds another evaluation ({modes} on {texts}). `k2convert evaluate` replaces it with "
+                "--replace, or writes a different file with --out."
+            )
+
+
+def read_replaced(path: Path) -> Evaluation | None:
+    """Return the evaluation that a file holds, None if there is no file; raises DestinationError for anything else."""
+    try:
+        return find_evaluation(path)
+    except MalformedFileError as error:
+        raise DestinationError(
+            f"{path}: is not an evaluation, so it is not replaced ({str(error).rstrip('.')}). Remove it, or name a "
+            "different file with --out."
+        ) from None
+
+
+def check_text(path: Path, text: EvaluationText) -> None:
+    """Refuse to write an evaluation on a text into a file that holds one on a different text (DestinationError)."""
+    found = read_replaced(path)
+    if found is not None and not (found.kind == "evaluate" and _text_of(found.text) == _text_of(text)):
+        Earlier({}, (), found.rows).check(path, found)
+
+
+def read_earlier(output: Output, made: Made, *, replaces: bool) -> Earlier:
+    """Sort the rows of a file that is about to be written.
+
+    Raises DestinationError if it is no evaluation, or unless `replaces` is set, if rows would be lost.
+    """
+    found = read_replaced(output.path)
+    holding: dict[EvaluationRow, Origin] = {}
+    changed: list[EvaluationRow] = []
+    lost: list[EvaluationRow] = []
+    origins = _read_origins(output.path)
+    for row in () if found is None else found.rows:
+        assert found is not None
+        origin = origins.get(_row_digest(found, row))
+        named, now = _present(output, made, row, origin)
+        if _is_same(found, made.document) and origin is not None and now is not None:
+            if origin.inputs == now.inputs:
+                holding[named] = now
+            else:
+                changed.append(named)
+        elif now is None or not _is_computed(found, made, named):
+            lost.append(named)
+    earlier = Earlier(holding, tuple(changed), tuple(lost))
+    if found is not None and not replaces:
+        earlier.check(output.path, found)
+    return earlier
+
+
+def _is_same_text(found: Evaluation, new: Evaluation) -> bool:
+    return found.kind == new.kind and _text_of(found.text) == _text_of(new.text)
+
+
+def _text_of(text: EvaluationText) -> tuple[object, ...]:
+    return text.texts, text.token_ids, text.window
+
+
+def _is_same(found: Evaluation, new: Evaluation) -> bool:
+    is_same_tool = found.tool_version == new.tool_version
+    return is_same_tool and found.reference == new.reference and _is_same_text(found, new)
+
+
+def _is_computed(found: Evaluation, made: Made, row: EvaluationRow) -> bool:
+    """Return whether a row is computed again, so that nothing is lost with it."""
+    return _is_same_text(found, made.document) and row_key(row.model) in map(row_key, made.models)
+
+
+def row_key(model: EvaluatedModel) -> tuple[str, str]:
+    """Return the name and the mode of a model: a file has one row of each."""
+    return model.name, model.mode
+
+
+def _present(
+    output: Output, made: Made, row: EvaluationRow, origin: Origin | None
+) -> tuple[EvaluationRow, Origin | None]:
+    """Return a row under its checkpoint's name of today, and the origin that it would have today.
+
+    None if that is not known: a different checkpoint has its name, or it is on the Hub, or cannot be read.
+    """
+    if output.is_own:
+        name, now = list(made.origins.items())[output.checkpoints[0] - 1]
+        return replace(row, model=replace(row.model, name=name)), now
+    now = made.origins.get(row.model.name)
+    if now is not None:
+        is_known = origin.place == now.place if origin else row.model.weights in {one.weights for one in made.models}
+        return row, now if is_known else None
+    if origin is None or not Path(origin.place).is_dir():
+        return row, None
+    try:
+        return row, origin_of(origin.place, made.reference, inputs_of(open_checkpoint(Path(origin.place)), None))
+    except K2ConvertError:
+        return row, None
+
+
+def write_evaluation(output: Output, made: Made, found: Evaluation, *, replaces: bool) -> Earlier:
+    """Write the rows of one file, after those of an earlier evaluation that still hold; returns what was there.
+
+    What rows were made from is written first: a process killed in between leaves an evaluation that is known.
+    Raises DestinationError, DiskFullError, DestinationWriteError.
+    """
+    earlier = read_earlier(output, made, replaces=replaces)
+    names = {list(made.origins)[number - 1] for number in output.checkpoints if number}
+    new = {row: made.origins[row.model.name] for row in found.rows if row.model.name in names}
+    computed = set(map(row_key, (row.model for row in new)))
+    rows = {row: origin for row, origin in earlier.holding.items() if row_key(row.model) not in computed} | new
+    document = replace(found, rows=tuple(rows))
+    if len(rows) > MAX_ROWS:
+        raise DestinationError(f"{output.path}: has no room for more than {MAX_ROWS} rows. Name a file with --out.")
+    own = {row_key(row.model) for row in rows}
+    verdicts = compare_models((*rows, *(row for row in found.rows if row not in rows)))
+    document = replace(
+        document, verdicts=tuple(one for one in verdicts if own & {row_key(one.nearer), row_key(one.farther)})
+    )
+    origins = {_row_digest(document, row): origin for row, origin in rows.items()}
+    write_atomically(_origins_path(output.path), seal(_Origins(_read_origins(output.path) | origins)))
+    write_atomically(output.path, encode(document))
+    return earlier

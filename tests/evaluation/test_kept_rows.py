@@ -1,0 +1,287 @@
+"""Old figures never answer for changed files, and no file or row of an evaluation is lost without a word."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+from command import run_here, said
+from conversions import convert
+
+import k2convert
+from k2convert.evaluation.scores import compare_models
+from k2convert.records.evaluation import Evaluation, EvaluationRow, find_evaluation
+from scripts.fixture_maker.damage import edit_config, edit_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 2048, (2, 32)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Results by two rules."""
+    folder = tmp_path_factory.mktemp("made")
+    return convert(cut, folder / "mse"), convert(cut, folder / "max", rule="max")
+
+
+@pytest.fixture
+def pair(cut: Path, made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A source and a result of it, to be changed."""
+    source = Path(shutil.copytree(cut, tmp_path / "source"))
+    return source, Path(shutil.copytree(made[0], tmp_path / "ours"))
+
+
+def evaluate(*words: object, text: Path, code: int = 0) -> CompletedProcess[str]:
+    return run_here("evaluate", *words, "--text", text, *SMALL, code=code)
+
+
+def rows(path: Path) -> list[EvaluationRow]:
+    found = find_evaluation(path)
+    assert found is not None
+    return list(found.rows)
+
+
+def modes(path: Path) -> list[str]:
+    return [row.model.mode for row in rows(path)]
+
+
+def theta(folder: Path) -> None:
+    edit_config(folder, rope_theta=5000.0)
+
+
+def weights_in_place(folder: Path) -> None:
+    """Change a byte of each shard with its old time, as another tool could."""
+    for shard in folder.glob("model-*.safetensors"):
+        before = shard.stat()
+        with shard.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def other_weights(folder: Path) -> None:
+    """Put the same shards there again: nobody can know that they are equal."""
+    for shard in folder.glob("model-*.safetensors"):
+        data = shard.read_bytes()
+        shard.unlink()
+        shard.write_bytes(data)
+
+
+def touched_config(folder: Path) -> None:
+    """Change one blank of config.json."""
+    path = folder / "config.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def other_tokenizer(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", lambda document: document.update(note="new"))
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "theta": theta,
+    "weights": weights_in_place,
+    "the same weights again": other_weights,
+    "a blank": touched_config,
+    "the tokenizer's config": other_tokenizer,
+}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, side: int) -> None:
+    evaluate(*pair, text=ids)
+    for name, change in CHANGES.items():
+        change(pair[side])
+        assert "already complete" not in evaluate(*pair, text=ids).stderr, name
+    assert "already complete" in evaluate(*pair, text=ids).stderr
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_function_and_a_file_for_all_see_changes_too(
+    pair: tuple[Path, Path], ids: Path, tmp_path: Path, side: int
+) -> None:
+    def measure() -> int:
+        out = tmp_path / "all.json"
+        k2convert.evaluate(pair[0], [pair[1]], [ids], tokens=64, window=32, device="cpu", out=out)
+        return out.stat().st_mtime_ns
+
+    first = measure()
+    assert measure() == first
+    weights_in_place(pair[side])
+    assert measure() != first
+
+
+def test_another_theta_and_another_conversion_have_other_figures(
+    pair: tuple[Path, Path], made: tuple[Path, Path], ids: Path
+) -> None:
+    source, result = pair
+    evaluate(source, result, text=ids)
+    first = rows(result)[0].figures
+    theta(result)
+    evaluate(source, result, text=ids)
+    second = rows(result)[0].figures
+    assert second.divergence.mean > 2 * first.divergence.mean
+    shutil.copy(made[0] / "config.json", result)
+    for name in ("k2convert.json", ".k2convert"):
+        path = result / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    evaluate(source, result, text=ids)
+    assert rows(result)[0].figures == first
+    for shard in made[1].glob("model-*.safetensors"):
+        shutil.copy(shard, result)
+    evaluate(source, result, text=ids)
+    assert rows(result)[0].figures.divergence.mean > first.divergence.mean
+
+
+@pytest.mark.parametrize(("name", "side"), [("theta", 0), ("weights", 0), ("weights", 1)])
+def test_an_interrupted_evaluation_does_not_go_on_with_changed_files(
+    pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch, name: str, side: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("k2convert.evaluation.streamed.score_tokens", lambda *_args, **_options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(*pair, text=ids)
+    CHANGES[name](pair[side])
+    done = evaluate(*pair, text=ids, code=1)
+    assert "evaluation.work: holds a different evaluation: " in done.stderr
+    assert f"{pair[side].name}/{'config.json' if name == 'theta' else 'model-00001'}" in done.stderr
+    assert not (pair[1] / "evaluation.json").exists()
+
+
+def test_a_file_that_changes_while_it_is_evaluated_is_refused(
+    pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k2convert.evaluation import streamed
+
+    gather = streamed._gather
+
+    def late(*arguments: Any) -> Evaluation:
+        weights_in_place(pair[0])
+        return gather(*arguments)
+
+    monkeypatch.setattr(streamed, "_gather", late)
+    done = evaluate(*pair, text=ids, code=1)
+    assert "changed while the evaluation ran" in done.stderr
+    assert not (pair[1] / "evaluation.json").exists()
+
+
+def test_run_evaluates_a_changed_result_again(cut: Path, tmp_path: Path) -> None:
+    text = tmp_path / "novel.txt"
+    text.write_text("The ship sails on, and nobody knows where. " * 20)
+    out = tmp_path / "out"
+    words = ("run", cut, out, "--evaluate", text)
+    run_here(*words, code=0)
+    time = (out / "evaluation.json").stat().st_mtime_ns
+    run_here(*words, code=0)
+    assert (out / "evaluation.json").stat().st_mtime_ns == time
+    weights_in_place(out)
+    run_here(*words, code=0)
+    assert (out / "evaluation.json").stat().st_mtime_ns != time
+
+
+def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+    source, result = pair
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"the": "only copy"}')
+    link = tmp_path / "link.json"
+    link.symlink_to(mine)
+    shard = next(result.glob("model-*.safetensors"))
+    before = {path: path.read_bytes() for path in (result / "config.json", shard, ids, mine, result / "tokenizer.json")}
+    for out in (*before, link, tmp_path):
+        done = evaluate(source, result, "--out", out, text=ids, code=1)
+        assert (done.stdout, said(done.stderr).count("\n")) == ("", 1)
+        assert f"{out}: is " in done.stderr
+        assert evaluate(source, result, "--out", out, "--replace", text=ids, code=1).stdout == ""
+    assert {path: path.read_bytes() for path in before} == before
+    (result / "evaluation.json").write_text("my notes")
+    assert "evaluation.json: is not an evaluation" in evaluate(source, result, text=ids, code=1).stderr
+    assert (result / "evaluation.json").read_text() == "my notes"
+    assert not list(tmp_path.glob("*.work"))
+
+
+def test_rows_of_the_same_text_stay_and_others_need_replace(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+    source, result = pair
+    evaluate(source, result, "--activations", "both", text=ids)
+    alone = {row.model.mode: row for row in rows(result)}
+    done = evaluate(source, result, "--kv-cache", "fp8", "--json", text=ids)
+    assert [row["model"].get("kv_cache") for row in json.loads(done.stdout)["rows"]] == ["fp8"]
+    assert modes(result) == ["W4A16", "W4A4", "W4A4, FP8 KV"]
+    assert {row.model.mode: row for row in rows(result)[:2]} == alone
+    other = tmp_path / "other.npy"
+    np.save(other, np.load(ids)[::-1])
+    before = (result / "evaluation.json").read_bytes()
+    done = evaluate(source, result, text=other, code=1)
+    assert "holds another evaluation (W4A16, W4A4, W4A4, FP8 KV on ids.npy)" in done.stderr
+    assert "--replace" in done.stderr
+    assert (result / "evaluation.json").read_bytes() == before
+    assert run_here("run", source, result, "--evaluate", other, code=1).returncode == 1
+    assert (result / "evaluation.json").read_bytes() == before
+    evaluate(source, result, "--replace", text=other)
+    assert modes(result) == ["W4A4"]
+
+
+def test_rows_of_changed_files_do_not_stay(pair: tuple[Path, Path], ids: Path) -> None:
+    source, result = pair
+    evaluate(source, result, "--activations", "both", text=ids)
+    weights_in_place(result)
+    done = evaluate(source, result, "--kv-cache", "fp8", text=ids)
+    assert "left out ours W4A16: its files changed since" in done.stderr
+    assert modes(result) == ["W4A4, FP8 KV"]
+
+
+def test_a_table_grows_by_checkpoints(cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    mse, other = made
+    evaluate(cut, mse, "--out", out, text=ids)
+    done = evaluate(cut, other, "--out", out, text=ids)
+    assert [row.model.name for row in rows(out)] == ["mse", "max"]
+    assert str(out) in done.stdout.splitlines()
+    together = tmp_path / "together.json"
+    evaluate(cut, mse, other, "--out", together, text=ids)
+    assert together.read_bytes() == out.read_bytes()
+    elsewhere = Path(shutil.copytree(other, tmp_path / "elsewhere" / "mse"))
+    assert "holds another evaluation" in evaluate(cut, elsewhere, "--out", out, text=ids, code=1).stderr
+
+
+def test_a_moved_result_keeps_its_evaluation(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+    source, result = pair
+    evaluate(source, result, text=ids)
+    moved = result.rename(tmp_path / "moved")
+    assert "already complete" in evaluate(source, moved, text=ids).stderr
+
+
+def test_the_verdict_is_of_paired_differences(cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    done = evaluate(cut, *made, "--activations", "both", "--out", out, text=ids)
+    found = find_evaluation(out)
+    assert found is not None
+    assert found.verdicts == compare_models(found.rows)
+    assert [(one.nearer.activations, one.farther.activations) for one in found.verdicts] == [
+        ("w4a16", "w4a16"),
+        ("w4a4", "w4a4"),
+    ]
+    for verdict in found.verdicts:
+        near, far = (
+            next(row for row in found.rows if row.model == model).figures.divergence
+            for model in (verdict.nearer, verdict.farther)
+        )
+        differences = np.array(far.by_window) - np.array(near.by_window)
+        assert verdict.difference.mean == pytest.approx(far.mean - near.mean, rel=1e-9)
+        assert verdict.difference.standard_error == pytest.approx(differences.std(ddof=1) / np.sqrt(2), rel=1e-9)
+        words = "is nearer than" if verdict.is_clear else "are not told apart"
+        assert f"{verdict.nearer.name} {verdict.nearer.mode}" in done.stdout
+        assert words in done.stdout
+    assert json.loads(out.read_text())["verdicts"][0]["nearer"]["name"] == found.verdicts[0].nearer.name
