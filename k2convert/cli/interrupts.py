@@ -70,9 +70,8 @@ _command = _Command()
 
 
 def catch_interrupts() -> None:
-    """Let Ctrl-C and SIGTERM raise Interrupted in the main thread, and forget what was said of an earlier command."""
-    global _command
-    _command = _Command()
+    """Let Ctrl-C and SIGTERM raise Interrupted in the main thread."""
+    _command.num_threads = _num_threads()
     for number in _NUMBERS:
         _signal.signal(number, _interrupt)
     if _Watcher.process != os.getpid():
@@ -109,8 +108,10 @@ def release_interrupts() -> None:
 
 
 def forget_signals() -> None:
-    """Let the watcher see no more signals: the command is over."""
+    """Let the watcher see no more signals, and forget those that it saw: the command is over."""
+    global _command
     _signal.set_wakeup_fd(-1)
+    _command = _Command()
 
 
 def say_when_interrupted(state: Callable[[], str], command: str = "", *, resumes: bool = True) -> None:
@@ -199,8 +200,8 @@ def _end_at_once(command: _Command) -> None:
 
 def end_interrupted() -> NoReturn:
     """Tell the person watching what is done and what resumes it, and end with 130 (Ctrl-C) or 143 (SIGTERM)."""
-    release_interrupts()
     command = _command
+    release_interrupts()
     command.ending.acquire()  # and keep it: if the watcher has it, it ends the process
     _wipe_echo()
     _write(_sentence(command))

@@ -135,7 +135,7 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
     num_groups, used_groups = _count(config, "n_group"), _count(config, "topk_group")
     if count < top_k:
         raise PlanError(
-            f"{counted(count, 'expert')} per layer cannot serve a token, which uses {top_k} "
+            f"keeps {counted(count, 'expert')} per layer, but each token uses {top_k} "
             f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
     if num_groups == 1:

@@ -331,8 +331,8 @@ def _explain(error: ValidationError) -> str:
         else:
             reason = problem["msg"].removeprefix("Value error, ")
             if reason.startswith("Input should be "):
-                wanted = reason.removeprefix("Input should be ").replace("a valid tuple", "a list")
-                reason = f"{quoted(problem['input'])} is not {wanted.replace('a valid ', 'a ')}"
+                wanted = reason.removeprefix("Input should be ").replace("a valid ", "a ")
+                reason = f"{quoted(problem['input'])} must be {wanted}"
             if problem["type"] == "tuple_type":
                 reason = _LIST_NEEDED
             parts.append(f"{shortened(place)}: {reason}" if place else reason)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from k2convert.cli.interrupts import STOPPING
+
 CAUGHT = 1 << (signal.SIGTERM - 1)
 
 
@@ -82,4 +84,4 @@ except Interrupted:
     print("interrupted", errors, changed.acquire(blocking=False))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("interrupted [] True\n", "")
+    assert (done.stdout, done.stderr) == ("interrupted [] True\n", f"{STOPPING}\n")

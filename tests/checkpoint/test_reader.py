@@ -110,3 +110,19 @@ def test_bytes_are_compared_to_the_last_one(size: int) -> None:
             other = part.copy()
             other[place] ^= 1
             assert not same_bytes(part, other)
+
+
+def test_an_interrupt_while_a_file_is_opened_leaves_no_descriptor(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying the second descriptor reads from the disk, which takes long enough to be interrupted there."""
+
+    def interrupted(*_arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    drop_from_cache(shard)
+    before = set(Path("/proc/self/fd").iterdir())
+    tensor = TensorInfo("t", "U8", (4096,), 0, 4096, "shard")
+    with monkeypatch.context() as patch, ShardReader(lambda _: shard) as reader:
+        patch.setattr(os, "preadv", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(tensor)
+    assert set(Path("/proc/self/fd").iterdir()) == before

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command import RunCli
+from command import RunCli, run_here
 from statistics_makers import random_statistics
 
 from k2convert.calibration.layer_files import statistics_work
@@ -135,3 +135,80 @@ def test_other_options_are_refused_with_the_command_of_the_job(run_cli: RunCli, 
         f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different folder, or delete this one to "
         "start over.\n"
     )
+
+
+def test_status_of_a_moved_or_copied_job_resumes_it_where_it_lies(
+    run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("source").symlink_to(cut)
+    assert run_cli("run", "source", "half", "--part", "1/2").returncode == 0
+    shutil.copytree("half", "copied")
+    Path("half").rename("moved")
+    for name in ("moved", "copied"):
+        assert following(run_cli("status", name)) == f"k2convert run source {name}"
+        assert json.loads(run_cli("status", name, "--json").stdout)["resume"] == f"k2convert run source {name}"
+        refused = run_cli("run", "source", name, "--rule", "max")
+        assert f"Its own command is `k2convert run source {name}`. " in refused.stderr
+    assert "resuming: 2 of 3 shards done" in run_cli("run", "source", "moved").stderr
+
+
+def test_status_of_a_moved_calibration_resumes_it_where_it_lies(run_cli: RunCli, stopped: Path) -> None:
+    moved = stopped.with_name("moved.stats")
+    Path(f"{stopped}.work").rename(f"{moved}.work")
+    words = shlex.split(following(run_cli("status", moved)))
+    assert words[words.index("calibrate") + 2] == str(moved)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "novel.txt"
+    path.write_text("".join(f"In chapter {number} the ship sails on, and nobody knows where. " for number in range(40)))
+    return path
+
+
+def test_status_knows_evaluations_with_a_file_and_in_a_result(
+    short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    result, rows = tmp_path / "result", tmp_path / "all.json"
+    run_here("run", short, result, code=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("k2convert.evaluation.streamed._score", interrupted)
+        run_here("evaluate", short, result, "--text", text, "--out", rows, code=130)
+        run_here("evaluate", short, result, "--text", text, code=130)
+    for place in (rows, f"{rows}.work"):
+        shown = run_here("status", place, code=0)
+        assert re.match(rf"{rows}: evaluation not finished: 3 of 3 layers, [\d,]+ tokens at most\n", shown.stdout)
+        assert f"evaluate {short} {result} " in following(shown)
+    of_result = run_here("status", result, code=0)
+    assert f"{result}: complete: " in of_result.stdout
+    assert f"{result}: evaluation not finished: 3 of 3 layers" in of_result.stdout
+    assert f"evaluate {short} {result} " in following(of_result)
+    document = json.loads(run_here("status", result, "--json", code=0).stdout)
+    assert (document["complete"], document["evaluation"]["finished_layers"]) == (True, 3)
+    run_here("evaluate", short, result, "--text", text, "--out", rows, code=0)
+    shown = run_here("status", rows, code=0)
+    assert re.fullmatch(rf"{rows}: complete evaluation: 1 model on [\d,]+ tokens of novel\.txt\n", shown.stdout)
+
+
+def test_status_of_a_run_does_not_forget_its_evaluation(
+    short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    for step in ("job.final_evaluation._reference", "evaluation.streamed._score"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"k2convert.{step}", interrupted)
+            run_here("run", short, out, "--evaluate", text, code=130)
+        shown = run_here("status", out, code=0)
+        assert f"{out}: complete: " in shown.stdout
+        assert following(shown).endswith(f"run {short} {out} --evaluate {text}")
+        assert "--evaluate" in json.loads(run_here("status", out, "--json", code=0).stdout)["resume"]
+    assert "evaluate: 3 of 3 layers are done" in shown.stdout
+    run_here("run", short, out, "--evaluate", text, code=0)
+    assert "validate" in following(run_here("status", out, code=0))

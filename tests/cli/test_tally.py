@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 
+from k2convert.cli.progress import _Lines
 from k2convert.cli.tally import Meter, Tally
 from k2convert.records.events import Extent
 from k2convert.records.lock import parse_summary
@@ -129,3 +130,46 @@ def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_
     assert summary["phases"]["calibrate"]["unit"] == 100
     assert parse_summary(json.dumps(summary)) == summary
     assert parse_summary(json.dumps(summary).replace('"unit": 100', '"unit": null')) is None
+
+
+def test_a_walk_has_a_rate_and_an_eta_only_when_a_layer_like_the_others_is_done() -> None:
+    clock = Clock()
+    extent = Extent({"calibrate": (400, 0)}, layer_tokens=100, layer_costs=(1.0, 10.0, 10.0, 10.0))
+    tally = Tally(extent, note=print, clock=clock)
+    tally.begun(extent)
+    meter = tally.meters["calibrate"]
+    clock.every(1, lambda: tally.tokens_computed(10), times=10)
+    assert (meter.rate, tally.seconds_left) == (360, None), "a dense layer says little of those with experts"
+    clock.every(10, lambda: tally.tokens_computed(10), times=9)
+    assert tally.seconds_left is None
+    assert round(meter.share, 3) == round(10 / 31, 3), "operations, not layers"
+    clock.every(10, lambda: tally.tokens_computed(10), times=1)
+    assert tally.seconds_left == 200
+    clock.now += 60
+    assert tally.seconds_left == 140
+    clock.now += 600
+    assert (tally.seconds_left, meter.rate) == (100, meter.rate), "a step that reports nothing is not stalled"
+    assert meter.rate is not None
+    assert meter.rate > 60
+
+
+def test_lines_of_computing_never_say_stalled_and_small_jobs_have_no_eta_of_zero() -> None:
+    clock = Clock()
+    for phase, total in (("calibrate", 400), ("evaluate", 400)):
+        extent = Extent({phase: (total, 0)}, layer_tokens=100)
+        tally = Tally(extent, note=print, clock=clock)
+        tally.begun(extent)
+        lines = _Lines("calibrate", tally)
+        assert "ETA" not in lines.text()
+        clock.every(0.01, lambda tally=tally: tally.tokens_computed(50), times=3)
+        assert "ETA" not in lines.text()
+        clock.now += 500
+        assert "stalled" not in lines.text()
+        assert lines.text().startswith(f"{phase}: 37 % (1 of {4 - (phase == 'evaluate')} layers)")
+    extent = Extent({"check": (1000, 0)}, num_experts=100)
+    tally = Tally(extent, note=print, clock=clock)
+    tally.begun(extent)
+    clock.every(1, lambda: tally.progress(bytes_in=10), times=5)
+    clock.every(1, lambda: tally.experts_computed(1, 1, 100), times=5)
+    clock.now += 500
+    assert _Lines("validate", tally).text().count("stalled") == 1, "the disk's"

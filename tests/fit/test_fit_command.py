@@ -10,6 +10,7 @@ from command import run, run_here, said
 from test_layouts import K2
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.fit.gpus import GPUS
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
 
@@ -199,12 +200,15 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path) -> No
     ]
 
 
+_AMD = f"--gpu 'mi300': a GPU of AMD, which cannot run NVFP4. Known: {', '.join(GPUS)}."
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         ("--gpu b100 --count 8", 1, "--gpu 'b100': an unknown GPU. Known: b200, b300,"),
         ("--gpu MI355X --count 8", 1, "--gpu 'MI355X': a GPU of AMD, which cannot run NVFP4. Known: b200, b300,"),
-        ("--gpu mi300 --count 8", 1, "For another one that runs NVFP4, pass --memory, such as 96GB."),
+        ("--gpu mi300 --count 8", 1, f"{_AMD} For another one that runs NVFP4, pass --memory, such as 96GB."),
         ("--gpu b200 --count 3 --tp 3", 1, "--tp 3: it must divide the 4 attention heads. Nearest:"),
         ("--experts 3", 1, "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
         ("--experts 17", 1, "--experts 17: a layer has 16 experts"),
