@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
-from k2convert.checkpoint.files import mapping_or_empty, read_json_file, read_text_file
+from k2convert.checkpoint.files import is_there, mapping_or_empty, read_json_file, read_text_file
 from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy
 
@@ -99,8 +98,8 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object
     """
     config_path, path = folder / TOKENIZER_CONFIG_NAME, folder / CHAT_TEMPLATE_NAME
     with remedy(_REMEDY):
-        config = read_json_file(config_path) if os.path.lexists(config_path) else {}
-        found = (read_text_file(path) if os.path.lexists(path) else "") or config.get("chat_template")
+        config = read_json_file(config_path) if is_there(config_path) else {}
+        found = (read_text_file(path) if is_there(path) else "") or config.get("chat_template")
     entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
     templates: dict[str, str] = {}
     for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):

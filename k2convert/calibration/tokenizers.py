@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import check_plain_file, mapping_or_empty, read_json_file, read_small_file
+from k2convert.checkpoint.files import check_plain_file, is_there, mapping_or_empty, read_json_file, read_small_file
 from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy, require_extra
 
@@ -81,8 +80,8 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     Raises CalibrationError if there is none or it cannot be used, MissingDependencyError without its library.
     """
     require_extra("calibrate", purpose="text to calibrate on")
-    has_json = os.path.lexists(folder / TOKENIZER_NAME)
-    has_kimi = os.path.lexists(folder / TIKTOKEN_NAME)
+    has_json = is_there(folder / TOKENIZER_NAME)
+    has_kimi = is_there(folder / TIKTOKEN_NAME)
     names = _special_tokens(folder / TOKENIZER_CONFIG_NAME) if has_kimi else {}
     if has_json and not (has_kimi and _is_renumbered(folder / TOKENIZER_NAME, names)):
         return _JsonTokenizer(folder / TOKENIZER_NAME)

@@ -237,6 +237,15 @@ def known_sha256(path: Path) -> str | None:
     return sha256 if is_current and _SHA256.fullmatch(sha256) else None
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a file, a folder or a link has this name; raises OSError if that cannot be found out."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def num_bytes_of(content: Content) -> int:
     """Return the length of `content`; raises OSError if the file does not exist."""
     return len(content) if isinstance(content, bytes) else content.stat().st_size

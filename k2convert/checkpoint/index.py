@@ -8,7 +8,6 @@ with other numbers. A frozen document is still a dict of dicts and lists, so jso
 Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from typing import Any, Final, NoReturn, cast
 
 from k2convert.checkpoint.files import (
     check_plain_file,
+    is_there,
     list_folder,
     mode_of,
     parse_json_object,
@@ -127,7 +127,7 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
-    index = read_json_file(index_path) if os.path.lexists(index_path) else None
+    index = read_json_file(index_path) if is_there(index_path) else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
         raise MalformedFileError(
             f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "

@@ -4,13 +4,13 @@
 asks two servers and writes the same form. Divergences are KL(reference || model) of the next token, in nats.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME
 from k2convert.choices import Activations, ServedKvCache
 from k2convert.errors import CheckpointError, remedy
@@ -181,7 +181,7 @@ def is_noise(evaluation: Evaluation, row: EvaluationRow) -> bool:
 def find_evaluation(path: Path) -> Evaluation | None:
     """Read a file, or a result's evaluation.json; None if there is none; raises MalformedFileError."""
     path = path / EVALUATION_NAME if path.is_dir() else path
-    return read_document(Evaluation, path) if os.path.lexists(path) else None
+    return read_document(Evaluation, path) if is_there(path) else None
 
 
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:

@@ -11,7 +11,6 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
-import os
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -23,6 +22,7 @@ from typing import Any
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
     is_temporary,
+    is_there,
     list_folder,
     write_atomically,
     writing,
@@ -133,7 +133,7 @@ class Journal:
     def leave_out_of_uploads(self) -> None:
         """Name the work folder in DEST/.gitignore, which git and `hf upload` obey. One that is there stays as it is."""
         path = self.destination / IGNORE_NAME
-        if not os.path.lexists(path):
+        if not is_there(path):
             write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
@@ -193,7 +193,7 @@ class Journal:
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
-        if not os.path.lexists(self._job_path):
+        if not is_there(self._job_path):
             return None
         try:
             return read_document(JobDescription, self._job_path)

@@ -4,7 +4,6 @@ It is derived from the plan and the records, and travels with the result. This m
 form. It is written once every shard is recorded.
 """
 
-import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from blake3 import blake3
 from pydantic import Field
 
 from k2convert import __version__
+from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
@@ -204,7 +204,7 @@ def parse_ledger(text: str, *, where: str) -> Ledger:
 def find_ledger(folder: Path) -> Ledger | None:
     """Read a folder's ledger; None if there is none; raises MalformedFileError."""
     path = folder / LEDGER_NAME
-    return read_document(Ledger, path) if os.path.lexists(path) else None
+    return read_document(Ledger, path) if is_there(path) else None
 
 
 def read_ledger(folder: Path) -> Ledger:

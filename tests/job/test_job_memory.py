@@ -63,6 +63,18 @@ def test_memory_bounds_the_plan_on_many_cores_with_a_word(
         assert re.search(words, refused.stderr)
 
 
+@pytest.mark.parametrize("cpus", ["4", ""])
+def test_a_task_of_slurm_plans_below_its_memory(
+    system: Path, tmp_path: Path, tiny: Path, cpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task of the guide has 4 CPUs and 4 GB. Its machine has 192 and 256 GB."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
+    planned = planned_memory(tiny, tmp_path / "out")
+    assert planned["needed"] < planned["available"] < 4096 << 20
+    assert bool(planned["note"]) == (not cpus)
+
+
 def planned_memory(source: Path, out: Path) -> dict[str, Any]:
     """The memory that a dry run says, and what it notes."""
     done = run_here("run", source, out, "--dry-run", "--json")  # it may be refused for lack of disk in the end

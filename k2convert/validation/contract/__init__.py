@@ -9,13 +9,13 @@ Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0
 """
 
 import math
-import os
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import Role
@@ -296,7 +296,7 @@ def _list_problem(ledger: Ledger) -> str:
 
 
 def _evaluation_problem(path: Path, ledger: Ledger) -> str:
-    if not os.path.lexists(path):
+    if not is_there(path):
         return ""
     from k2convert.records.evaluation import fresh_evaluation  # most results have none
 
