@@ -37,6 +37,8 @@ MAX_SMALL_FILE_BYTES: Final = 256 << 20  # the largest of a Kimi checkpoint, the
 MAX_FILES: Final = 100_000  # of a folder; links of a checkpoint could lead to a whole disk
 MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+
 Content = bytes | Path
 """What to write: bytes, or the bytes of another file, which is copied in pieces."""
 
@@ -66,6 +68,24 @@ def check_plain_file(path: Path) -> None:
         raise MalformedFileError(f"{path}: is a link to {quoted(str(path.readlink()))}, which {problem}.")
     if mode:
         raise MalformedFileError(f"{path}: is a folder or a device, not a file.")
+
+
+def check_no_pointer(path: Path, start: bytes) -> None:
+    """Refuse the text that Git leaves in place of a large file (MalformedFileError). `start` is how the file begins."""
+    if start.startswith(_LFS_POINTER):
+        raise MalformedFileError(
+            f"{path}: is a Git LFS pointer, not the file itself. `git lfs pull` in its folder fetches it."
+        )
+
+
+def check_fetched(path: Path) -> None:
+    """The same for a file that is not open; raises SourceReadError too."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    check_no_pointer(path, start)
 
 
 def parse_json(text: str) -> Any:
@@ -145,6 +165,7 @@ def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     if len(raw) > limit:
         raise MalformedFileError(f"{path}: larger than {limit:,} bytes, which no file of its kind is.")
+    check_no_pointer(path, raw)
     return raw
 
 

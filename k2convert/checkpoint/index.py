@@ -16,8 +16,10 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, NoReturn, cast
 
 from k2convert.checkpoint.files import (
+    check_fetched,
     check_plain_file,
     list_folder,
+    mapping_or_empty,
     mode_of,
     parse_json_object,
     read_json_file,
@@ -32,8 +34,12 @@ from k2convert.checkpoint.names import (
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
     LEDGER_NAME,
+    PROCESSOR_NAMES,
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
+    TIKTOKEN_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
 )
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
 
@@ -218,7 +224,7 @@ _WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gg
 def list_sidecars(folder: Path) -> list[Path]:
     """Return the relative paths of the files to copy, sorted. Skips hidden files and folders, and links to nothing.
 
-    Raises MalformedFileError if a link that an engine reads leads to nothing.
+    Raises MalformedFileError if a link that an engine reads leads to nothing, and for a Git LFS pointer.
     """
     found: list[Path] = []
     for path in walk_folder(folder):
@@ -232,8 +238,37 @@ def list_sidecars(folder: Path) -> list[Path]:
             check_plain_file(path)
         if S_ISREG(mode):
             _check_name(path.name, folder=path.parent)
+            check_fetched(path)
             found.append(relative)
     return found
+
+
+_TOKENIZERS: Final = (TOKENIZER_NAME, TIKTOKEN_NAME, "tokenizer.model", "vocab.json")
+_WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
+
+
+def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
+    """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, code that a config names."""
+    missing: list[tuple[str, str]] = []
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        missing.append((TOKENIZER_NAME, f"missing, and {TIKTOKEN_NAME} too: engines need the tokenizer"))
+    users: dict[str, str] = {}
+    for name in _WITH_CODE:
+        users |= dict.fromkeys(_named_code(folder / name), name)
+    lacking = {module: name for module, name in users.items() if not (folder / module).exists()}
+    return missing + [(module, f"missing, but auto_map of {name} names it") for module, name in lacking.items()]
+
+
+def _named_code(path: Path) -> list[str]:
+    """Return the files of code that a config's auto_map expects beside it; none if it cannot be read."""
+    try:
+        document = read_json_file(path)
+    except CheckpointError:
+        return []
+    entries: list[Any] = list(mapping_or_empty(document.get("auto_map")).values())
+    flat = [part for entry in entries for part in (cast(list[Any], entry) if isinstance(entry, list) else [entry])]
+    here = (part for part in flat if isinstance(part, str) and "--" not in part)  # owner/name--module is elsewhere
+    return [f"{part.rpartition('.')[0].replace('.', '/')}.py" for part in here if "." in part]
 
 
 def _check_name(name: str, *, folder: Path) -> None:

@@ -14,6 +14,7 @@ IGNORE_NAME: Final = ".gitignore"
 TOKENIZER_NAME: Final = "tokenizer.json"
 TIKTOKEN_NAME: Final = "tiktoken.model"
 TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
+PROCESSOR_NAMES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
 
 LEDGER_NAME: Final = "k2convert.json"

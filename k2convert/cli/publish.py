@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from k2convert.checkpoint.index import missing_sidecars
 from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.verbs import PublishOptions
@@ -60,6 +61,8 @@ def publish(options: PublishOptions) -> None:
             open_named_statistics(options.statistics, hub=hub) as calibrated,
             open_origin(options.source, hub=hub) as (origin, shards),
         ):
+            for name, problem in missing_sidecars(folder):
+                console.print_note(f"warning: {folder}: {name}: {problem}")
             confirm(target, total_bytes=ledger.num_bytes, yes=options.yes, ask=typer.confirm)
             with Display("validate", Extent({"check": (folder_bytes(folder), 0)}), quiet=quiet) as events:
                 validation, hashes = validate_publication(

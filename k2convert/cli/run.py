@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from k2convert.checkpoint.index import missing_sidecars
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -52,7 +53,7 @@ from k2convert.plan.recipe import parse_settings
 from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 from k2convert.records.events import Extent
-from k2convert.records.ledger import below_budget, check_budget, summarize
+from k2convert.records.ledger import below_budget, check_budget, doubts, summarize
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
@@ -110,6 +111,8 @@ def run(options: RunOptions) -> None:
         for notice in (*notices, job.limits.shrunk):
             if notice is not None:
                 console.print_note(f"note: {notice}")
+        for name, problem in missing_sidecars(job.source.checkpoint.folder):
+            console.print_note(f"warning: {options.source}: {name}: {problem}")
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
             console.print_note(f"{_UNUSED_GPU} {install_remedy(extra='torch')}")
         if options.dry_run:
@@ -339,8 +342,9 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
     totals = summarize(outcome.records.values())
     missed = below_budget(outcome.records.values(), job.plan.recipe)
+    doubtful = doubts(outcome.records.values())
     if options.as_json:
-        document = run_document(job, totals, seconds)
+        document = run_document(job, totals, seconds) | ({"warnings": doubtful} if doubtful else {})
         if missed:
             document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
         if job.uses_hub:
@@ -357,6 +361,8 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
     if outcome.calibrated is not None:
         show_outputs(outcome.calibrated, job.gptq)
     show_run(job, totals, seconds)
+    for doubt in doubtful:
+        console.print_note(f"warning: {doubt}")
     if outcome.evaluation is not None:
         from k2convert.cli.evaluation_view import show_evaluation
 

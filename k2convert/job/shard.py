@@ -22,9 +22,9 @@ import numpy as np
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero
 from k2convert.checkpoint.writer import ShardWriter
-from k2convert.errors import FormatError, InterruptedRun, remedy
+from k2convert.errors import FormatError, InterruptedRun, MalformedFileError, remedy
 from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
@@ -37,7 +37,7 @@ from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, is_weight
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -164,7 +164,8 @@ class _Loaded:
 class _Piece:
     """One unit of work: what it reads, and the call that returns its buffers in file order and its records.
 
-    `is_pure` if nothing but the source and the statistics decides its bytes.
+    `is_pure` if nothing but the source and the statistics decides its bytes. `copied` is the tensor of which it is a
+    part, if it is copied.
     """
 
     num_bytes: int
@@ -174,6 +175,7 @@ class _Piece:
     tensors: int
     reads: tuple[tuple[TensorInfo, int, int], ...]
     call: Callable[["_Loaded"], _Result]
+    copied: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ class _Conversion:
         header = encoded_header(shard)
         file_bytes = len(header) + shard.data_bytes
         path, records = task.destination / shard.name, list[ProjectionRecord]()
+        has_values = set[str]()
         writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
         with writing as writer:
             writer.write(header)
@@ -197,6 +200,8 @@ class _Conversion:
                 for buffer in buffers:
                     writer.write(buffer.data)
                 records += measured
+                if piece.copied and not all(map(is_zero, buffers)):
+                    has_values.add(piece.copied)
                 bytes_out = sum(b.nbytes for b in buffers)
                 self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
             digest = writer.commit()
@@ -209,6 +214,7 @@ class _Conversion:
             source_headers={name: task.header_digests[name] for name in shard.source_shards},
             projections=tuple(records),
             sha256=writer.sha256,
+            zero_copies=_zero_copies(shard, has_values),
         )
 
     def difference(self, everything: bool) -> str | None:
@@ -271,7 +277,8 @@ class _Conversion:
                     tensors = 1 if end == size else 0
                     call = partial(self._copy_step, step)
                     size_of_part = end - begin
-                    yield _Piece(size_of_part, size_of_part, size_of_part, is_pure, tensors, reads, call)
+                    name = step.tensor.name
+                    yield _Piece(size_of_part, size_of_part, size_of_part, is_pure, tensors, reads, call, name)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
@@ -313,6 +320,8 @@ class _Conversion:
 
     def _copy_step(self, step: CopyStep, loaded: _Loaded) -> _Result:
         data, scaling, calibration = loaded.read(step.tensor), step.scaling, self.task.calibration
+        if not is_finite(data, step.tensor.dtype):
+            raise MalformedFileError(f"{step.tensor.shard}: {step.tensor.name}: has NaN or infinite values.")
         if scaling is None or calibration is None:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
@@ -335,6 +344,12 @@ class _Conversion:
         scalars = scalar_bytes(self.task.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
         return buffers, ProjectionRecord(name, projection.role, global_scale, metrics)
+
+
+def _zero_copies(shard: ShardJob, has_values: set[str]) -> tuple[str, ...]:
+    """Return the copied weights that are all zero. A bias may be."""
+    copied = [step.tensor for step in shard.steps if isinstance(step, CopyStep)]
+    return tuple(t.name for t in copied if t.num_bytes and is_weight(t.name) and t.name not in has_values)
 
 
 def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:

@@ -28,9 +28,10 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
 from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest, source_digest
 from k2convert.records.pruning import PruningRecord
-from k2convert.records.shard_record import Metrics, ShardRecord
+from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of
 
 TOTAL: Final = "total"
+MAX_NAMED: Final = 3
 _REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
 
 
@@ -173,6 +174,32 @@ def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, fl
     measured = ((p.module, p.metrics) for r in records for p in r.projections if p.metrics and p.metrics.energy > 0.0)
     missed = {name: m.sqnr_db for name, m in measured if not m.sqnr_db >= recipe.budget.tensor_sqnr_db}
     return dict(sorted(missed.items(), key=lambda item: item[1]))
+
+
+def doubts(records: Iterable[ShardRecord]) -> list[str]:
+    """Return what makes the source doubtful, a sentence a kind of doubt: weights that are zero, codes of -8."""
+    zeros = list[str]()
+    minus_eights = dict[str, str]()
+    for record in records:
+        zeros += record.zero_copies
+        for projection in record.projections:
+            if projection.metrics is None:
+                continue
+            if projection.metrics.energy == 0.0:
+                zeros.append(projection.module)
+            elif doubt := doubt_of(projection.metrics):
+                minus_eights[projection.module] = doubt
+    found = list[str]()
+    if zeros:
+        found.append(f"{_some(zeros)}: {ALL_ZERO}")
+    if minus_eights:
+        found.append(f"{_some(list(minus_eights))}: {next(iter(minus_eights.values()))}")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    first = ", ".join(sorted(names)[:MAX_NAMED])
+    return first if len(names) <= MAX_NAMED else f"{len(names):,} tensors ({first}, ...)"
 
 
 def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> None:

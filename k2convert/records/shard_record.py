@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator
 
@@ -76,6 +76,25 @@ class DecodedError:
         return None if self.weighted_energy == 0.0 else decibels(self.weighted_energy, self.weighted_error)
 
 
+ALL_ZERO: Final = "all weights are zero"
+MOST_MINUS_EIGHT: Final = 0.1
+"""More codes of -8 than this are a doubt. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor that is all zero is a doubt, by its name: a bias may be zero."""
+    return name.endswith(".weight")
+
+
+def doubt_of(metrics: WeightMetrics) -> str:
+    """Return what the codes of a source weight make doubtful; empty for most."""
+    count, total = metrics.num_minus_eight, metrics.num_codes
+    if count is None or not total or count <= MOST_MINUS_EIGHT * total:
+        return ""
+    share = f"{100 * count / total:.0f} % of the codes are -8, which Moonshot's training never writes"
+    return f"{share}: a range of zeros in the file?" if count == total else f"{share}: two's complement?"
+
+
 def proven(metrics: WeightMetrics, decoded: DecodedError) -> WeightMetrics:
     """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?"""
     if metrics.below_window_groups is None:
@@ -119,6 +138,7 @@ class ShardRecord:
     """One finished shard: hashes and size of the file, digests of the source headers it was converted from.
 
     `sha256`, by which the Hub identifies files, and `checked` are set if the shard was written for upload.
+    `zero_copies` are the copied weights that are all zero.
     """
 
     shard: str
@@ -129,6 +149,7 @@ class ShardRecord:
     source_headers: dict[str, str]
     projections: tuple[ProjectionRecord, ...] = ()
     sha256: str | None = None
+    zero_copies: tuple[str, ...] = ()
     checked: ShardFindings | None = None
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of
 from k2convert.validation.contract.result import Result, open_shard
 from k2convert.validation.decode import differing_totals
 from k2convert.validation.scaling import Scaling
@@ -112,6 +112,7 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.digests[record.shard] = record.blake3
         scan.compared.update(checked.copied)
         scan.scaled.update(checked.scaled)
+        scan.all_zero.update(record.zero_copies)
         scan.invalid_scales.update(checked.invalid_scales)
         scan.subnormal_scales.update(checked.subnormal_scales)
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
@@ -121,7 +122,10 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
             error, sampled = checked.decoded[module], checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
             joined.totals.add(projection.role, projection.metrics, has_exact_scale=True)
-            joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled)
+            doubt = "" if projection.metrics is None else doubt_of(projection.metrics)
+            joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
+            if error.energy == 0.0:
+                scan.all_zero.add(module)
     return joined
 
 

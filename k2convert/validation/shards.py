@@ -67,6 +67,11 @@ class ShardsFound:
         """The decoded error of each module."""
         return {module: found.error for module, found in self.checked.items()}
 
+    @property
+    def doubts(self) -> dict[str, str]:
+        """What makes the source's codes doubtful, by module."""
+        return {module: found.doubt for module, found in self.checked.items() if found.doubt}
+
     def figures(self, result: Result) -> dict[str, Figures]:
         """Return the measured figures by role and under "total"."""
         roles = {module: result.modules[module].parts.role for module in self.checked}

@@ -285,7 +285,7 @@ def _report(
     )
     is_whole = result.whole is None and errors.keys() >= {module.name for module in result.converted}
     totals = found.figures(result) if is_whole and errors else None
-    return check_result(result, found.scan, errors=errors, totals=totals), weights
+    return check_result(result, found.scan, errors=errors, totals=totals, doubts=found.doubts), weights
 
 
 def checkable_rule(result: Result, *, has_statistics: bool) -> tuple[Rule | None, str]:

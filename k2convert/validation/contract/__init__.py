@@ -20,7 +20,7 @@ from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import Role
 from k2convert.records.ledger import Ledger
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.shard_record import ALL_ZERO, DecodedError
 from k2convert.validation.contract.folder import (
     check_config_unchanged,
     check_hf_quant_config,
@@ -70,11 +70,13 @@ def check_result(
     *,
     errors: Mapping[str, DecodedError] | None = None,
     totals: Mapping[str, Figures] | None = None,
+    doubts: Mapping[str, str] | None = None,
 ) -> ContractReport:
     """Check all nineteen rules on a folder that was opened and scanned.
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
-    measured figures by role, for rule 19; None if not every converted weight was measured. If the result is a part,
+    measured figures by role, for rule 19; None if not every converted weight was measured. `doubts` are what makes the
+    codes of source weights doubtful, by module. If the result is a part,
     headers and configs of the whole are checked, and the rules on data note which part was read.
     """
     whole = result.whole or result
@@ -89,7 +91,7 @@ def check_result(
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
-    on_data += [check_errors(result, errors), check_ledger(result, scan, totals)]
+    on_data += [check_errors(result, scan, errors, doubts or {}), check_ledger(result, scan, totals)]
     if result.whole is not None:
         for findings in on_data:
             findings.skip(result.limits)
@@ -173,6 +175,10 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
     if result.is_smoothed:
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
+    for name in sorted(scan.not_finite):
+        found.error(name, "has NaN or infinite values")
+    for name in sorted(scan.all_zero - result.modules.keys()):
+        found.warn(name, ALL_ZERO)
     if result.source is None:
         return found.skip(result.no_source)
     compared = 0
@@ -211,9 +217,18 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     return found
 
 
-def check_errors(result: Result, errors: Mapping[str, DecodedError] | None) -> Findings:
-    """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget."""
+def check_errors(
+    result: Result, scan: ScanResult, errors: Mapping[str, DecodedError] | None, doubts: Mapping[str, str]
+) -> Findings:
+    """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget.
+
+    Damage to a source lowers no SQNR, so weights that are zero and codes that no training writes are warnings.
+    """
     found = Findings(18)
+    for name in sorted(scan.all_zero & result.modules.keys()):
+        found.warn(name, ALL_ZERO)
+    for name, doubt in doubts.items():
+        found.warn(name, doubt)
     if errors is None:
         return found.skip(result.no_source or NO_SOURCE)
     if not errors and not result.converted:

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import (
     ABSENT,
+    check_fetched,
     config_differences,
     is_same_json,
     mapping_or_empty,
@@ -15,7 +16,7 @@ from k2convert.checkpoint.files import (
     read_json_file,
     walk_folder,
 )
-from k2convert.checkpoint.index import list_sidecars
+from k2convert.checkpoint.index import list_sidecars, missing_sidecars
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, Quantization
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -26,7 +27,7 @@ from k2convert.checkpoint.names import (
     TOKENIZER_NAME,
 )
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import CheckpointError, quoted, shortened
+from k2convert.errors import CheckpointError, K2ConvertError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY, key_of
 from k2convert.models.names import Role
 from k2convert.validation.contract.result import Result
@@ -301,9 +302,23 @@ def _check_index(result: Result, found: Findings) -> None:
         found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
 
 
+def _pointer_problem(path: Path) -> str:
+    try:
+        check_fetched(path)
+    except K2ConvertError as error:
+        return str(error).removeprefix(f"{path}: ").removesuffix(".")
+    return ""
+
+
 def check_sidecars(result: Result) -> Findings:
     """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
     found = Findings(17)
+    for name, problem in missing_sidecars(result.folder):
+        found.warn(name, problem)
+    for path in _visible_files(result.folder):
+        problem = "" if path.is_symlink() or path.suffix == SHARD_SUFFIX else _pointer_problem(path)
+        if problem:
+            found.error(str(path.relative_to(result.folder)), problem)
     if result.source is None:
         return found.skip(result.no_source)
     expected = list_sidecars(result.source.folder)

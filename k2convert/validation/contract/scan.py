@@ -15,9 +15,10 @@ from blake3 import blake3
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
-from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
+from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
+from k2convert.records.shard_record import is_weight
 from k2convert.validation.contract.result import Module, Result
 from k2convert.validation.contract.tensors import shape_problems
 from k2convert.validation.scaling import SCALED_DTYPES, Exponents, misfit
@@ -27,6 +28,7 @@ SUBNORMAL_LAST = 0x07
 LARGEST_FINITE = 0x7E
 _BLOCKS_AT_ONCE = 1 << 20
 _CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
+_MAGNITUDES = np.uint8(0x77)  # of the two codes in a byte
 
 
 ShardBytes = Callable[[str, Bytes], None]
@@ -49,6 +51,7 @@ class Piece:
 class ScanResult:
     """What the pass found, by the names that tensors should have (see Result).
 
+    `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
     `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
     changes, `misscaled` has the problem of each of these.
     """
@@ -61,6 +64,8 @@ class ScanResult:
     scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
     different: dict[str, int] = field(default_factory=dict[str, int])
     misscaled: dict[str, str] = field(default_factory=dict[str, str])
+    not_finite: set[str] = field(default_factory=set[str])
+    all_zero: set[str] = field(default_factory=set[str])
     compared: set[str] = field(default_factory=set[str])
     scaled: set[str] = field(default_factory=set[str])
 
@@ -134,6 +139,11 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
     return targets
 
 
+def _has_zero_codes(codes: Bytes) -> bool:
+    """Return whether all E2M1 codes are zero, of either sign. Most weights are answered by the first of them."""
+    return is_zero(codes[:BLOCK_SIZE] & _MAGNITUDES) and is_zero(codes & _MAGNITUDES)
+
+
 @dataclass(frozen=True, slots=True)
 class _Scan:
     result: Result
@@ -195,6 +205,8 @@ class _Scan:
         target = self.targets.get((piece.tensor.shard, piece.tensor.name))
         if target is None:
             return
+        if target.module is None:
+            self._look_at(target.name, piece, data)
         if target.source is not None:
             self._compare(target, piece, data)
         elif target.module is not None:
@@ -202,10 +214,23 @@ class _Scan:
             if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
                 self.found.scalars[target.name] = data.tobytes()
             is_scale = target.is_readable and target.parameter == names.block_scale and data.size
+            if target.parameter == names.weight and _has_zero_codes(data):
+                self.found.all_zero.add(target.module.name)
             if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
                 self._count_scales(target, target.module, data)
             if self.tensor_visitor is not None:
                 self.tensor_visitor(target.module.name, target.parameter, data)
+
+    def _look_at(self, name: str, piece: Piece, data: Bytes) -> None:
+        """Look at a part of a copied tensor; its parts come in order."""
+        if not is_finite(data, piece.tensor.dtype):
+            self.found.not_finite.add(name)
+        if not is_weight(name) or not data.size:
+            return
+        if not is_zero(data):
+            self.found.all_zero.discard(name)
+        elif piece.begin == 0:
+            self.found.all_zero.add(name)
 
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None

@@ -1,0 +1,75 @@
+"""Files beside the weights: a Git LFS pointer is refused; no tokenizer and no code are said before anything is done."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import RunCli
+
+from scripts.fixture_maker.damage import edit_json
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 19587000\n"
+CODE = "configuration_deepseek.py"
+
+
+@pytest.fixture
+def source(cut: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(cut, tmp_path / "source")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tiktoken.model", "docs/figure.png", "config.json", "LICENSE"])
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry-run"])
+def test_a_pointer_is_refused(name: str, more: tuple[str, ...], source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_text(POINTER)
+    shown = run_cli("run", source, tmp_path / "out", *more, code=1)
+    assert f"{source / name}: is a Git LFS pointer" in shown.stderr
+    assert "git lfs pull" in shown.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_pointer_in_a_result_fails_the_validation(name: str, source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    out = tmp_path / "out"
+    run_cli("run", source, out, "--rule", "max", code=0)
+    (out / name).write_text(POINTER)
+    shown = run_cli("validate", out, code=3)
+    assert f"rule 17 fail: {name}: is a Git LFS pointer" in shown.stdout
+
+
+def without_tokenizer(source: Path) -> str:
+    (source / "tokenizer.json").unlink()
+    return "tokenizer.json: missing, and tiktoken.model too: engines need the tokenizer"
+
+
+def without_code(source: Path) -> str:
+    names = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "me/other--modeling.Model"}
+    edit_json(source / "config.json", lambda config: config.update(auto_map=names))
+    return f"{CODE}: missing, but auto_map of config.json names it"
+
+
+def without_tokenizer_code(source: Path) -> str:
+    names = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    edit_json(source / "tokenizer_config.json", lambda config: config.update(auto_map=names))
+    return "tokenization_kimi.py: missing, but auto_map of tokenizer_config.json names it"
+
+
+@pytest.mark.parametrize("damage", [without_tokenizer, without_code, without_tokenizer_code])
+def test_what_an_engine_lacks_is_said(
+    damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    words, out = damage(source), tmp_path / "out"
+    for more in (("--dry-run",), ()):
+        shown = run_cli("run", source, out, "--rule", "max", *more, code=0)
+        assert f"warning: {source}: {words}\n" in shown.stderr
+    for more in ((), ("--source", source)):
+        shown = run_cli("validate", out, *more, code=0)
+        assert f"rule 17 warn: {words}\n" in shown.stdout
+        assert shown.stderr.count("warning") == 0
+
+
+def test_code_that_is_there_is_not_missed(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    without_code(source)
+    (source / CODE).write_text("raise SystemExit\n")
+    assert "warning" not in run_cli("run", source, tmp_path / "out", "--dry-run", code=0).stderr
