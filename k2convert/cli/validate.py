@@ -8,6 +8,7 @@ import typer
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
@@ -28,6 +29,7 @@ from k2convert.records.events import Extent
 from k2convert.records.publication import check_shards_are_here
 from k2convert.validation.remote import folder_bytes
 from k2convert.validation.results import ValidationReport
+from k2convert.validation.shards import num_kept
 from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
@@ -59,17 +61,22 @@ def validate(options: ValidateOptions) -> None:
         display = Display("validate", extent, quiet=options.quiet)
         if cost is not None and cost.seconds is not None:
             display.tally.expected_seconds["layers"] = cost.seconds
-        with display as events:
-            found = validate_checkpoint(
-                folder=opened.folder,
-                source=opened.source,
-                reference=options.reference,
-                against=against,
-                layers=request,
-                events=events,
-                shards=opened.shards,
-                statistics=opened.statistics,
-            )
+        try:
+            with display as events:
+                found = validate_checkpoint(
+                    folder=opened.folder,
+                    source=opened.source,
+                    reference=options.reference,
+                    against=against,
+                    layers=request,
+                    events=events,
+                    shards=opened.shards,
+                    statistics=opened.statistics,
+                )
+        except BaseException as error:
+            if num_checked := num_kept(opened.folder):
+                error.add_note(f"{counted(num_checked, 'shard')} checked. The same command resumes")
+            raise
         _show_found(opened.named(found), opened.folder, as_json=options.as_json)
 
 

@@ -39,7 +39,7 @@ from k2convert.validation.results import (
     compare,
     rule_report,
 )
-from k2convert.validation.shards import ShardsFound, validate_shards
+from k2convert.validation.shards import ShardsFound, forget_shards, keep_shards, validate_shards
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics
@@ -117,6 +117,9 @@ def validate_checkpoint(
         comparison = compare(str(against), weights, their_contract, their_weights)
         if any(found.ledger is not None and found.ledger.calibration is not None for found in (result, other)):
             comparison = replace(comparison, note=CALIBRATED_NOTE)
+    for place in (folder, against):
+        if place is not None:
+            forget_shards(place)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
 
 
@@ -254,14 +257,19 @@ def _scan(
             f"{result.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
+    rule = checkable_rule(result, has_statistics=result.calibration is not None)[0]
+    kept = None
+    if visitor is None and not shards.is_remote and result.whole is None:  # a visitor gets every byte
+        kept = keep_shards(result, rule, recorded, with_library=reference)
     return validate_shards(
         result,
-        rule=checkable_rule(result, has_statistics=result.calibration is not None)[0],
+        rule=rule,
         recorded=recorded,
         with_library=reference,
         events=events,
         visitor=visitor,
         shards=shards,
+        kept=kept,
     )
 
 

@@ -15,7 +15,7 @@ from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, LayoutNames
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
@@ -129,10 +129,14 @@ class Result:
     @property
     def is_foreign(self) -> bool:
         """Whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
-        if self.ledger is not None or self.ledger_problem != "missing" or (self.folder / WORK_FOLDER).exists():
+        if self.ledger is not None or self.ledger_problem != "missing" or self._has_job:
             return False
         producer = mapping_or_empty(self.declared.get("producer"))
         return producer.get("name") != "k2convert"
+
+    @property
+    def _has_job(self) -> bool:
+        return (self.folder / WORK_FOLDER / JOB_NAME).exists()
 
     @property
     def declared(self) -> dict[str, object]:
