@@ -75,7 +75,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     "nested too deep": (replace_text(INDEX, "[" * 200_000), [INDEX, "JSON", "ownload"]),
     "a pointer left by git": (
         replace_text(INDEX, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        [INDEX, "JSON", "ownload"],
+        [INDEX, "Git LFS pointer", "git lfs pull"],
     ),
     "missing index": (lambda s: (s / INDEX).unlink(), [INDEX, "download"]),
     "index is a link to nothing": (link_to(INDEX, "gone"), [INDEX, "link to 'gone'", "ownload"]),
