@@ -18,7 +18,7 @@ from typing import Final
 
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
-from k2convert.models.names import Role
+from k2convert.models.names import CONVERTIBLE_ROLES, Role
 from k2convert.records.ledger import Ledger
 from k2convert.records.shard_record import ALL_ZERO, DecodedError
 from k2convert.validation.contract.folder import (
@@ -226,7 +226,8 @@ def check_errors(
     """
     found = Findings(18)
     for name in sorted(scan.all_zero & result.modules.keys()):
-        found.warn(name, ALL_ZERO)
+        if result.modules[name].parts.role in CONVERTIBLE_ROLES:  # rule 1 reports any other
+            found.warn(name, ALL_ZERO)
     for name, doubt in doubts.items():
         found.warn(name, doubt)
     if errors is None:
