@@ -348,8 +348,7 @@ def keep_shards(
 ) -> KeptShards | None:
     """Return where the findings on a local result are kept, and their identity; None if a shard is not there."""
     digest, ledger = blake3(), result.ledger
-    calibration = None if result.calibration is None else result.calibration.statistics.digest
-    options = (__version__, ARITHMETIC_VERSION, rule, with_library, calibration, ledger and ledger.digest)
+    options = (__version__, ARITHMETIC_VERSION, rule, with_library, result.calibration is not None, ledger and ledger.digest)
     scales = {module: projection.global_scale for module, projection in recorded.items()}
     digest.update(repr((options, sorted(scales.items()))).encode())
     for checkpoint in (result, result.source):
