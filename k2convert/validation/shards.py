@@ -347,8 +347,10 @@ def keep_shards(
     result: Result, rule: Rule | None, recorded: Mapping[str, ProjectionRecord], *, with_library: bool
 ) -> KeptShards | None:
     """Return where the findings on a local result are kept, and their identity; None if a shard is not there."""
-    digest, ledger = blake3(), result.ledger
-    options = (__version__, ARITHMETIC_VERSION, rule, with_library, result.calibration is not None, ledger and ledger.digest)
+    digest = blake3()
+    job = None if result.ledger is None else result.ledger.digest
+    has_calibration = result.calibration is not None
+    options = (__version__, ARITHMETIC_VERSION, rule, with_library, has_calibration, job)
     scales = {module: projection.global_scale for module, projection in recorded.items()}
     digest.update(repr((options, sorted(scales.items()))).encode())
     for checkpoint in (result, result.source):
