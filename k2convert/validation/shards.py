@@ -348,10 +348,10 @@ def keep_shards(
 ) -> KeptShards | None:
     """Return where the findings on a local result are kept, and their identity; None if a shard is not there."""
     digest = blake3()
-    ledger = result.ledger
+    job = None if result.ledger is None else result.ledger.digest
     statistics = None if result.calibration is None else result.calibration.statistics
     calibration = getattr(statistics, "digest", None)
-    options = (__version__, ARITHMETIC_VERSION, rule, with_library, calibration, ledger and ledger.digest)
+    options = (__version__, ARITHMETIC_VERSION, rule, with_library, calibration, job)
     scales = {module: projection.global_scale for module, projection in recorded.items()}
     digest.update(repr((options, sorted(scales.items()))).encode())
     for checkpoint in (result, result.source):
