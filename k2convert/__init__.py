@@ -22,29 +22,51 @@ The package from the ground up. A wing imports itself and what is above it in th
 
 The folder guide/ has the pages of `k2convert guide`.
 
-The functions below are the verbs of the command line for a program. They raise K2ConvertError (`errors`), print
-nothing, and load what they need when they are called:
+The functions below are the verbs of the command line for a program. They raise K2ConvertError, print nothing, load what
+they need when they are called, and leave the settings of the process as they found them. A path is text, bytes or a
+PathLike.
 
         import k2convert
 
         outcome = k2convert.convert("Kimi-K2-Thinking", "Kimi-K2-Thinking-NVFP4")
-        report = k2convert.validate("Kimi-K2-Thinking-NVFP4", source="Kimi-K2-Thinking")
+        print(outcome.folder, len(outcome.records), outcome.num_bytes)
+        report = k2convert.validate(outcome.folder, source="Kimi-K2-Thinking")
         assert report.passed
+
+A subclass of Events gets the progress. Its methods are called from several threads:
+
+        from tqdm import tqdm
+
+        class Bar(k2convert.Events):
+            def __init__(self):
+                self.bar = tqdm(unit="B", unit_scale=True)
+
+            def begun(self, extent, *, keep=None):
+                self.bar.total, self.bar.n = extent.phases["convert"]
+                self.bar.refresh()
+
+            def progress(self, *, bytes_in=0, bytes_out=0, tensors=0):
+                self.bar.update(bytes_in)
+
+        k2convert.convert("Kimi-K2-Thinking", "Kimi-K2-Thinking-NVFP4", events=Bar())
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+from k2convert.errors import K2ConvertError as K2ConvertError
+from k2convert.records.events import Events as Events
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import StatisticsHeader
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
     from k2convert.records.evaluation import Evaluation
-    from k2convert.records.events import Events
     from k2convert.validation.results import ValidationReport
 
 __version__ = "0.2.0"
@@ -57,10 +79,10 @@ def convert(
     recipe: str | PathLike[str] | None = None,
     settings: Mapping[str, object] | None = None,
     statistics: str | PathLike[str] | None = None,
-    text: Sequence[str | PathLike[str]] = (),
+    text: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     device: Literal["auto", "cpu", "cuda"] = "auto",
     workers: int | None = None,
-    max_disk: int | None = None,
+    max_disk: int | str | None = None,
     private: bool = True,
     verify: bool = False,
     events: Events | None = None,
@@ -68,36 +90,42 @@ def convert(
     """Convert a checkpoint: `k2convert run`. Called again after a failure, it resumes.
 
     `source` and `destination` are folders or hf://owner/name. `recipe` is a name or a file, that of the source's family
-    by default; `settings` replace its keys, like {"rule": "max"}. `statistics` is a file that `calibrate` wrote; the
-    files `text` convert by rule gptq. `max_disk` is in bytes. Without `private`, a new repository is public. With
-    `verify`, finished shards are hashed first. `events` gets the progress.
+    by default; `settings` replace its keys, like {"rule": "max", "calibration.tokens": 4096}. `statistics` is a file
+    that `calibrate` wrote; the files `text` convert by rule gptq. `max_disk` is in bytes, or text like "200GB". Without
+    `private`, a new repository is public. With `verify`, finished shards are hashed first. `events` gets the progress.
 
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
     """
     from k2convert.hub.client import Hub
+    from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import open_job, text_files
-    from k2convert.job.run import Outcome, execute
+    from k2convert.job.run import execute, outcome_of
     from k2convert.records.events import SILENT
     from k2convert.records.ledger import below_budget, check_budget
 
-    with open_job(
-        str(source),
-        str(destination),
-        hub=Hub(),
-        recipe=None if recipe is None else str(recipe),
-        settings=settings,
-        statistics=None if statistics is None else str(statistics),
-        text=text_files(text, device=device) if text else None,
-        device=device,
-        workers=workers,
-        max_disk=max_disk,
-        private=private,
-    ) as job:
+    files = read_places("text", text, least=0)
+    with (
+        guest(torch_for="text" if files else None),
+        open_job(
+            read_place("source", source),
+            read_place("destination", destination),
+            hub=Hub(),
+            recipe=read_optional_place("recipe", recipe),
+            settings=settings,
+            statistics=read_optional_place("statistics", statistics),
+            text=text_files(files, device=device) if files else None,
+            device=device,
+            workers=workers,
+            max_disk=read_size("max_disk", max_disk),
+            private=private,
+        ) as job,
+    ):
         if job.target is not None and job.is_published:
             from k2convert.job.publish import settle_published
 
-            return Outcome(job.finished.only(()), job.finished, commit=settle_published(job, job.target))
+            published = outcome_of(job, job.finished.only(()), job.finished)
+            return replace(published, commit=settle_published(job, job.target))
         outcome = execute(job, verify=verify, events=events or SILENT)
         recipe_used = job.plan.recipe
         check_budget(job.destination.folder, recipe_used, below_budget(outcome.records.values(), recipe_used))
@@ -107,13 +135,13 @@ def convert(
 def calibrate(
     source: str | PathLike[str],
     statistics: str | PathLike[str],
-    text: Sequence[str | PathLike[str]],
+    text: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     tokens: int | None = None,
     window: int | None = None,
     seed: int | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    max_disk: int | None = None,
+    max_disk: int | str | None = None,
     events: Events | None = None,
 ) -> StatisticsHeader:
     """Collect statistics of activations on a text, and write them to the file `statistics`: `k2convert calibrate`.
@@ -121,23 +149,28 @@ def calibrate(
     `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
     again after a failure, it resumes. Raises any K2ConvertError.
     """
-    from k2convert.calibration.accumulate import calibrate as collect
     from k2convert.hub.client import Hub
+    from k2convert.job.guest import guest, read_place, read_places, read_size
     from k2convert.job.opening import open_calibration, text_files
     from k2convert.job.resources import choose_devices
-    from k2convert.plan.recipe import TextUse
+    from k2convert.plan.recipe import text_use
     from k2convert.records.events import SILENT
 
-    given = {"tokens": tokens, "window": window, "seed": seed, "save_statistics": Path(statistics)}
-    with open_calibration(
-        str(source),
-        Path(statistics),
-        text_files(text, device=device),
-        TextUse.model_validate({key: value for key, value in given.items() if value is not None}),
-        hub=Hub(),
-        devices=choose_devices(device),
-        max_disk=max_disk,
-    ) as plan:
+    path = Path(read_place("statistics", statistics))
+    with (
+        guest(torch_for="calibrate"),
+        open_calibration(
+            read_place("source", source),
+            path,
+            text_files(read_places("text", text), device=device),
+            text_use(tokens=tokens, window=window, seed=seed, save_statistics=path),
+            hub=Hub(),
+            devices=choose_devices(device),
+            max_disk=read_size("max_disk", max_disk),
+        ) as plan,
+    ):
+        from k2convert.calibration.accumulate import calibrate as collect
+
         if (finished := plan.finished_header()) is not None:
             plan.work.remove_leftovers(plan.job)
             return finished
@@ -161,18 +194,30 @@ def validate(
     `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
     other K2ConvertError.
     """
+    from k2convert.errors import require_extra
     from k2convert.hub.client import Hub
+    from k2convert.job.guest import guest, read_optional_place, read_place
     from k2convert.job.opened import open_ends
     from k2convert.records.events import SILENT
     from k2convert.validation.validate import validate_checkpoint
 
-    origin, calibrated = (None if given is None else str(given) for given in (source, statistics))
-    with open_ends(str(result), origin, hub=Hub(), statistics=calibrated) as opened:
+    if reference:
+        require_extra("reference", purpose="reference")
+    other = read_optional_place("against", against)
+    with (
+        guest(),
+        open_ends(
+            read_place("result", result),
+            read_optional_place("source", source),
+            hub=Hub(),
+            statistics=read_optional_place("statistics", statistics),
+        ) as opened,
+    ):
         found = validate_checkpoint(
             folder=opened.folder,
             source=opened.source,
             reference=reference,
-            against=None if against is None else Path(against),
+            against=None if other is None else Path(other),
             events=events or SILENT,
             shards=opened.shards,
             statistics=opened.statistics,
@@ -182,8 +227,8 @@ def validate(
 
 def evaluate(
     reference: str | PathLike[str],
-    checkpoints: Sequence[str | PathLike[str]],
-    text: Sequence[str | PathLike[str]],
+    checkpoints: str | PathLike[str] | Sequence[str | PathLike[str]],
+    text: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     tokens: int = 32_768,
     window: int = 2048,
@@ -191,7 +236,7 @@ def evaluate(
     activations: Literal["w4a4", "w4a16", "both"] | None = None,
     kv_cache: Literal["fp8"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    max_disk: int | None = None,
+    max_disk: int | str | None = None,
     out: str | PathLike[str] | None = None,
     any_text: bool = False,
     events: Events | None = None,
@@ -202,29 +247,39 @@ def evaluate(
     checkpoint's folder. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called
     again after a failure, it resumes. Raises any K2ConvertError.
     """
-    from k2convert.evaluation.streamed import evaluate as measure
+    from k2convert.choices import AskedActivations, ComputedKvCache
+    from k2convert.errors import check_choice
     from k2convert.hub.client import Hub
-    from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+    from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import text_files
     from k2convert.job.resources import choose_devices
-    from k2convert.plan.recipe import TextUse
+    from k2convert.plan.recipe import text_use
     from k2convert.records.events import SILENT
 
-    with open_evaluation(
-        str(reference),
-        [str(checkpoint) for checkpoint in checkpoints],
-        text_files(text, device=device),
-        TextUse(tokens=tokens, window=window, seed=seed),
-        EvaluationOptions(activations, kv_cache, None if out is None else Path(out), any_text),
-        hub=Hub(),
-        devices=choose_devices(device),
-        max_disk=max_disk,
-    ) as plan:
-        if (finished := plan.finished()) is not None:
-            plan.remove_work()
-            return finished
-        with opened_decoder(plan) as decode:
-            return measure(plan, decode=decode, events=events or SILENT)
+    if activations is not None:
+        check_choice("activations", activations, get_args(AskedActivations))
+    if kv_cache is not None:
+        check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
+    path = read_optional_place("out", out)
+    with guest(torch_for="evaluate"):
+        from k2convert.evaluation.streamed import evaluate as measure
+        from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+
+        with open_evaluation(
+            read_place("reference", reference),
+            read_places("checkpoints", checkpoints),
+            text_files(read_places("text", text), device=device),
+            text_use(tokens=tokens, window=window, seed=seed),
+            EvaluationOptions(activations, kv_cache, None if path is None else Path(path), any_text),
+            hub=Hub(),
+            devices=choose_devices(device),
+            max_disk=read_size("max_disk", max_disk),
+        ) as plan:
+            if (finished := plan.finished()) is not None:
+                plan.remove_work()
+                return finished
+            with opened_decoder(plan) as decode:
+                return measure(plan, decode=decode, events=events or SILENT)
 
 
 def inspect(source: str | PathLike[str]) -> Inspection:
@@ -233,6 +288,8 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     Raises CheckpointError, PlanError for an unknown family, and HubError.
     """
     from k2convert.hub.client import Hub
+    from k2convert.job.guest import guest, read_place
     from k2convert.job.opening import inspect_source
 
-    return inspect_source(str(source), hub=Hub())
+    with guest():
+        return inspect_source(read_place("source", source), hub=Hub())

@@ -1,14 +1,16 @@
 """The error tree. Each class also inherits the standard error it corresponds to, so callers may catch either.
 
 Messages are for the person at the terminal: what is wrong, where (file, tensor), what to do. The command line prints
-this tree without a traceback, and what the machine refuses (cli/failures.py). Any other exception keeps its traceback,
+this tree without a traceback, and what the machine refuses (`explain`). Any other exception keeps its traceback,
 because it is a bug of k2convert.
 """
 
+import errno
 import json
+import os
 import shlex
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -36,6 +38,14 @@ class K2ConvertError(Exception):
 
 class InterruptedRun(Exception):  # noqa: N818 - a request to stop is not an error
     """The run was asked to stop."""
+
+
+class ArgumentError(K2ConvertError, ValueError):
+    """An argument of a function that nothing could be done with: its type, its range, or a word that is not known."""
+
+
+class MachineError(K2ConvertError, OSError):
+    """The operating system refused a file in a way that no other class is for. Its cause is the system's own error."""
 
 
 class FormatError(K2ConvertError, ValueError):
@@ -175,13 +185,25 @@ def remedy(text: str) -> Generator[None]:
         raise CheckpointError(f"{str(error).rstrip('.')}. {text}") from error
 
 
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a word that is not one of those allowed; raises ArgumentError."""
+    if value not in allowed:
+        raise ArgumentError(f"{name} {quoted(value)}: expected {' or '.join(allowed)}.")
+
+
+def check_number(name: str, value: object, *, least: int) -> None:
+    """Refuse what is not a whole number from `least` on; raises ArgumentError."""
+    if type(value) is not int or value < least:
+        raise ArgumentError(f"{name} {quoted(value)}: expected a whole number, {least} or more.")
+
+
 def missing_module(extra: Extra) -> str | None:
     """Return the first module of an extra that is not installed, or None. Imports nothing."""
     return next((module for module in _EXTRAS[extra] if not _is_installed(module)), None)
 
 
 def require_extra(extra: Extra, *, purpose: str) -> None:
-    """Raise MissingDependencyError if an extra is not installed. `purpose` is what needs it: "--device cuda"."""
+    """Raise MissingDependencyError if an extra is not installed. `purpose` is what needs it: "device cuda"."""
     module = missing_module(extra)
     if module is not None:
         raise MissingDependencyError(f"{purpose} needs {module}, which is not installed. {install_remedy(extra=extra)}")
@@ -226,3 +248,56 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+_AGAIN: Final = "then run the same command again."
+_NO_MEMORY: Final = (
+    f"not enough memory. Close other programs, raise the limit (`ulimit -v`), or use a larger machine, {_AGAIN}"
+)
+_NO_THREAD: Final = f"the system refuses another thread. Raise its limit (`ulimit -u`, or the container's), {_AGAIN}"
+_LONGEST_PATH: Final = 250
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDIES: Final = {
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EACCES: "Check its permissions and those of its folders.",
+    errno.EPERM: "Check its permissions and those of its folders.",
+    errno.EMFILE: f"Raise the limit on open files (`ulimit -n`), {_AGAIN}",
+    errno.ENFILE: f"Close other programs, {_AGAIN}",
+    errno.ENOENT: f"Something removed it meanwhile: restore it, {_AGAIN}",
+    errno.ESTALE: f"Mount the network disk again, {_AGAIN}",
+}
+
+
+def explain(error: BaseException, *, resumes: bool) -> str | None:
+    """Return the one line for a failure of the machine; None if the exception is something else.
+
+    Finished work is kept if the command `resumes`.
+    """
+    line = _explain(error)
+    is_kept = resumes and line is not None and line.endswith(_AGAIN)
+    return f"{line} Finished work is kept." if is_kept else line
+
+
+def _explain(error: BaseException) -> str | None:
+    if isinstance(error, MemoryError):
+        return _NO_MEMORY
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return _NO_THREAD
+    if isinstance(error, ImportError) and ("failed to map segment" in str(error) or "annot allocate" in str(error)):
+        return _NO_MEMORY
+    if isinstance(error, OSError):
+        return _NO_MEMORY if error.errno == errno.ENOMEM else _explain_file(error)
+    if isinstance(error, ValueError) and "null byte" in str(error):
+        return "a name has a null character, which no file has. Choose a different name."
+    return None
+
+
+def _explain_file(error: OSError) -> str:
+    reason = cut(os.strerror(error.errno) if error.errno else str(error))
+    remedy = _REMEDIES.get(error.errno or 0, f"Check the disk, {_AGAIN}")
+    if error.filename is None and error.errno in _FULL:  # files are named, so this was help or a usage error
+        return f"standard output: writing failed ({reason}). Write to a different file or disk."
+    if error.filename is None:
+        return f"the system refuses ({reason}). {remedy}"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    return f"{name if len(name) < _LONGEST_PATH else shortened(name)}: {reason}. {remedy}"

@@ -1,9 +1,11 @@
 """The functions of the package: their signatures, what importing it costs, and that they do what the commands do."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import run
@@ -14,20 +16,22 @@ from k2convert.errors import CheckpointError, InvalidCheckpointError
 
 SOURCE = Path(k2convert.__file__).read_text()
 PATH = "str | PathLike[str]"
+PATHS = f"{PATH} | Sequence[{PATH}]"
+SIZE = "int | str | None"
 DEVICE = "Literal['auto', 'cpu', 'cuda'] = 'auto'"
 SIGNATURES = {
     "convert": f"(source: {PATH}, destination: {PATH}, *, recipe: {PATH} | None = None, "
     "settings: Mapping[str, object] | None = None, "
-    f"statistics: {PATH} | None = None, text: Sequence[{PATH}] = (), device: {DEVICE}, workers: int | None = None, "
-    "max_disk: int | None = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
-    "calibrate": f"(source: {PATH}, statistics: {PATH}, text: Sequence[{PATH}], *, tokens: int | None = None, "
-    f"window: int | None = None, seed: int | None = None, device: {DEVICE}, max_disk: int | None = None, "
+    f"statistics: {PATH} | None = None, text: {PATHS} = (), device: {DEVICE}, workers: int | None = None, "
+    f"max_disk: {SIZE} = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
+    "calibrate": f"(source: {PATH}, statistics: {PATH}, text: {PATHS}, *, tokens: int | None = None, "
+    f"window: int | None = None, seed: int | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
     "events: Events | None = None) -> StatisticsHeader",
     "validate": f"(result: {PATH}, source: {PATH} | None = None, *, statistics: {PATH} | None = None, "
     f"reference: bool = False, against: {PATH} | None = None, events: Events | None = None) -> ValidationReport",
-    "evaluate": f"(reference: {PATH}, checkpoints: Sequence[{PATH}], text: Sequence[{PATH}], *, tokens: int = 32768, "
+    "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
     "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
-    f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: int | None = None, "
+    f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
     f"out: {PATH} | None = None, any_text: bool = False, events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
 }
@@ -83,6 +87,102 @@ def test_errors_are_those_of_the_package(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpointError, match="below the error budget"):
         k2convert.convert(TINY, tmp_path / "out", settings={"budget": {"tensor_sqnr_db": 60}})
     assert (tmp_path / "out" / "k2convert.json").exists(), "the result stays"
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "convert": {
+        "workers": (0, -1, "3", 1.5, True),
+        "max_disk": (0, -1, 1.5, "many"),
+        "device": ("gpu", "CPU", None),
+        "settings": ({"none": 1}, {1: 2}, [("rule", "max")], "rule=max", {"rule": None}),
+        "recipe": ("a\0", "\ud800", 5, "missing"),
+        "statistics": ("a\0", 5, "/"),
+        "text": ("a\0", 5, [5]),
+    },
+    "calibrate": {
+        "tokens": (0, -1, "many"),
+        "window": (0, -1),
+        "seed": (-1,),
+        "device": ("gpu",),
+        "max_disk": ("many",),
+        "text": ((), "", "a\0", 5),
+        "statistics": ("/", "a\0", "x" * 300),
+    },
+    "evaluate": {
+        "tokens": (0, -1),
+        "window": (0, -1),
+        "seed": (-1,),
+        "device": ("gpu",),
+        "activations": ("w8a8",),
+        "kv_cache": ("fp4",),
+        "checkpoints": ((), "", "missing", 5),
+        "out": ("a\0", "/"),
+    },
+    "validate": {
+        "result": ("/", "a\0", "\ud800", "x" * 300, None, ""),
+        "source": ("a\0", "/"),
+        "against": ("a\0",),
+    },
+    "inspect": {"source": ("a\0", "\ud800", 5, None, "", "/", "/dev/null", "x" * 300)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_argument_is_an_error_of_the_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("A text. " * 400)
+    k2convert.convert(TINY, "result")
+    right: dict[str, dict[str, Any]] = {
+        "convert": {"source": TINY, "destination": "out"},
+        "calibrate": {"source": TINY, "statistics": "a.stats", "text": "text.txt"},
+        "evaluate": {"reference": TINY, "checkpoints": TINY, "text": "text.txt", "out": "figures.json"},
+        "validate": {"result": tmp_path / "result"},
+        "inspect": {},
+    }
+    for argument, values in WRONG[name].items():
+        for value in values:
+            with pytest.raises(k2convert.K2ConvertError) as refused:
+                getattr(k2convert, name)(**right[name] | {argument: value})
+            assert "--" not in str(refused.value).replace("--local-dir", ""), "a function has no options"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result", "text.txt"]
+
+
+def test_paths_may_be_entries_of_a_folder_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with os.scandir(tmp_path) as entries:
+        entry = next(entries)
+    outcome = k2convert.convert(os.fsencode(TINY), entry, settings={"rule": "max"})  # type: ignore[arg-type]
+    assert outcome.folder == tmp_path / "out"
+    assert k2convert.validate(entry, TINY).passed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_an_outcome_has_totals_and_is_read_at_a_glance(tmp_path: Path) -> None:
+    outcome = k2convert.convert(TINY, tmp_path / "out", max_disk="1GB")
+    shards = list((tmp_path / "out").glob("*.safetensors"))
+    assert outcome.num_bytes == sum(path.stat().st_size for path in shards)
+    assert f"records=PackedRecords({len(shards)} shards), finished=PackedRecords(0 shards)" in repr(outcome)
+
+
+def test_events_may_override_what_they_want(tmp_path: Path) -> None:
+    finished: list[str] = []
+
+    class Listener(k2convert.Events):
+        def shard_finished(self, shard: str) -> None:
+            finished.append(shard)
+
+    outcome = k2convert.convert(TINY, tmp_path / "out", events=Listener())
+    assert sorted(finished) == sorted(outcome.records)
+
+
+def test_settings_name_keys_as_the_command_does(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
+    settings = {"calibration.tokens": 256, "calibration.window": 64, "budget.tensor_sqnr_db": 1}
+    outcome = k2convert.convert(TINY, tmp_path / "out", text=tmp_path / "text.txt", settings=settings)
+    assert outcome.calibrated is not None
+    assert outcome.calibrated.window == 64
 
 
 def test_statistics_are_collected_and_used(tmp_path: Path) -> None:

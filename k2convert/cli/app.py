@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from k2convert import __version__
-from k2convert.cli.failures import UsageError, explain, explain_usage
+from k2convert.cli.failures import UsageError, explain_usage
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable, leave
 from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
@@ -29,7 +29,7 @@ from k2convert.cli.verbs import (
     StatusOptions,
     ValidateOptions,
 )
-from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
+from k2convert.errors import InvalidCheckpointError, K2ConvertError, explain, visible
 
 _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.calibration.statistics import open_statistics
+from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -19,7 +20,7 @@ from k2convert.cli.forecast import (
     show_text,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words, parse_size
+from k2convert.cli.options import command_words
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words, parse_size
+from k2convert.cli.options import command_words
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.proof_verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes

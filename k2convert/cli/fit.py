@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import Engine
+from k2convert.choices import Engine, parse_size
 from k2convert.cli import console
 from k2convert.cli.fit_view import (
     fit_document,
@@ -19,7 +19,6 @@ from k2convert.cli.fit_view import (
     show_ways_out,
     speed_document,
 )
-from k2convert.cli.options import parse_size
 from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.errors import FitError
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Final, cast, get_args, get_type_hints
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import Device
+from k2convert.choices import Device, parse_size
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import HubError, PlanError, shortened
+from k2convert.errors import ArgumentError, HubError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
 TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
@@ -120,7 +120,7 @@ def check_size(text: str) -> None:
     """Refuse what is not a size; raises BadParameter."""
     try:
         parse_size(text)
-    except PlanError as error:
+    except ArgumentError as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -253,12 +253,3 @@ def command_words(verb: str, options: Any) -> tuple[str, ...]:
             given = cast(list[object], value) if isinstance(value, list) else [value]
             words += [word for one in given for word in (f"--{name}", str(one))]
     return tuple(words)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes in `200GB`, `1.5TB`, `64GiB` or a plain number; raises PlanError."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kMGT]?)(i)?B?", text.strip(), flags=re.IGNORECASE)
-    if match is None:
-        raise PlanError(f"{text[:40]!r}: not a size. Write for example 200GB.")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -25,7 +26,7 @@ from k2convert.cli.forecast import (
     show_walk,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words, parse_device, parse_size
+from k2convert.cli.options import command_words, parse_device
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -41,11 +42,11 @@ from k2convert.cli.views import (
     show_run,
 )
 from k2convert.errors import UnservableError, counted, install_remedy, missing_module, require_extra
-from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
-from k2convert.job.resources import has_driver
+from k2convert.job.resources import has_driver, own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
@@ -81,6 +82,8 @@ def run(options: RunOptions) -> None:
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
+    if options.destination.startswith(SCHEME):
+        bound_memory()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_job(
@@ -266,6 +269,7 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
         lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
         console.command(*command_words("run", options)),
     )
+    own_process()
     with display as events:
         execute(replace(job, command=whole), part=part, events=events)
     if options.as_json:
@@ -289,6 +293,7 @@ def _do(job: Job, options: RunOptions) -> None:
         last.check(options.source, yes=options.yes)
         if not options.quiet:
             console.print_event(last.line)
+    own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
     try:

@@ -8,6 +8,7 @@ built from the fields. No code of the checkpoint is run.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +31,7 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of an FP8 KV cache, which some checkpoints have below one module or another of the attention."""
 
 _KERNEL: Final = "k2convert"
+_COMPILER_FOLDER: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Linear(nn.Module):
@@ -137,9 +139,7 @@ class Attention:
 
 def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
     """Return the rotary embedding, and attention and norms without weights (on the meta device)."""
-    from transformers import AttentionInterface
-
-    kernels: Any = AttentionInterface
+    kernels = _attention_interface()
     kernels.register(_KERNEL, _causal_attention)
     text = text_config(config)
     # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
@@ -161,6 +161,16 @@ def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
             f"{where}: config.json: transformers cannot build the attention ({type(error).__name__}: "
             f"{cut(str(error))}). Use the model's own config.json."
         ) from error
+
+
+def _attention_interface() -> Any:
+    """Import transformers, and take back the variable that torch's compiler, imported with it, sets for children."""
+    is_set = _COMPILER_FOLDER in os.environ
+    from transformers import AttentionInterface
+
+    if not is_set:
+        os.environ.pop(_COMPILER_FOLDER, None)
+    return AttentionInterface
 
 
 def _config_and_modules(fields: dict[str, Any]) -> tuple[Any, tuple[Any, Any, Any]]:

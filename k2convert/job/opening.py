@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
-from k2convert.hub.client import Hub, bound_memory
+from k2convert.hub.client import Hub
 from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
@@ -67,8 +67,6 @@ def open_job(
     """
     target = read_destination(destination, work_folder=work_folder)
     begun = Journal(target.folder).job()
-    if target.repo is not None:
-        bound_memory()
     with (
         open_named_statistics(statistics, hub=hub) as found,
         open_source(source, hub=hub, pinned=begun and begun.source_revision) as opened,

@@ -72,6 +72,7 @@ def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
     uses_hub = work.remote is not None or work.target is not None
     memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
+    resources.own_process()
     resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:

@@ -16,13 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from threading import Lock
+from typing import TYPE_CHECKING, Final, get_args
 
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
-from k2convert.errors import DiskFullError, PlanError, format_bytes, missing_module, require_extra
+from k2convert.errors import (
+    DiskFullError,
+    PlanError,
+    check_choice,
+    check_number,
+    format_bytes,
+    missing_module,
+    require_extra,
+)
 from k2convert.job.locations import Destination, Source
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
@@ -66,6 +75,8 @@ def open_threads(workers: int, *, num_converting: int | None = None) -> Generato
 
 def choose_workers(requested: int | None, *, num_devices: int) -> int:
     """Return how many shards to convert at a time: as requested, else by devices, cores and memory."""
+    if requested is not None:
+        check_number("workers", requested, least=1)
     by_memory = available_memory() // WORKER_BYTES
     return requested or max(num_devices, min(num_cores() // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
 
@@ -103,24 +114,26 @@ def xet_bytes(*, uploads: bool) -> int:
 def choose_devices(device: Device) -> tuple[str, ...]:
     """Return the devices to convert on: every visible CUDA device, else the CPU.
 
-    Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it.
+    Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it,
+    ArgumentError for any other word.
     """
+    check_choice("device", device, get_args(Device))
     if device == "cuda":
-        require_extra("torch", purpose="--device cuda")
+        require_extra("torch", purpose="device cuda")
     if device == "cuda" or (device == "auto" and has_driver() and missing_module("torch") is None):
         import torch
 
         if torch.cuda.is_available():
             return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     if device == "cuda":
-        raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
+        raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
     return ("cpu",)
 
 
 def cluster_devices(device: Device) -> tuple[str, ...]:
     """Return the device of a task on a node: its one GPU, or the CPU."""
     if device == "cuda":
-        require_extra("torch", purpose="--device cuda")
+        require_extra("torch", purpose="device cuda")
     return ("cuda:0",) if device == "cuda" else ("cpu",)
 
 
@@ -160,17 +173,79 @@ def has_driver() -> bool:
     return True
 
 
-def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
-    """Prepare the process for hours of work: one torch thread, a short GIL interval, bounded buffers, no plan scans."""
+def own_process() -> None:
+    """Prepare a process of k2convert itself for hours of work: children have one thread, and no plan is scanned."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported later
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
+
+
+def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
+    """Prepare for hours of work: one torch thread, a short GIL interval, bounded buffers. See `as_guest`."""
+    threads = _torch_threads()
+    if threads is not None:
+        _HOST.threads = _HOST.threads or threads
+        _use_torch_threads(1)
     pool = 2 * inflight  # the second half holds what arrives and what is written
     BUFFERS.limit(pool if uses_hub else min(pool, POOL_BYTES))
     sys.setswitchinterval(SWITCH_SECONDS)
-    gc.freeze()
-    gc.enable()
+
+
+@dataclass(slots=True)
+class _Host:
+    """What a process had when its first guest came: torch's threads are None until torch is loaded."""
+
+    guests: int = 0
+    interval: float = 0.0
+    threads: int | None = None
+
+
+_HOST: Final = _Host()
+_ARRIVING: Final = Lock()
+
+
+@contextmanager
+def as_guest(*, uses_torch: bool = False) -> Generator[None]:
+    """Put back what the block changes for the process: the number of torch's threads and the GIL's switch interval.
+
+    Free the buffers too. Several threads may be guests at a time: the last one puts back what the first one found.
+    """
+    threads = _torch_threads(load=uses_torch)
+    with _ARRIVING:
+        if _HOST.guests == 0:
+            _HOST.interval = sys.getswitchinterval()
+            _HOST.threads = threads
+        elif threads == 1:  # torch gives a new thread the number that another guest chose
+            threads = _HOST.threads
+        _HOST.threads = _HOST.threads or threads
+        _HOST.guests += 1
+    try:
+        yield
+    finally:
+        with _ARRIVING:
+            _HOST.guests -= 1
+            threads = threads or _HOST.threads
+            if threads is not None:
+                _use_torch_threads(threads)
+            if _HOST.guests == 0:
+                sys.setswitchinterval(_HOST.interval)
+                BUFFERS.limit(POOL_BYTES)
+                BUFFERS.clear()
+
+
+def _torch_threads(*, load: bool = False) -> int | None:
+    """Return torch's number of threads; None while nothing has loaded it."""
+    if sys.modules.get("torch") is None and not load:
+        return None
+    import torch  # waits if a different thread is still loading it
+
+    return torch.get_num_threads()
+
+
+def _use_torch_threads(number: int) -> None:
+    import torch
+
+    torch.set_num_threads(number)
 
 
 def release_buffers() -> None:
@@ -288,7 +363,7 @@ def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
         return int(available * HUB_FREE_SHARE) if uses_hub else available
     if max_disk > available:
         raise DiskFullError(
-            f"--max-disk is {format_bytes(max_disk)}, but {folder} has only {format_bytes(available)} free. Name "
+            f"{folder}: has only {format_bytes(available)} free, and the job may use {format_bytes(max_disk)}. Allow "
             "less, or free some space."
         )
     return max_disk

@@ -54,15 +54,23 @@ _NOT_HASHED: Final = "finished shards have their recorded size and time (--verif
 class Outcome:
     """What a job left: the record of every shard; main's commit and the findings if the result went to the Hub.
 
-    `finished` are the records that an earlier run left. `calibrated` is the calibration's entry in the ledger.
+    `folder` has the result, or the work of a job for the Hub. `num_bytes` are those of all its shards. `finished` are
+    the records that an earlier run left. `calibrated` is the calibration's entry in the ledger.
     """
 
+    folder: Path
+    num_bytes: int
     records: PackedRecords
     finished: PackedRecords
     commit: str | None = None
     validation: "ValidationReport | None" = None
     calibrated: CalibrationRecord | None = None
     evaluation: "Evaluation | None" = None
+
+
+def outcome_of(job: Job, records: PackedRecords, finished: PackedRecords) -> Outcome:
+    """Return what a job left that has these records."""
+    return Outcome(job.destination.folder, sum(item.output_bytes for item in job.items), records, finished)
 
 
 def execute(
@@ -90,7 +98,7 @@ def execute(
             room = Room(num_bytes, job.limits.source_bytes)
             Pipeline(run.items, stages=stages, room=room, stop=run.stop, to_upload=run.to_upload).run()
         if part is not None:
-            return Outcome(run.records, run.finished)
+            return outcome_of(job, run.records, run.finished)
         if cluster is not None:
             run.journal.sweep(job.description)
         remove_folder(job.downloads, root=job.destination.folder)
@@ -309,7 +317,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     names = assemble(job, run.records)
     if walk is not None:
         walk.plan.work.remove()
-    outcome = Outcome(run.records, run.finished, calibrated=job.calibrated)
+    outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
     if job.evaluation is not None:
         from k2convert.job.final_evaluation import evaluate_result
 

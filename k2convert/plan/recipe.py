@@ -4,6 +4,7 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from k2convert.checkpoint.files import read_small_file
 from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
-from k2convert.errors import MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
+from k2convert.errors import ArgumentError, MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
 from k2convert.quantize.rules import RULES
 
@@ -242,8 +243,29 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             value: Any = yaml.safe_load(raw)
         except (yaml.YAMLError, ValueError, TypeError, RecursionError):
             raise RecipeError(f"--set {shortened(text)}: the value is not YAML. Use for example {name}=1.") from None
-        _merge(overrides, {section: {key: value}} if dot else {section: value})
+        _merge(overrides, _nested({name: value}))
     return overrides
+
+
+def _nested(settings: object) -> dict[str, Any]:
+    """Return settings with the keys `section.key` in their sections, and paths as text; raises RecipeError."""
+    if not isinstance(settings, Mapping):
+        raise RecipeError(f'settings {quoted(settings)}: expected keys with their values, like {{"rule": "max"}}.')
+    found: dict[str, Any] = {}
+    for name, value in cast(Mapping[object, object], settings).items():
+        section, dot, key = str(name).partition(".")
+        if isinstance(value, os.PathLike):
+            value = os.fsdecode(cast(os.PathLike[str], value))
+        _merge(found, {section: {key: value}} if dot else {section: value})
+    return found
+
+
+def text_use(**given: object) -> TextUse:
+    """Return how a text is used, by the keys that are not None; raises ArgumentError."""
+    try:
+        return TextUse.model_validate({key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise ArgumentError(_explain(error)) from None
 
 
 def _find_recipe(name_or_path: str) -> Path:
@@ -269,12 +291,12 @@ def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str
     If the document alone is correct, the message names the overrides, not the document.
     """
     merged = dict(document)
-    _merge(merged, overrides or {})
+    _merge(merged, _nested(overrides or {}))
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
         if overrides and _is_recipe(document):
-            where = f"recipe {shortened(str(document['name']))} with --set or options"
+            where = f"recipe {shortened(str(document['name']))} with the given settings"
         raise RecipeError(f"{where}: {_explain(error)}") from None
 
 

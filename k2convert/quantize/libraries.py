@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,9 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
+
+_IMPORTING = Lock()
+"""Held while filters of warnings are changed: of two threads at a time, one would put back those of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def bf16_tensor(bits: NDArray[np.uint16]) -> Tensor:
 def import_reference(module: str) -> ModuleType:
     """Import a module of the reference libraries; MissingDependencyError says how to install them."""
     try:
-        with warnings.catch_warnings():
+        with _IMPORTING, warnings.catch_warnings():
             # ModelOpt warns about the transformers version on import; no model is loaded here.
             warnings.simplefilter("ignore")
             return importlib.import_module(module)

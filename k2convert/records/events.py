@@ -30,7 +30,7 @@ Keep = Callable[[str], None]
 
 
 class Events(Protocol):
-    """Every method may be called from several threads."""
+    """A stage calls these methods, from several threads. A subclass overrides some: the others do nothing."""
 
     def note(self, text: str) -> None:
         """Take one line for the person watching."""

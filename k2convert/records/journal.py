@@ -42,6 +42,7 @@ from k2convert.errors import (
     DestinationError,
     MalformedFileError,
     ResumeError,
+    counted,
     quoted,
     remedy,
 )
@@ -86,6 +87,9 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
 
     def __contains__(self, shard: object) -> bool:
         return shard in self._packed
+
+    def __repr__(self) -> str:
+        return f"PackedRecords({counted(len(self), 'shard')})"
 
     def only(self, shards: Iterable[str]) -> "PackedRecords":
         """Return the records of some of the shards."""

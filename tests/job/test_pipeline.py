@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from k2convert.cli.options import parse_size
-from k2convert.errors import PlanError
+from k2convert.choices import parse_size
+from k2convert.errors import ArgumentError
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.resources import Item, Room, least_room
 
@@ -251,5 +251,5 @@ def test_sizes_are_read_as_people_write_them() -> None:
     for text, count in (("200GB", 200 * 10**9), ("1.5TB", 15 * 10**11), ("64GiB", 64 << 30), ("3 mb", 3 * 10**6)):
         assert parse_size(text) == count
     for text in ("", "GB", "-1GB", "1XB", "all", "9" * 400 + "GB"):
-        with pytest.raises(PlanError, match="not a size"):
+        with pytest.raises(ArgumentError, match="not a size"):
             parse_size(text)

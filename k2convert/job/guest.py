@@ -1,0 +1,69 @@
+"""A function of the package is a guest in another program: it checks its arguments, and puts back what it changes.
+
+The command line checks its options itself, and sets up a process of its own (resources.own_process, bound_memory).
+"""
+
+import os
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import cast
+
+from k2convert.choices import parse_size
+from k2convert.errors import ArgumentError, K2ConvertError, MachineError, check_number, explain, quoted, require_extra
+from k2convert.job.resources import as_guest
+
+
+@contextmanager
+def guest(*, torch_for: str | None = None) -> Generator[None]:
+    """Run a function of the package in the block. `torch_for` is what needs torch, if anything does.
+
+    Raises MissingDependencyError without it, and MachineError in place of an error of the operating system.
+    """
+    if torch_for is not None:
+        require_extra("calibrate", purpose=torch_for)
+    with as_guest(uses_torch=torch_for is not None):
+        try:
+            yield
+        except K2ConvertError:
+            raise
+        except OSError as error:
+            raise MachineError(str(explain(error, resumes=True))) from error
+
+
+def read_place(name: str, given: object) -> str:
+    """Return a path or an address as text; raises ArgumentError for what is neither, and for what names no file."""
+    try:
+        text = os.fsdecode(given)  # type: ignore[arg-type]  # its errors are below
+        os.fsencode(text)
+    except (TypeError, UnicodeError):
+        raise ArgumentError(f"{name} {quoted(given)}: expected a path, or an address as text.") from None
+    if not text or "\0" in text:
+        raise ArgumentError(f"{name} {quoted(given)}: no file has such a name. Choose a different one.")
+    return text
+
+
+def read_optional_place(name: str, given: object) -> str | None:
+    """Return a path or an address as text, or None if none is given; raises ArgumentError."""
+    return None if given is None else read_place(name, given)
+
+
+def read_places(name: str, given: object, *, least: int = 1) -> list[str]:
+    """Return several paths or addresses as text. One that is not in a list counts as one. Raises ArgumentError."""
+    if isinstance(given, str | bytes) or hasattr(given, "__fspath__"):
+        return [read_place(name, given)]
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} {quoted(given)}: expected paths in a list.")
+    found = [read_place(name, one) for one in cast(Iterable[object], given)]
+    if len(found) < least:
+        raise ArgumentError(f"{name}: expected at least one path.")
+    return found
+
+
+def read_size(name: str, given: object) -> int | None:
+    """Return a size in bytes, given as a number or as text like "200GB"; None if none is. Raises ArgumentError."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return parse_size(given)
+    check_number(name, given, least=1)
+    return int(str(given))

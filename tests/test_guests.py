@@ -1,0 +1,178 @@
+"""The functions of the package are guests in a process: they leave everything of it as they found it."""
+
+import gc
+import json
+import locale
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from house import TINY
+
+import k2convert
+from k2convert.errors import K2ConvertError, MissingDependencyError
+from k2convert.machine import BUFFERS
+
+THREADS = 3
+CHILD = [sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"]
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def state() -> dict[str, Any]:
+    """Everything of this process that a guest could change."""
+    settings: dict[str, Any] = {
+        "environment": dict(os.environ),
+        "environment of children": json.loads(subprocess.run(CHILD, capture_output=True, check=True).stdout),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+        "precision": torch.get_float32_matmul_precision(),
+        "switch interval": sys.getswitchinterval(),
+        "gc": (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold()),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "timer": signal.getitimer(signal.ITIMER_REAL),
+        "warnings": list(warnings.filters),
+        "umask": umask(),
+        "folder": Path.cwd(),
+        "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "path": list(sys.path),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "matplotlib": (mpl.get_backend(auto_select=False), dict(mpl.rcParams)),
+        "random": (random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())),
+        "numpy": (np.geterr(), np.get_printoptions()),
+        "limits": [resource.getrlimit(kind) for kind in range(16)],
+        "cores": os.sched_getaffinity(0),
+        "open files": sorted(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "buffers": len(BUFFERS._arrays),
+    }
+    return settings
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has torch with three threads, and its own folder and text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")  # libraries add filters of warnings
+    torch.set_num_threads(THREADS)
+    BUFFERS.clear()
+    Path("text.txt").write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
+
+
+def convert(out: str = "out") -> object:
+    return k2convert.convert(TINY, out)
+
+
+def convert_with_a_text() -> object:
+    return k2convert.convert(
+        TINY, "gptq", text="text.txt", settings={"calibration.tokens": 256, "calibration.window": 64}
+    )
+
+
+def calibrate(out: str = "tiny.stats") -> object:
+    return k2convert.calibrate(TINY, out, "text.txt", tokens=256, window=64)
+
+
+def evaluate() -> object:
+    return k2convert.evaluate(TINY, "out", "text.txt", tokens=256, window=64, out="figures.json")
+
+
+def fail_in_the_middle(function: Callable[..., object], **arguments: object) -> None:
+    class Failing(k2convert.Events):
+        def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
+            raise RuntimeError("the host's own")
+
+        tokens_computed = progress  # type: ignore[assignment]
+
+    with pytest.raises((RuntimeError, TypeError)):
+        function(**arguments, events=Failing())
+
+
+def leaves_all(call: Callable[[], object]) -> None:
+    before = state()
+    call()
+    after = state()
+    changed = {name: (before[name], value) for name, value in after.items() if value != before[name]}
+    for name, (old, new) in changed.items():
+        if isinstance(old, dict):
+            changed[name] = tuple({key: v for key, v in d.items() if old.get(key) != new.get(key)} for d in (old, new))
+    assert changed == {}
+
+
+def test_every_function_leaves_the_process_as_it_was() -> None:
+    state()
+    calls = (convert, calibrate, evaluate, lambda: k2convert.validate("out", TINY), lambda: k2convert.inspect(TINY))
+    for call in (*calls, convert_with_a_text, convert):
+        leaves_all(call)
+
+
+def test_so_does_a_function_that_fails() -> None:
+    state()
+    whole = {"source": TINY, "text": "text.txt"}
+    leaves_all(lambda: fail_in_the_middle(k2convert.convert, source=TINY, destination="out"))
+    leaves_all(lambda: fail_in_the_middle(k2convert.calibrate, **whole, statistics="a.stats", tokens=256, window=64))
+    for call in (lambda: k2convert.validate("missing"), lambda: k2convert.convert(TINY, "x", device="gpu")):  # type: ignore[arg-type]
+
+        def refused(call: Callable[[], object] = call) -> None:
+            with pytest.raises(K2ConvertError):
+                call()
+
+        leaves_all(refused)
+
+
+def test_several_threads_at_once_leave_the_process_as_it_was() -> None:
+    def in_threads() -> None:
+        calls = (lambda: convert("a"), lambda: calibrate("b.stats"), lambda: convert("c"), lambda: calibrate("d.stats"))
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(call) for call in calls]:
+                future.result()
+            assert {future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(8)]} == {THREADS}
+
+    leaves_all(in_threads)
+    assert Path("b.stats").read_bytes() == Path("d.stats").read_bytes()
+
+
+def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads() -> None:
+    code = (
+        "import sys, os; before = dict(os.environ); import k2convert; "
+        f"k2convert.calibrate({str(TINY)!r}, 'a.stats', 'text.txt', tokens=256, window=64); "
+        "import torch; print(torch.get_num_threads(), os.environ == before, sys.getswitchinterval())"
+    )
+    number = python("import torch; print(torch.get_num_threads())").stdout.strip()
+    done = python(code)
+    assert done.stdout.split() == [number, "True", "0.005"], done.stderr
+    assert int(number) > 1
+    assert done.stderr == ""
+
+
+def python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "evaluate", "convert"])
+def test_without_torch_the_remedy_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    calls = {"calibrate": calibrate, "evaluate": evaluate, "convert": convert_with_a_text}
+    with pytest.raises(MissingDependencyError, match=r"needs torch, which is not installed\. Install it with"):
+        calls[name]()
