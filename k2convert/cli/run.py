@@ -273,6 +273,7 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
         lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
         console.command(*command_words("run", options)),
     )
+    own_process()
     with display as events:
         execute(replace(job, command=whole), part=part, events=events)
     if options.as_json:

@@ -73,6 +73,7 @@ def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
     resources.own_process()
     memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
+    resources.own_process()
     resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:
