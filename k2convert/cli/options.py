@@ -36,11 +36,12 @@ _PAGE: Final = re.compile(
 _OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
 
 
+NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
 _RESUMES: Final = "finished work is kept. The same command resumes"
 _INTERRUPTED: Final[dict[str, str]] = {
     **dict.fromkeys(("run", "calibrate", "evaluate", "compare"), _RESUMES),
     "publish": "what was uploaded is kept. The same command resumes",
-    "validate": "nothing is kept. The same command starts again",
+    "validate": NOTHING_KEPT,
 }
 """What is said of a verb that is interrupted before it has begun to count. Of others nothing is: they take seconds."""
 

@@ -1,6 +1,7 @@
 """`validate`: check and measure a result in a folder or on the Hub, and show the findings."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,8 @@ import typer
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.options import NOTHING_KEPT
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
 from k2convert.cli.verbs import ValidateOptions
@@ -61,23 +64,26 @@ def validate(options: ValidateOptions) -> None:
         display = Display("validate", extent, quiet=options.quiet)
         if cost is not None and cost.seconds is not None:
             display.tally.expected_seconds["layers"] = cost.seconds
-        try:
-            with display as events:
-                found = validate_checkpoint(
-                    folder=opened.folder,
-                    source=opened.source,
-                    reference=options.reference,
-                    against=against,
-                    layers=request,
-                    events=events,
-                    shards=opened.shards,
-                    statistics=opened.statistics,
-                )
-        except BaseException as error:
-            if num_checked := num_kept(opened.folder):
-                error.add_note(f"{counted(num_checked, 'shard')} checked. The same command resumes")
-            raise
+        say_when_interrupted(partial(_how_far, opened.folder), resumes=False)
+        with display as events:
+            found = validate_checkpoint(
+                folder=opened.folder,
+                source=opened.source,
+                reference=options.reference,
+                against=against,
+                layers=request,
+                events=events,
+                shards=opened.shards,
+                statistics=opened.statistics,
+            )
         _show_found(opened.named(found), opened.folder, as_json=options.as_json)
+
+
+def _how_far(folder: Path) -> str:
+    """Return what an interrupt leaves of a validation."""
+    if not (num_checked := num_kept(folder)):
+        return NOTHING_KEPT
+    return f"{counted(num_checked, 'shard')} checked. The same command resumes"
 
 
 def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
