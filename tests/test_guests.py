@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 from house import TINY
-from k2convert.buffers import BUFFERS
 
 import k2convert
 from k2convert.errors import K2ConvertError, MissingDependencyError
+from k2convert.machine import BUFFERS
 
 THREADS = 3
 CHILD = [sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"]
