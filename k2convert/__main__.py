@@ -6,13 +6,25 @@ from k2convert.cli.interrupts import (
     Interrupted,
     catch_interrupts,
     end_interrupted,
+    leave,
     release_interrupts,
     report_unraisable,
 )
 
 
 def main() -> None:
-    """Run the command line; see `k2convert.cli.app.main`."""
+    """Run the command line; see `k2convert.cli.app.main`. A failed command does not wait for its threads."""
+    try:
+        _run()
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code:
+            leave(ended.code)
+        raise
+    finally:
+        release_interrupts()
+
+
+def _run() -> None:
     try:
         catch_interrupts()
         sys.unraisablehook = report_unraisable
@@ -21,8 +33,6 @@ def main() -> None:
         main()
     except Interrupted:
         end_interrupted()
-    finally:
-        release_interrupts()
 
 
 if __name__ == "__main__":

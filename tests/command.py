@@ -46,7 +46,7 @@ def start_cli(*args: object, **options: Any) -> subprocess.Popen[str]:
 _MEASURED = """
 import sys
 from k2convert.__main__ import main
-from k2convert.job.resources import peak_bytes
+from k2convert.machine import peak_bytes
 sys.argv[0] = "k2convert"
 try:
     main()

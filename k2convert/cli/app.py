@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from k2convert import __version__
 from k2convert.cli.failures import UsageError, explain_usage
-from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable, leave
+from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable
 from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
 from k2convert.cli.verbs import (
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         end_interrupted()
     except K2ConvertError as error:
         _say(str(error))
-        leave(3 if isinstance(error, InvalidCheckpointError) else 1)
+        sys.exit(3 if isinstance(error, InvalidCheckpointError) else 1)
     except UsageError as error:
         sys.stderr.write(explain_usage(error))
         sys.exit(2)
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if (line := explain(error, resumes=is_resumable())) is None:
             raise
         _say(line)
-        leave(1)
+        sys.exit(1)
     finally:
         forget_signals()
     sys.exit(code or 0)

@@ -46,7 +46,7 @@ def _num_threads() -> int:
 class _Command:
     """The running command: the signal that it got, how far it is, and the command that resumes it.
 
-    The thread that ends it holds `ending`. `num_threads` were there before it.
+    The thread that ends it holds `ending`.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,6 @@ class _Command:
         self.resumed_by = ""
         self.resumes = False
         self.ending = _thread.allocate_lock()
-        self.num_threads = _num_threads()
 
 
 class _Watcher:
@@ -71,7 +70,6 @@ _command = _Command()
 
 def catch_interrupts() -> None:
     """Let Ctrl-C and SIGTERM raise Interrupted in the main thread."""
-    _command.num_threads = _num_threads()
     for number in _NUMBERS:
         _signal.signal(number, _interrupt)
     if _Watcher.process != os.getpid():
@@ -205,12 +203,12 @@ def end_interrupted() -> NoReturn:
     command.ending.acquire()  # and keep it: if the watcher has it, it ends the process
     _wipe_echo()
     _write(_sentence(command))
-    leave(128 + (command.number or _signal.SIGINT))
+    sys.exit(128 + (command.number or _signal.SIGINT))
 
 
 def leave(code: int) -> NoReturn:
-    """End the process. Threads that still compute end with it: Python would wait for them, or abort."""
-    if _num_threads() > _command.num_threads:
+    """End this process, which is the command's own. Threads that still compute end with it: Python would wait."""
+    if _num_threads() > 1:
         from contextlib import suppress
 
         for stream in (sys.stdout, sys.stderr):

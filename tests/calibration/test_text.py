@@ -194,7 +194,7 @@ def test_a_huge_text_takes_the_memory_of_a_small_one(tmp_path: Path, folder: Pat
             file.write(b'{"text": "some words of a document"}\n' * 900)
     code = (
         "import sys\nfrom pathlib import Path\nfrom k2convert.calibration.text import read_windows\n"
-        "from k2convert.job.resources import peak_bytes\nbefore = peak_bytes()\n"
+        "from k2convert.machine import peak_bytes\nbefore = peak_bytes()\n"
         "w = read_windows([Path(sys.argv[1])], tokenizer=Path(sys.argv[2]), vocab_size=512, tokens=4096, window=256,"
         " seed=0)\n"
         "print(w.ids.size, peak_bytes() - before)"

@@ -86,7 +86,7 @@ def peak_memory(folder: Path, *, experts: int) -> int:
         "from k2convert.checkpoint.index import open_checkpoint\n"
         "from k2convert.forward.decoder import DecoderLayer, embed\n"
         "from k2convert.forward.weights import WeightReader\n"
-        "from k2convert.job.resources import peak_bytes\n"
+        "from k2convert.machine import peak_bytes\n"
         "reader = WeightReader(open_checkpoint(Path(sys.argv[1])))\n"
         "ids = torch.arange(1024).view(2, 512) % 64\n"
         "DecoderLayer(reader, 0, workers=2).run(embed(reader, ids))\n"

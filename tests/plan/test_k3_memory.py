@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from results import plan_job
 from k2convert.job.assemble import assembled_files
-from k2convert.job.resources import peak_bytes
+from k2convert.machine import peak_bytes
 
 job = plan_job(Path(sys.argv[1]), Path(sys.argv[3]))
 peaks = [peak_bytes()]
