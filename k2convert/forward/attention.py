@@ -186,16 +186,6 @@ def _attention_interface() -> Any:
     return AttentionInterface
 
 
-def _attention_interface() -> Any:
-    """Import transformers, and take back the variable that torch's compiler, imported with it, sets for children."""
-    is_set = _COMPILER_FOLDER in os.environ
-    from transformers import AttentionInterface
-
-    if not is_set:
-        os.environ.pop(_COMPILER_FOLDER, None)
-    return AttentionInterface
-
-
 def _config_and_modules(fields: dict[str, Any]) -> tuple[Any, tuple[Any, Any, Any]]:
     if "kv_lora_rank" in fields:
         from transformers import DeepseekV3Config
