@@ -24,8 +24,9 @@ ENGINES = {
     for option in json.loads(path.read_text())["options"]
 }
 OTHERS = {
-    "": {"--help", "--version", "--local-dir"},  # of every verb, and of `hf download`
+    "": {"--help", "--version", "--local-dir", "--force-download"},  # of every verb, and of `hf download`
     "job/parts.py": {"--array"},  # of sbatch
+    "job/prepare.py": {"--mem"},  # of sbatch
     "guide/cluster.md": {
         "--array",
         "--cpus-per-task",
@@ -54,10 +55,11 @@ VERBS = {
 """The verbs whose options a file or a wing may name. What its messages suggest to run is another command."""
 NEXT = {
     "calibrate": {"run"},
+    "evaluate": {"report"},
     "fit": {"run"},
     "inspect": {"run"},
     "run": {"validate"},
-    "status": {"validate"},
+    "status": {"validate", "run", "evaluate"},
     "report": {"publish"},
 }
 
