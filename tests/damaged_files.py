@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.fingerprint import local_identity
 
 DAMAGES: Final = ("flipped", "empty", "truncated", "zeros", "foreign", "missing")
 
@@ -37,12 +38,19 @@ def damage_file(path: Path, damage: str, *, foreign: Path) -> None:
 
 @contextmanager
 def damaged_weight(source: Path, name: str) -> Iterator[None]:
-    """Make the first number of a BF16 tensor NaN during the block."""
+    """Make a number of a BF16 tensor NaN during the block. The identity of the shard does not show it."""
     info = open_checkpoint(source).tensors[name]
     shard = source / info.shard
     times, before = shard.stat(), shard.read_bytes()
-    shard.write_bytes(before[: info.begin] + b"\xc0\x7f" + before[info.begin + 2 :])
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def write(content: bytes) -> str:
+        shard.write_bytes(content)
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return local_identity(shard)
+
+    identity = local_identity(shard)
+    places = range(info.begin, info.end, 1 << 12)
+    unseen = (place for place in places if write(before[:place] + b"\xc0\x7f" + before[place + 2 :]) == identity)
+    next(unseen)
     yield
-    shard.write_bytes(before)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    write(before)

@@ -27,7 +27,7 @@ StoredRecipe = Annotated[Recipe, PlainSerializer(Recipe.document)]
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
 _SAMPLES: Final = 16  # of a shard, evenly spaced
-_SAMPLE_BYTES: Final = 1 << 16
+_SAMPLE_BYTES: Final = 1 << 12
 
 
 def source_digest(source: Checkpoint) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from dataclasses import fields
 from pathlib import Path
 from shutil import copy, copytree
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from command import run_here, said
-from damaged_files import DAMAGES, damage_file
+from damaged_files import DAMAGES, damage_file, damaged_weight, flip
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer
@@ -156,15 +157,12 @@ def begun_once(cut: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     """A pass that failed in layer 1: a weight was not a number, and was then repaired."""
     folder = tmp_path_factory.mktemp("begun")
     begun = Begun(copytree(cut, folder / "source"), folder / "out")
-    shard = begun.source / "model-00002-of-000005.safetensors"
-    times = shard.stat()
-    plant(begun.source, "model.layers.1.input_layernorm.weight", 5, NAN)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(CalibrationError, match="layer 1: the hidden states of 4 of 4 windows are not finite"):
+    says = "layer 1: the hidden states of 4 of 4 windows are not finite"
+    with (
+        damaged_weight(begun.source, "model.layers.1.self_attn.q_a_proj.weight"),
+        pytest.raises(CalibrationError, match=says),
+    ):
         calibrated(begun.source, begun.statistics, text)
-    with shard.open("r+b") as file:
-        file.write((cut / shard.name).read_bytes())
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     return begun
 
 
@@ -190,7 +188,7 @@ def test_what_differs_from_the_work_folder_is_named(
     other = tmp_path / "calibration.txt"
     other.write_text(text.read_text() + "!")
     changed = copytree(begun.source, tmp_path / "source")
-    os.utime(changed / "model-00002-of-000005.safetensors", ns=(1, 1))
+    flip(changed / "model-00002-of-000005.safetensors", -1)
     different = "holds a different calibration: "
     for source, file, change, says in (
         (begun.source, text, ("--seed", "1"), f"{different}seed was 0, now 1"),
@@ -198,7 +196,7 @@ def test_what_differs_from_the_work_folder_is_named(
         (begun.source, text, ("--window", "32"), "window was 64, now 32"),
         (begun.source, other, (), f"{different}texts was 'calibration.txt ("),
         (reap, text, (), "source_headers was "),
-        (changed, text, (), "error: model-00002-of-000005.safetensors: this source shard has a different size or time"),
+        (changed, text, (), "error: model-00002-of-000005.safetensors: this source shard has other bytes"),
     ):
         assert_refused(calibrate(source, begun.statistics, "--text", file, *SMALL, *change), says)
 
@@ -252,7 +250,9 @@ def test_a_file_that_is_damaged_while_the_pass_runs_is_refused_and_the_same_comm
 def test_a_second_run_of_the_same_pass_waits_for_the_first(text: Path, begun: Begun) -> None:
     with statistics_work(begun.statistics).locked():
         done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL)
-    assert_refused(done, f"{begun.statistics}.work: another run (process {os.getpid()}) is working here")
+    assert_refused(
+        done, f"{begun.statistics}.work: another run (process {os.getpid()} on {socket.gethostname()}) is working here"
+    )
 
 
 def test_texts_and_places_that_cannot_be_used_are_one_line_and_nothing_is_written(

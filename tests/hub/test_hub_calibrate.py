@@ -54,7 +54,7 @@ def test_too_little_disk_is_refused_at_the_start(tiny_hub: LoopbackHub, cli: Run
     assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1)
     assert said(done.stderr).startswith("error: there.work: the calibration needs ")
     assert done.stderr.endswith(
-        "may use 1,000,000. Allow more with --max-disk, or free some space, or use fewer tokens.\n"
+        "may use 1.00 MB. Allow more with --max-disk, or free some space, or use fewer tokens.\n"
     )
     assert not (cwd / "there.work").exists()
 

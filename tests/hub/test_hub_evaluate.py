@@ -89,7 +89,7 @@ def test_without_a_folder_to_write_to_a_file_is_asked_for(
     assert done.stderr.endswith("Name a file with --out.\n")
     done = cli("evaluate", *ENDS, "--text", ids, *SMALL, "--out", "x.json", "--max-disk", "1MB", "--quiet", code=1)
     assert said(done.stderr).startswith("error: x.json.work: the evaluation needs ")
-    assert "may use 1,000,000. Allow more with --max-disk" in done.stderr
+    assert "may use 1.00 MB. Allow more with --max-disk" in done.stderr
     assert list(cwd.iterdir()) == []
 
 

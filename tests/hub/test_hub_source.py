@@ -149,7 +149,7 @@ def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackH
     notices: list[str] = []
     open_tiny(Hub(notify=notices.append), tmp_path)
     assert len(notices) == 1
-    assert "samples.tar is left out: 300,000,000 bytes" in notices[0]
+    assert "samples.tar is left out: 300.00 MB" in notices[0]
     assert (tmp_path / "small" / "tokenizer.json").exists()
     assert not (tmp_path / "small" / "samples.tar").exists()
     assert server.traffic.matching("GET", "samples") == []

@@ -165,7 +165,7 @@ def test_repositories_keep_names(
     server.store.add_folder("me/out", local_result)
     done = cli("inspect", "hf://me/out@main")
     assert done.stdout.startswith("hf://me/out@main: kimi-k2-thinking (")
-    assert "cannot be converted: hf://me/out@main: model." in done.stdout
+    assert "cannot be converted" not in done.stdout
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     edit_config(source, model_type="deepseek_v3")
     server.store.add_folder("moon/other", source)
@@ -277,7 +277,7 @@ def test_a_source_with_another_hash_is_refused(tiny_hub: LoopbackHub, cli: RunCl
     job["source"][SHARDS[1]] = "0" * 64
     path.write_text(json.dumps(job))
     done = cli("run", "hf://moon/tiny", "out", code=1)
-    assert f"{SHARDS[1]}: this source shard has a different size or time" in done.stderr
+    assert f"{SHARDS[1]}: this source shard has other bytes" in done.stderr
 
 
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b"])

@@ -187,7 +187,7 @@ def test_without_room_nothing_is_downloaded(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**7, 7 * 10**6, 3 * 10**6))
     shown = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", code=1)
     assert "validating from the Hub needs up to" in shown.stderr
-    assert "but only 3,000,000 are free. Set TMPDIR to a folder on another disk." in shown.stderr
+    assert "but only 3.00 MB is free. Set TMPDIR to a folder on another disk." in shown.stderr
     assert temporary.most == 0
 
 

@@ -121,7 +121,7 @@ def test_the_rooms_of_dead_tasks_are_removed(top: Path) -> None:
 def test_names_cannot_be_foreseen_and_a_small_disk_is_refused(top: Path) -> None:
     assert new_rooms() != new_rooms()
     with (
-        pytest.raises(DiskFullError, match=rf"^{re.escape(str(top))}: a shard takes 2 bytes, but this node may use 1"),
+        pytest.raises(DiskFullError, match=rf"^{re.escape(str(top))}: a shard needs 2 B, but this node may use 1 B"),
         open_room(ROOMS, shard_bytes=2, max_disk=1),
     ):
         pass

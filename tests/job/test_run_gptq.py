@@ -224,7 +224,7 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monke
 def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     source, out = Path(shutil.copytree(short, tmp_path / "source")), tmp_path / "out"
     words = ("run", source, out, "--calibrate", text, *SMALL)
-    with damaged_weight(source, "model.layers.2.input_layernorm.weight"):
+    with damaged_weight(source, "model.layers.2.self_attn.q_a_proj.weight"):
         error = run_here(*words, "--quiet", code=1).stderr
     assert error.startswith("error: layer 2: the hidden states of 4 of 5 windows are not finite.")
     assert error.count("\n") == 1

@@ -291,7 +291,10 @@ def test_statistics_that_do_not_fit_are_refused(cut: Path, statistics: Path, tmp
     shared = replace(layer, shared_down_mean_square=np.ones(64, np.float32))
     shard = "model-00002-of-000005.safetensors"
     for layers, message in (
-        ([dense, replace(layer, norm_digest="0" * 64)], f"different source: {shard}: model.layers.1.post_attention_"),
+        (
+            [dense, replace(layer, norm_digest="0" * 64)],
+            f"source with other norms: {shard}: model.layers.1.post_attention_",
+        ),
         ([dense], "has no layer 1"),
         ([dense, experts], "layer 1 is of 5 experts of 256 x 128, but the source has 4 of 256 x 128"),
         ([dense, shared], "has 64 columns for model.layers.1.mlp.shared_experts.down_proj, which has 128"),
@@ -303,7 +306,9 @@ def test_statistics_that_do_not_fit_are_refused(cut: Path, statistics: Path, tmp
 
 
 def test_foreign_statistics_are_refused_in_one_line(cut: Path, tiny: Path, statistics: Path, tmp_path: Path) -> None:
-    assert "different source: the headers" in error_of(tiny, tmp_path / "out", "--statistics", statistics)
+    assert "was made from a source with other shard headers" in error_of(
+        tiny, tmp_path / "out", "--statistics", statistics
+    )
     assert "no such file" in error_of(cut, tmp_path / "out", "--statistics", tmp_path / "none")
     assert "a folder" in error_of(cut, tmp_path / "out", "--statistics", tmp_path)
     (tmp_path / "short").write_bytes(statistics.read_bytes()[:-1])
