@@ -252,6 +252,16 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     return record
 
 
+def _keep_stdout_clean() -> None:
+    """Keep Ray from printing a paragraph on every dead worker to stdout, which may hold a JSON document.
+
+    No option of Ray turns it off. The events of the job say the same in one line.
+    """
+    module = importlib.import_module("ray._private.worker")
+    if hasattr(module, "print_to_stdstream"):
+        module.print_to_stdstream = lambda *_args, **_options: None
+
+
 @contextmanager
 def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) -> Generator[Cluster]:
     """Connect to a running Ray cluster. A task takes `cpus` CPUs, and a GPU if asked.
@@ -265,6 +275,7 @@ def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) ->
         if match := re.fullmatch(r"([^/:]+):([0-9]{1,5})", address):  # Ray itself would try for minutes
             socket.create_connection((match[1], int(match[2])), timeout=_ANSWER_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        _keep_stdout_clean()
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(f"--ray {address}: no cluster ({reason}). Start one with `ray start`.") from None

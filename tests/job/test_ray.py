@@ -54,7 +54,7 @@ def test_a_cluster_reads_a_source_wherever_it_lies(
 @pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "raylet"])
 def test_a_worker_may_be_killed(victim: str, tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    driver = start_cli(*job(tiny, out, nodes), stderr=subprocess.PIPE)
+    driver = start_cli(*job(tiny, out, nodes), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not list(out.glob("*.tmp")):
         assert driver.poll() is None
     processes = nodes.working()
@@ -68,9 +68,11 @@ def test_a_worker_may_be_killed(victim: str, tiny: Path, whole: dict[str, bytes]
     for process in processes:
         if process != worker:
             os.kill(process, signal.SIGCONT)
-    _, said = driver.communicate(timeout=120)
+    shown, said = driver.communicate(timeout=120)
     assert driver.returncode == 0, said
+    assert json.loads(shown), "nothing else is on stdout"
     assert re.search(r"model-0000\d-of-\d+\.safetensors: its worker died; converting it again\n", said)
+    assert "raylet" not in said
     assert contents(out) == whole
     assert not list(out.rglob("*.tmp"))
 

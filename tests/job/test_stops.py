@@ -252,8 +252,8 @@ def test_compiled_code_that_does_not_stop_is_left(number: signal.Signals, times:
 _FAILING = """
 import sys, threading
 sys.argv = ["k2convert", "status", "nowhere"]
-import k2convert.cli.app as app
 import k2convert.cli.status as status
+from k2convert.__main__ import main
 
 def fail(_options):
     import hashlib
@@ -262,7 +262,7 @@ def fail(_options):
     raise PlanError("no room.")
 
 status.status = fail
-app.main()
+main()
 """
 
 
