@@ -11,7 +11,14 @@ from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
-from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
+from k2convert.job.locations import (
+    Destination,
+    Source,
+    check_destination,
+    check_output_path,
+    refuse_other_files,
+    refuse_symlinks,
+)
 from k2convert.job.resources import (
     Item,
     Limits,
@@ -133,6 +140,7 @@ def prepare(
     with remedy(SOURCE_REMEDY):
         sidecars = list_sidecars(checkpoint.folder)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
+    refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
         walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
