@@ -1,7 +1,7 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,6 +226,7 @@ def _check_target(
     """Check the repository that the result goes to, if it goes to one, and the source's card; raises HubError."""
     if destination.repo is None:
         return None, None
+    from k2convert.hub.own_card import card_words, published_card
     from k2convert.hub.preflight import check_target
     from k2convert.hub.source_card import accepted_card
 
@@ -240,6 +241,8 @@ def _check_target(
         source=source.remote,
         revision=destination.revision,
     )
+    if words := card_words(None, published_card(hub, target), target.repo):
+        target = replace(target, notices=(*target.notices, words))
     return target, accepted_card(hub, card)
 
 
