@@ -32,7 +32,7 @@ SIGNATURES = {
     "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
     "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
     f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
-    f"out: {PATH} | None = None, any_text: bool = False, events: Events | None = None) -> Evaluation",
+    f"out: {PATH} | None = None, any_text: bool = False, replace: bool = False, events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
 }
 
