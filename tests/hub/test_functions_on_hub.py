@@ -1,6 +1,6 @@
 """The functions of the package with the Hub: nothing becomes public by accident, and the library stays as it was."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,11 @@ def test_private_is_the_default(tiny_hub: LoopbackHub, cwd: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["reference", "any_text", "replace", "verify"])
 def test_other_flags_are_checked_too(name: str, tmp_path: Path) -> None:
-    calls: dict[str, Callable[..., object]] = {
-        "reference": lambda **flag: k2convert.validate(tmp_path, **flag),
-        "verify": lambda **flag: k2convert.convert(tmp_path, tmp_path / "out", **flag),
-    }
-    call = calls.get(name, lambda **flag: k2convert.evaluate(tmp_path, tmp_path, "text.txt", **flag))
+    functions: dict[str, tuple[Any, int]] = {"reference": (k2convert.validate, 1), "verify": (k2convert.convert, 2)}
+    function, count = functions.get(name, (k2convert.evaluate, 3))
     for value in (None, "no", 0):
         with pytest.raises(ArgumentError, match=f"^{name} .*: expected True or False"):
-            call(**{name: value})
+            function(*(tmp_path, tmp_path / "out", "text.txt")[:count], **{name: value})
 
 
 @pytest.fixture
