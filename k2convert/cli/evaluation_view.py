@@ -18,7 +18,7 @@ def show_evaluation(found: Evaluation) -> None:
     print_table(
         f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
         ("model", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1, %", "left top 5, %"),
-        [(label, *_figures(row)) for label, row in zip(_labels(found.rows), found.rows, strict=True)],
+        [(label, *_figures(row)) for label, row in zip(row_labels(found.rows), found.rows, strict=True)],
     )
     if found.rows:
         print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
@@ -44,7 +44,7 @@ def _figures(row: EvaluationRow) -> tuple[str, ...]:
     )
 
 
-def _labels(rows: Sequence[EvaluationRow]) -> list[str]:
+def row_labels(rows: Sequence[EvaluationRow]) -> list[str]:
     """Return model and mode of each row in few letters: without the folders above, if that tells models apart."""
     short = {row.model.name: row.model.name.rstrip("/").rpartition("/")[2] for row in rows}
     is_clear = len(set(short.values())) == len(short)
@@ -71,7 +71,7 @@ def _called(model: EvaluatedModel) -> str:
 
 def _show_layers(rows: Sequence[EvaluationRow]) -> None:
     cells: list[tuple[str, ...]] = []
-    for label, row in zip(_labels(rows), rows, strict=True):
+    for label, row in zip(row_labels(rows), rows, strict=True):
         errors = [layer.relative_error for layer in row.layers]
         routing = [layer.routing_agreement for layer in row.layers if layer.routing_agreement is not None]
         steps = sorted(range(len(errors)), key=lambda n: errors[n] - (errors[n - 1] if n else 0.0), reverse=True)

@@ -12,8 +12,9 @@ import pytest
 from evaluation_makers import FORMAT, TEXT, row
 from screen import in_terminal
 
+from k2convert.choices import Activations
 from k2convert.cli import console
-from k2convert.cli.evaluation_view import _labels, show_evaluation
+from k2convert.cli.evaluation_view import row_labels, show_evaluation
 from k2convert.records.evaluation import EvaluatedModel, Evaluation
 
 K2_WEIGHTS = "1,014,686,023,680"
@@ -135,7 +136,7 @@ def test_headings_are_folded_before_rows_become_blocks(monkeypatch: pytest.Monke
 
 def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("/data/results/Kimi-K2.5-NVFP4", "hf://someone/Kimi-K2.5-max", "gptq")
-    modes = (("w4a16", 0.2), ("w4a4", 0.35))
+    modes: tuple[tuple[Activations, float], ...] = (("w4a16", 0.2), ("w4a4", 0.35))
     rows = tuple(row(EvaluatedModel(name, "1" * 64, mode), noise) for name in names for mode, noise in modes)
     reference = EvaluatedModel("/data/Kimi-K2.5", "2" * 64)
     found = Evaluation(format=FORMAT, kind="evaluate", tool_version="0", reference=reference, text=TEXT, rows=rows)
@@ -153,7 +154,7 @@ def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest
     twins = tuple(
         replace(one, model=replace(one.model, name=f"{name}/out")) for one, name in zip(rows, names * 2, strict=True)
     )
-    assert len({label.split()[0] for label in _labels(twins)}) == len(names), "full names where short ones are equal"
+    assert len({label.split()[0] for label in row_labels(twins)}) == len(names), "full names where short ones are equal"
 
 
 @pytest.mark.parametrize("columns", [80, 40])
