@@ -97,6 +97,7 @@ def convert(
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
     """
+    from k2convert.errors import check_flags
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import open_job, text_files
@@ -104,6 +105,7 @@ def convert(
     from k2convert.records.events import SILENT
     from k2convert.records.ledger import below_budget, check_budget
 
+    check_flags(private=private, verify=verify)
     files = read_places("text", text, least=0)
     with (
         guest(torch_for="text" if files else None),
@@ -194,13 +196,14 @@ def validate(
     `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
     other K2ConvertError.
     """
-    from k2convert.errors import require_extra
+    from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place
     from k2convert.job.opened import open_ends
     from k2convert.records.events import SILENT
     from k2convert.validation.validate import validate_checkpoint
 
+    check_flags(reference=reference)
     if reference:
         require_extra("reference", purpose="reference")
     other = read_optional_place("against", against)
@@ -250,7 +253,7 @@ def evaluate(
     after a failure, it resumes. Raises any K2ConvertError.
     """
     from k2convert.choices import AskedActivations, ComputedKvCache
-    from k2convert.errors import check_choice
+    from k2convert.errors import check_choice, check_flags
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import text_files
@@ -262,6 +265,7 @@ def evaluate(
         check_choice("activations", activations, get_args(AskedActivations))
     if kv_cache is not None:
         check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
+    check_flags(any_text=any_text, replace=replace)
     path = read_optional_place("out", out)
     with guest(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure

@@ -197,6 +197,13 @@ def check_number(name: str, value: object, *, least: int) -> None:
         raise ArgumentError(f"{name} {quoted(value)}: expected a whole number, {least} or more.")
 
 
+def check_flags(**values: object) -> None:
+    """Refuse what is neither True nor False, by its name; raises ArgumentError."""
+    for name, value in values.items():
+        if type(value) is not bool:
+            raise ArgumentError(f"{name} {quoted(value)}: expected True or False.")
+
+
 def missing_module(extra: Extra) -> str | None:
     """Return the first module of an extra that is not installed, or None. Imports nothing."""
     return next((module for module in _EXTRAS[extra] if not _is_installed(module)), None)

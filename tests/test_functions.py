@@ -195,3 +195,23 @@ def test_statistics_are_collected_and_used(tmp_path: Path) -> None:
     assert outcome.calibrated is not None
     assert outcome.calibrated.imatrix
     assert k2convert.validate(tmp_path / "out", TINY, statistics=tmp_path / "tiny.stats").passed
+
+
+@pytest.mark.parametrize("kind", ["empty", "without a checkpoint", "the root of all files", "a file", "missing"])
+def test_a_validation_of_no_checkpoint_says_so(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Path("/") if kind == "the root of all files" else tmp_path / "place"
+    if kind in ("empty", "without a checkpoint"):
+        place.mkdir()
+    if kind == "without a checkpoint":
+        (place / "notes.txt").write_text("a note")
+        (place / "inner").mkdir()
+        (place / "inner" / "model.safetensors").write_text("of others")
+    if kind == "a file":
+        place.write_text("a note")
+    words = {"a file": "is a file", "missing": "no such folder"}.get(
+        kind, "holds no checkpoint: neither config.json nor"
+    )
+    with pytest.raises(CheckpointError, match=f"^{place}: {words}.* Pass the folder of a finished conversion"):
+        k2convert.validate(place)
+    assert run("validate", place) == 1
+    assert f"error: {place}: {words}" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from blake3 import blake3
 
 from k2convert.checkpoint.folders import create_file, opened_folder, place_first, remove_file, replace_file
-from k2convert.checkpoint.names import BLOBS_FOLDER
+from k2convert.checkpoint.names import BLOBS_FOLDER, LOST_FOUND
 from k2convert.errors import (
     DestinationError,
     DestinationWriteError,
@@ -185,10 +185,10 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def walk_folder(folder: Path) -> list[Path]:
-    """Return what is below a folder that is only read, sorted, without entering hidden folders (SourceReadError).
+    """Return what is below a folder that is only read, sorted, without entering hidden folders and lost+found.
 
-    Links to folders are followed, except those that lead back. Raises MalformedFileError if they lead to more files
-    than a checkpoint has.
+    Links to folders are followed, except those that lead back. Raises SourceReadError, and MalformedFileError if there
+    are more files than a checkpoint has.
     """
     found: list[Path] = []
     waiting: list[tuple[Path, tuple[str, ...]]] = [(folder, (os.path.realpath(folder),))]
@@ -198,7 +198,7 @@ def walk_folder(folder: Path) -> list[Path]:
             found.append(path)
             if len(found) > MAX_FILES:
                 raise MalformedFileError(f"{entered}: is one of more than {MAX_FILES:,} files and folders.")
-            if path.name.startswith(".") or not S_ISDIR(mode_of(path)):
+            if path.name.startswith(".") or path.name == LOST_FOUND or not S_ISDIR(mode_of(path)):
                 continue
             real = os.path.realpath(path)
             if not path.is_symlink() or not any(_is_within(one, real) for one in above):

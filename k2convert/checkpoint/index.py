@@ -219,6 +219,14 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
 _NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, CARD_NAME, EVALUATION_NAME})
 _READ_SUFFIXES: Final = frozenset({".json", ".model", ".py", ".jinja"})  # tokenizers, templates, code
 _WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
+_READ_TEXTS: Final = frozenset({"merges.txt", "vocab.txt"})  # other texts are notes
+
+
+def is_part_of_checkpoint(relative: Path) -> bool:
+    """Return whether an engine or a validation takes a file, by its path in a folder, for a part of the checkpoint."""
+    if relative.suffix in _WEIGHT_SUFFIXES or relative.suffix == ".py":
+        return True
+    return len(relative.parts) == 1 and (relative.suffix in _READ_SUFFIXES or relative.name in _READ_TEXTS)
 
 
 def list_sidecars(folder: Path) -> list[Path]:

@@ -10,6 +10,8 @@ SHARD_SUFFIX: Final = ".safetensors"
 HF_QUANT_CONFIG_NAME: Final = "hf_quant_config.json"
 CARD_NAME: Final = "README.md"
 IGNORE_NAME: Final = ".gitignore"
+LOST_FOUND: Final = "lost+found"
+"""In the top folder of a file system. Only its administrator may read it."""
 
 TOKENIZER_NAME: Final = "tokenizer.json"
 TIKTOKEN_NAME: Final = "tiktoken.model"

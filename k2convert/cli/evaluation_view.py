@@ -1,6 +1,7 @@
 """An evaluation as tables: figures of every model, errors by layer, and the tokens that differ most."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from k2convert.cli.console import print_line, print_table
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Mean, Verdict
@@ -16,9 +17,8 @@ def show_evaluation(found: Evaluation) -> None:
     dropped = f", {text.dropped:,} windows dropped" if text.dropped else ""
     print_table(
         f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
-        ("model", "mode", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1", "left top 5"),
-        [_figures(row) for row in found.rows],
-        left=(0, 1),
+        ("model", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1, %", "left top 5, %"),
+        [(label, *_figures(row)) for label, row in zip(row_labels(found.rows), found.rows, strict=True)],
     )
     if found.rows:
         print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
@@ -34,16 +34,21 @@ def _figures(row: EvaluationRow) -> tuple[str, ...]:
     figures = row.figures
     divergence = figures.divergence
     return (
-        row.model.name,
-        row.model.mode,
         f"{divergence.mean:.5f}",
         _error(Mean(divergence.mean, divergence.standard_error)),
         f"{divergence.p999:.3f}",
         f"{divergence.maximum:.3f}",
         f"{figures.perplexity:.3f}",
-        f"{100 * figures.top1_agreement:.2f} %",
-        f"{100 * figures.left_top5:.2f} %",
+        f"{100 * figures.top1_agreement:.2f}",
+        f"{100 * figures.left_top5:.2f}",
     )
+
+
+def row_labels(rows: Sequence[EvaluationRow]) -> list[str]:
+    """Return model and mode of each row in few letters: without the folders above, if that tells models apart."""
+    short = {row.model.name: row.model.name.rstrip("/").rpartition("/")[2] for row in rows}
+    is_clear = len(set(short.values())) == len(short)
+    return [_called(replace(row.model, name=short[row.model.name]) if is_clear else row.model) for row in rows]
 
 
 def _error(value: Mean) -> str:
@@ -66,21 +71,20 @@ def _called(model: EvaluatedModel) -> str:
 
 def _show_layers(rows: Sequence[EvaluationRow]) -> None:
     cells: list[tuple[str, ...]] = []
-    for row in rows:
+    for label, row in zip(row_labels(rows), rows, strict=True):
         errors = [layer.relative_error for layer in row.layers]
         routing = [layer.routing_agreement for layer in row.layers if layer.routing_agreement is not None]
         steps = sorted(range(len(errors)), key=lambda n: errors[n] - (errors[n - 1] if n else 0.0), reverse=True)
         cells.append(
             (
-                row.model.name,
-                row.model.mode,
+                label,
                 f"{errors[-1]:.5f}",
                 ", ".join(map(str, steps[:_SHOWN_LAYERS])),
                 f"{100 * min(routing):.2f} %" if routing else "",
             )
         )
-    columns = ("model", "mode", "error after the last layer", "grows most in layers", "least routing agreement")
-    print_table("hidden states: relative squared error", columns, cells, left=(0, 1, 3))
+    columns = ("model", "error after the last layer", "grows most in layers", "least routing agreement")
+    print_table("hidden states: relative squared error", columns, cells, left=(0, 2))
 
 
 def _show_worst(row: EvaluationRow) -> None:

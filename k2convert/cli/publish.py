@@ -54,9 +54,9 @@ def publish(options: PublishOptions) -> None:
         console.print_note(f"{target.repo}: {revision} already holds this result")
         commit = str(target.head)
     else:
-        others = ", ".join(map(str, publication.others))
         if not quiet:
-            console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {others}")
+            files = ", ".join(publication.files)
+            console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {files}")
         with (
             open_named_statistics(options.statistics, hub=hub) as calibrated,
             open_origin(options.source, hub=hub) as (origin, shards),

@@ -54,7 +54,9 @@ def report(options: ReportOptions) -> None:
     if options.as_json or not is_servable or is_remote:
         return
     if files.report.is_complete and can_be_validated(folder) and find_ledger(folder) is not None:
-        console.print_next(console.command("k2convert", "publish", folder, "--repo", "owner/name"))
+        ends = (("--source", options.source), ("--statistics", options.statistics))
+        words = [word for name, value in ends if value is not None for word in (name, value)]
+        console.print_next(console.command("k2convert", "publish", folder, "--repo", "owner/name", *words))
     elif Journal(folder).job() is not None:  # it is not finished, or has left
         console.print_next(console.command("k2convert", "status", folder))
 

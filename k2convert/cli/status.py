@@ -22,7 +22,7 @@ from k2convert.errors import (
     remedy,
 )
 from k2convert.forward.work import WorkFolder
-from k2convert.hub.client import SCHEME, Hub, parse_repo
+from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.job.evaluation import evaluation_works
 from k2convert.plan.inspection import inspect_checkpoint
@@ -311,11 +311,13 @@ def show_repository(text: str, *, as_json: bool) -> None:
         console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
     recipe = ledger.recipe
     console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
+    origin: tuple[str, ...] = ()
     if ledger.source.repo is not None:
         console.print_line(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
+        origin = ("--source", str(RepoRef(ledger.source.repo, ledger.source.revision)))
     if TOTAL in ledger.totals:
         console.print_line(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
-    console.print_next(console.command("k2convert", "validate", text))
+    console.print_next(console.command("k2convert", "validate", text, *origin))
 
 
 def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:

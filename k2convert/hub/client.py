@@ -9,8 +9,9 @@ import random
 import re
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up t
 MAX_RETRY_SECONDS = 60.0
 MAX_STREAMS = 4  # of hf_xet
 NUM_HEAPS = 4
+_BARS: Final = "huggingface_hub.utils.tqdm"
 _PIECE_BYTES: Final = 1 << 20
 _M_ARENA_MAX = -8  # glibc's malloc.h
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
@@ -227,6 +229,19 @@ class Hub:
             return bytes(data)
 
         return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+
+
+def progress_bars() -> dict[str, bool]:
+    """Return the library's settings of its progress bars, which `Hub.api` turns off; none if it is not loaded."""
+    library = sys.modules.get(_BARS)
+    return {} if library is None else dict(library.progress_bar_states)
+
+
+def restore_progress_bars(found: Mapping[str, bool]) -> None:
+    """Put back what `progress_bars` returned."""
+    if (library := sys.modules.get(_BARS)) is not None:
+        library.progress_bar_states.clear()
+        library.progress_bar_states.update(found)
 
 
 def check_endpoint() -> None:

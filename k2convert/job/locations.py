@@ -11,11 +11,13 @@ from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, mode_of, walk_folder
 from k2convert.checkpoint.folders import check_no_link
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import Checkpoint, is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
     BLOBS_FOLDER,
     CARD_NAME,
@@ -26,14 +28,19 @@ from k2convert.checkpoint.names import (
     INDEX_NAME,
     LEDGER_NAME,
     RECORDS_FOLDER,
+    REPORT_PAGE_NAME,
+    REPORT_PICTURE_NAME,
+    REPORT_TEXT_NAME,
     SHARD_SUFFIX,
     SOURCE_COPY_FOLDER,
     WORK_FOLDER,
 )
-from k2convert.errors import DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
+from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.plan.plan import ShardJob
 from k2convert.records.fingerprint import local_identity
+from k2convert.records.journal import Journal
 from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
     from k2convert.hub.source_card import SourceCard
 
 WORK_ROOT: Final = Path("k2convert-work")
+_WRITTEN: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME)
+_MOVE: Final = "Move it elsewhere, or choose a different folder."
 _STATISTICS_SUFFIX: Final = ".stats"
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
 
@@ -181,7 +190,7 @@ def read_destination(text: str, *, work_folder: Path | None) -> Destination:
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:
-    """Refuse a folder that is the source, is in it or contains it, or has files of others (DestinationError)."""
+    """Refuse a folder that is the source, is in it or contains it, and what is no folder (DestinationError)."""
     target = destination.resolve()
     for origin in () if source is None else source_folders(source):
         if target == origin:
@@ -195,8 +204,51 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
     for path in (destination, *destination.absolute().parents):
         if path.exists() and not path.is_dir():
             raise DestinationError(f"{destination}: {path} is a file. Choose a folder.")
-    if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
-        raise DestinationError(f"{destination}: has files that are not from k2convert. Choose an empty folder.")
+
+
+def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars: Iterable[Path]) -> None:
+    """Refuse a folder without a job that has what the job would write or an engine would read (DestinationError).
+
+    The first such file is named. Notes, logs, hidden files and lost+found are left alone.
+    """
+    if Journal(destination).is_begun():
+        return
+    shards = {Path(job.name): job for job in jobs}
+    own = {*shards, *sidecars, *map(Path, (*_WRITTEN, REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME))}
+    around = {folder for path in own for folder in path.parents}
+    with remedy(_MOVE):
+        found = [(path, path.relative_to(destination)) for path in walk_folder(destination)]
+    refused = [(path, relative) for path, relative in found if _is_in_the_way(path, relative, own, around)]
+    found_shards = [relative for _, relative in refused if relative in shards]
+    if found_shards and all(_is_written(destination / one, shards[one]) for one in found_shards):
+        raise DestinationError(
+            f"{destination}: has shards of this job, such as {found_shards[0]}, but not {WORK_FOLDER}, which says what "
+            f"is finished. `cp -r FOLDER/*` leaves it out. Copy it too: `cp -a FOLDER/. {destination}`. Or choose a "
+            "different folder."
+        )
+    for path, relative in refused:
+        is_own = relative in own or relative in around
+        what = "the job needs this name" if is_own else "it would become part of the result"
+        raise DestinationError(f"{path}: is not from k2convert, and {what}. {_MOVE}")
+
+
+def _is_in_the_way(path: Path, relative: Path, own: Container[Path], around: Container[Path]) -> bool:
+    mode = mode_of(path)
+    if relative in own or path.name.startswith("."):
+        return relative in own
+    if S_ISDIR(mode):
+        return False
+    is_special = bool(mode) and not S_ISREG(mode)
+    return is_special or relative in around or is_part_of_checkpoint(relative)
+
+
+def _is_written(path: Path, job: ShardJob) -> bool:
+    """Return whether a shard has the tensors that the job would write."""
+    try:
+        tensors = read_header(path).tensors
+    except CheckpointError:
+        return False
+    return [(t.name, t.dtype, t.shape) for t in tensors.values()] == [(t.name, t.dtype, t.shape) for t in job.outputs]
 
 
 def source_folders(source: Path) -> set[Path]:
@@ -217,7 +269,7 @@ def refuse_symlinks(folder: Path, files: Iterable[Path], *, finished: Container[
     work = folder / WORK_FOLDER
     for path in (work, *sorted(work.rglob("*"))):
         check_no_link(path)
-    for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME))):
+    for file in (*files, *map(Path, _WRITTEN)):
         for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
             if str(path) not in finished:
                 check_no_link(folder / path)

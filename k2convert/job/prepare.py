@@ -1,7 +1,7 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,14 @@ from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
-from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
+from k2convert.job.locations import (
+    Destination,
+    Source,
+    check_destination,
+    check_output_path,
+    refuse_other_files,
+    refuse_symlinks,
+)
 from k2convert.job.resources import (
     Item,
     Limits,
@@ -133,6 +140,7 @@ def prepare(
     with remedy(SOURCE_REMEDY):
         sidecars = list_sidecars(checkpoint.folder)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
+    refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
         walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
@@ -218,6 +226,7 @@ def _check_target(
     """Check the repository that the result goes to, if it goes to one, and the source's card; raises HubError."""
     if destination.repo is None:
         return None, None
+    from k2convert.hub.own_card import card_words, published_card
     from k2convert.hub.preflight import check_target
     from k2convert.hub.source_card import accepted_card
 
@@ -232,6 +241,8 @@ def _check_target(
         source=source.remote,
         revision=destination.revision,
     )
+    if words := card_words(None, published_card(hub, target), target.repo):
+        target = replace(target, notices=(*target.notices, words))
     return target, accepted_card(hub, card)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Final
 
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
@@ -21,6 +21,7 @@ from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
+from k2convert.hub.own_card import card_words, check_card, find_card, published_card, settle_card
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
@@ -34,6 +35,8 @@ from k2convert.records.publication import Published, record_published
 from k2convert.validation.remote import LOCAL, Shards
 from k2convert.validation.results import ValidationReport
 from k2convert.validation.validate import validate_checkpoint, validate_sent
+
+_NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, ".log", ".out", ".err")  # a log grows while it is published
 
 
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
@@ -61,7 +64,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         )
     carried = [EVALUATION_NAME] if (folder / EVALUATION_NAME).exists() else []
     files: dict[str, Path | bytes] = {name: folder / name for name in (*names, *carried)}
-    extra = card_files(
+    files |= card_files(
         folder,
         repo=target.repo,
         revision=None if target.revision == MAIN else target.revision,
@@ -70,9 +73,21 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         validation=validation,
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )
-    commit = uploads.commit_to_main(files=files | extra, message=f"Add {target.repo.partition('/')[2]}")
+    files = _with_card(job.hub, files, here=None, there=published_card(job.hub, target))
+    commit = uploads.commit_to_main(files=files, message=f"Add {target.repo.partition('/')[2]}")
     record_published(folder, Published(target.name, commit))
     return commit, validation
+
+
+def _with_card(
+    hub: Hub, files: Mapping[str, Path | bytes], *, here: str | None, there: str | None
+) -> dict[str, Path | bytes]:
+    """Return the files to commit with the card that `settle_card` chooses, or without one."""
+    made = files[CARD_NAME]
+    assert isinstance(made, bytes)
+    card = settle_card(hub, made, here=here, there=there)
+    others = {name: content for name, content in files.items() if name != CARD_NAME}
+    return others if card is None else others | {CARD_NAME: card}
 
 
 def settle_published(job: Job, target: Target) -> str:
@@ -98,7 +113,9 @@ def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
 class Publication:
     """A finished local folder and the repository it goes to, checked.
 
-    `others` are the files next to the shards, with their sha256 before the validation.
+    `others` are the files next to the shards, with their sha256 before the validation. `made` are those that are
+    written for the repository, in their place if the folder has them. `own_card` is the folder's card, `their_card`
+    the repository's.
     """
 
     folder: Path
@@ -108,13 +125,25 @@ class Publication:
     base_model: str | None
     card: SourceCard
     others: Mapping[Path, str]
+    made: Sequence[str]
+    own_card: str | None
+    their_card: str | None
     is_published: bool
+
+    @property
+    def files(self) -> list[str]:
+        """What is published beside the shards, as it is shown."""
+        names = {*map(str, self.others), *self.made}
+        words = card_words(self.own_card, self.their_card, self.target.repo)
+        return [*sorted(names - {CARD_NAME}), words] if words else sorted(names)
 
 
 def prepare_publication(
     folder: Path, *, repo: str, revision: str, private: bool, base_model: str | None, hub: Hub
 ) -> Publication:
     """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
+    from k2convert.report import current_report, report_names
+
     check_endpoint()
     ledger = read_ledger(folder)
     if ledger.recipe.target == "int4":
@@ -135,6 +164,8 @@ def prepare_publication(
         source=source,
         revision=revision,
     )
+    own_card = find_card(folder)
+    check_card(hub, own_card, where=folder / CARD_NAME)
     return Publication(
         folder=folder,
         ledger=ledger,
@@ -143,6 +174,9 @@ def prepare_publication(
         base_model=base,
         card=accepted_card(hub, card),
         others={path: file_sha256(folder / path) for path in published_files(folder, set(file_bytes))},
+        made=[CARD_NAME, *([] if current_report(folder) else report_names(folder))],
+        own_card=own_card,
+        their_card=published_card(hub, target),
         is_published=is_published(hub, target, ledger.fingerprint) and _has_evaluation(target, folder),
     )
 
@@ -161,12 +195,12 @@ def _fetch_card(hub: Hub, source: RemoteRepo) -> SourceCard:
 
 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:
-    """Return the relative paths of everything in a finished folder except shards, hidden and temporary files."""
+    """Return the relative paths of everything in a finished folder except shards, logs, hidden and temporary files."""
     everything = (p.relative_to(folder) for p in walk_folder(folder) if p.is_file())
     return [
         p
         for p in everything
-        if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != TEMPORARY_SUFFIX
+        if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix not in _NOT_PUBLISHED
     ]
 
 
@@ -213,7 +247,7 @@ def publish_folder(
     The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
     refuses.
     """
-    from k2convert.report import card_files
+    from k2convert.report import card_files, current_report
 
     folder, ledger, target = publication.folder, publication.ledger, publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
@@ -235,7 +269,7 @@ def publish_folder(
         if file_sha256(folder / path) != sha256:
             raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")
     files: dict[str, Path | bytes] = {str(path): folder / path for path in publication.others}
-    extra = card_files(
+    files |= card_files(
         folder,
         repo=target.repo,
         revision=None if target.revision == MAIN else target.revision,
@@ -243,10 +277,12 @@ def publish_folder(
         source=publication.card,
         validation=validation,
         tensors=open_checkpoint(folder).tensors.values(),
+        kept=current_report(folder),
     )
+    files = _with_card(publication.hub, files, here=publication.own_card, there=publication.their_card)
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
     message = f"Add {target.repo.partition('/')[2]}"
-    return branch.commit_to_main(shards=shards, files=files | extra, message=message)
+    return branch.commit_to_main(shards=shards, files=files, message=message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, get_args
@@ -32,6 +32,7 @@ from k2convert.errors import (
     missing_module,
     require_extra,
 )
+from k2convert.hub.client import progress_bars, restore_progress_bars
 from k2convert.job.locations import Destination, Source
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
@@ -198,6 +199,7 @@ class _Host:
     guests: int = 0
     interval: float = 0.0
     threads: int | None = None
+    bars: dict[str, bool] = field(default_factory=dict[str, bool])
 
 
 _HOST: Final = _Host()
@@ -206,7 +208,7 @@ _ARRIVING: Final = Lock()
 
 @contextmanager
 def as_guest(*, uses_torch: bool = False) -> Generator[None]:
-    """Put back what the block changes for the process: the number of torch's threads and the GIL's switch interval.
+    """Put back what the block changes for the process: torch's threads, the GIL's switch interval, progress bars.
 
     Free the buffers too. Several threads may be guests at a time: the last one puts back what the first one found.
     """
@@ -214,6 +216,7 @@ def as_guest(*, uses_torch: bool = False) -> Generator[None]:
     with _ARRIVING:
         if _HOST.guests == 0:
             _HOST.interval = sys.getswitchinterval()
+            _HOST.bars = progress_bars()
             _HOST.threads = threads
         elif threads == 1:  # torch gives a new thread the number that another guest chose
             threads = _HOST.threads
@@ -229,6 +232,7 @@ def as_guest(*, uses_torch: bool = False) -> Generator[None]:
                 _use_torch_threads(threads)
             if _HOST.guests == 0:
                 sys.setswitchinterval(_HOST.interval)
+                restore_progress_bars(_HOST.bars)
                 BUFFERS.limit(POOL_BYTES)
                 BUFFERS.clear()
 

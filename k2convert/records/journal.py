@@ -195,6 +195,10 @@ class Journal:
     def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, encode(job), root=self.destination)
 
+    def is_begun(self) -> bool:
+        """Return whether a job was begun here, also one whose description was removed."""
+        return is_there(self._job_path) or is_there(self._records)
+
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
         if not is_there(self._job_path):

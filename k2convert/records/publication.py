@@ -7,9 +7,9 @@ records, say where they are.
 from dataclasses import dataclass
 from pathlib import Path
 
-from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.files import list_folder, write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import CONFIG_NAME, PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, DestinationError
 from k2convert.records.command import say_own_command
 from k2convert.records.document import encode, read_document
@@ -35,6 +35,8 @@ def record_published(folder: Path, published: Published) -> None:
 
 def find_published(folder: Path) -> Published | None:
     """Return where the result of a folder was published; None if it was not, or if the record is damaged."""
+    if not folder.is_dir():
+        return None
     try:
         return read_document(Published, folder / WORK_FOLDER / PUBLISHED_NAME)
     except CheckpointError:
@@ -71,9 +73,22 @@ def check_shards_are_here(folder: Path) -> None:
 
 
 def check_finished(folder: Path) -> None:
-    """Refuse a folder whose job has not written config.json, its last file (DestinationError)."""
+    """Refuse a folder whose job has not written config.json, its last file (DestinationError).
+
+    Raises CheckpointError for what is no folder or holds no checkpoint: nobody wants all files below it to be checked.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file. Pass the folder of a finished conversion.")
     journal = Journal(folder)
-    if (folder / CONFIG_NAME).exists() or (job := journal.job()) is None:
+    if (folder / CONFIG_NAME).exists():
+        return
+    if (job := journal.job()) is None:
+        names = [path.name for path in list_folder(folder)]
+        if folder.is_dir() and INDEX_NAME not in names and not any(name.endswith(SHARD_SUFFIX) for name in names):
+            raise CheckpointError(
+                f"{folder}: holds no checkpoint: neither {CONFIG_NAME} nor a shard. Pass the folder of a finished "
+                "conversion."
+            )
         return
     finished = len(journal.finished(job.digest))
     raise DestinationError(

@@ -12,15 +12,23 @@ the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when
 """
 
 import logging
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import read_json_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
+from k2convert.checkpoint.names import (
+    CARD_NAME,
+    CONFIG_NAME,
+    EVALUATION_NAME,
+    LEDGER_NAME,
+    REPORT_PAGE_NAME,
+    REPORT_PICTURE_NAME,
+    REPORT_TEXT_NAME,
+)
 from k2convert.errors import DestinationError
 from k2convert.fit.model import Tensor
 from k2convert.report.checks import read_checks
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
     from k2convert.hub.source_card import SourceCard
     from k2convert.records.shard_record import DecodedError
     from k2convert.validation.results import ValidationReport
+
+_REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,24 @@ def _quiet_matplotlib() -> Generator[None]:
         logger.setLevel(level)
 
 
+def current_report(folder: Path) -> list[str]:
+    """Return the files of the report in a folder; none if it is not whole, or older than evaluation or ledger."""
+    found = [name for name in _REPORT if (folder / name).is_file()]
+    times = [(folder / name).stat().st_mtime_ns for name in found]
+    told = (folder / name for name in (LEDGER_NAME, EVALUATION_NAME))
+    newest = max((path.stat().st_mtime_ns for path in told if path.is_file()), default=0)
+    is_whole = REPORT_PAGE_NAME in found and REPORT_TEXT_NAME in found
+    return found if is_whole and min(times) >= newest else []
+
+
+def report_names(folder: Path) -> list[str]:
+    """Return the files of the report that would be made of a finished folder; raises as `collect_report`."""
+    from k2convert.report.page import has_picture
+
+    is_pictured = has_picture(collect_report(folder=folder))
+    return [name for name in _REPORT if is_pictured or name != REPORT_PICTURE_NAME]
+
+
 def card_files(
     folder: Path,
     *,
@@ -105,8 +133,9 @@ def card_files(
     revision: str | None = None,
     validation: "ValidationReport",
     tensors: Iterable[Tensor],
+    kept: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Return the model card of a finished folder, and the report's files that the folder lacks, by file name.
+    """Return the model card of a finished folder, and its report unless that is `kept`, by file name.
 
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
@@ -114,8 +143,8 @@ def card_files(
     from k2convert.validation.results import validation_document
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
-    files = {name: data for name, data in render_report(report).items() if not (folder / name).exists()}
-    has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
+    files = {} if kept else render_report(report)
+    has_picture = REPORT_PICTURE_NAME in (kept or files)
     card = render_card(
         report,
         base_model=base_model,

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from k2convert.fit.search import gigabytes
 from k2convert.fit.serving import ENGINE_NAMES, result_deployment, serve_command
+from k2convert.hub.own_card import marked
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
@@ -119,7 +120,7 @@ def render_card(
     said = {note for command in serving.values() for note in command.notes}
     traits = (recipe.layout, recipe.activations, "pipeline")
     refused = [reason for _, trait, reason in family.refusals if trait in traits]
-    return render_template(
+    card = render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
         name=repo.partition("/")[2],
@@ -151,6 +152,7 @@ def render_card(
         size=gigabytes(ledger.num_bytes),
         checked="" if checks is None else checks.summary,
     )
+    return marked(card)
 
 
 def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, source: SourceCard) -> str:

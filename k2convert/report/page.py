@@ -133,9 +133,14 @@ DPI = 150
 _MARGIN = 24
 
 
+def has_picture(report: Report) -> bool:
+    """Return whether figures of single tensors are known, of which charts are drawn."""
+    return bool(report.maps) and has_distribution(report)
+
+
 def render_picture(report: Report) -> bytes | None:
     """Return a PNG of the charts, or None if no figures of single tensors are known."""
-    if not report.maps or not has_distribution(report):
+    if not has_picture(report):
         return None
     left = [draw_distribution(report, LIGHT), draw_block_scales(report.total.scale_histogram, LIGHT)]
     if (found := report.ledger.calibration) is not None and found.held_out:

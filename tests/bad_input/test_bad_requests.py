@@ -30,6 +30,7 @@ def linked(path: Path, target: Path) -> Path:
 def filled(path: Path) -> Path:
     path.mkdir()
     (path / "thesis.txt").write_text("the only copy")
+    (path / "model.gguf").write_text("the only copy")
     return path
 
 
@@ -44,7 +45,7 @@ DESTINATIONS: dict[str, tuple[Callable[[Path, Path], Path], list[str]]] = {
     "a link to the source": (lambda source, dest: linked(dest, source), ["is the source", "new folder"]),
     "inside the source": (lambda source, _: source / "nvfp4", ["inside the source", "outside"]),
     "around the source": (lambda source, _: source.parent, ["contains the source", "next to it"]),
-    "not empty and not ours": (lambda _, dest: filled(dest), ["not from k2convert", "empty folder"]),
+    "not empty and not ours": (lambda _, dest: filled(dest), ["model.gguf", "not from k2convert", "different folder"]),
     "a file": (lambda _, dest: a_file(dest), ["is a file", "Choose a folder"]),
     "under a file": (lambda _, dest: a_file(dest) / "sub", ["dest", "folder"]),
     "a link to nothing": (lambda _, dest: linked(dest, dest.parent / "nowhere"), ["dest", "link"]),

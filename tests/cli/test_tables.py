@@ -4,13 +4,18 @@ import io
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from evaluation_makers import FORMAT, TEXT, row
 from screen import in_terminal
 
+from k2convert.choices import Activations
 from k2convert.cli import console
+from k2convert.cli.evaluation_view import row_labels, show_evaluation
+from k2convert.records.evaluation import EvaluatedModel, Evaluation
 
 K2_WEIGHTS = "1,014,686,023,680"
 TEXTS = (
@@ -127,6 +132,29 @@ def test_headings_are_folded_before_rows_become_blocks(monkeypatch: pytest.Monke
         "  non-zero weights:",
         "  12,345",
     ]
+
+
+def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("/data/results/Kimi-K2.5-NVFP4", "hf://someone/Kimi-K2.5-max", "gptq")
+    modes: tuple[tuple[Activations, float], ...] = (("w4a16", 0.2), ("w4a4", 0.35))
+    rows = tuple(row(EvaluatedModel(name, "1" * 64, mode), noise) for name in names for mode, noise in modes)
+    reference = EvaluatedModel("/data/Kimi-K2.5", "2" * 64)
+    found = Evaluation(format=FORMAT, kind="evaluate", tool_version="0", reference=reference, text=TEXT, rows=rows)
+    output = Output(is_terminal=True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", output)
+    show_evaluation(found)
+    monkeypatch.undo()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).partition("hidden states")[0]
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "━╇━" in text, "a table, not blocks of lines"
+    for name in ("Kimi-K2.5-NVFP4", "Kimi-K2.5-max", "gptq"):
+        assert sum(line.startswith(f"{name} ") and "0.0" in line for line in lines) == len(modes)
+    twins = tuple(
+        replace(one, model=replace(one.model, name=f"{name}/out")) for one, name in zip(rows, names * 2, strict=True)
+    )
+    assert len({label.split()[0] for label in row_labels(twins)}) == len(names), "full names where short ones are equal"
 
 
 @pytest.mark.parametrize("columns", [80, 40])

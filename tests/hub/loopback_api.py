@@ -216,7 +216,9 @@ _HANDLERS = {
 
 
 def _card_problems(card: str) -> list[Json]:
-    """What the Hub would refuse in a card's front matter, of the fields that k2convert writes."""
+    """What the Hub would refuse in a card's front matter, if it has one, of the fields that k2convert writes."""
+    if not card.lstrip().startswith("---"):
+        return []
     data = yaml.safe_load(card.split("---")[1])
     rules = {
         "license": data.get("license") in ("mit", "apache-2.0", "other", "unknown"),

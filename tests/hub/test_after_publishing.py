@@ -59,14 +59,18 @@ def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, cli
 
 
 @pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
-def test_every_next_command_works_as_printed(done: str, cli: RunCli, words: tuple[str, ...]) -> None:
+def test_every_next_command_works_as_printed(
+    done: str, hub_after: LoopbackHub, cli: RunCli, words: tuple[str, ...]
+) -> None:
+    commit = hub_after.store.repos["moon/tiny"].refs["main"]
+    origin = f" --source hf://moon/tiny@{commit}" if words == ("status", "hf://me/out") else ""
     lines: list[str] = []
     while words[0] != "serve":
         shown = cli(*words, code=0)
         (line,) = (line for line in said(shown.stderr).splitlines() if line.startswith("next: "))
         lines.append(line.removeprefix("next: "))
         words = tuple(shlex.split(lines[-1])[1:])
-    assert lines == ["k2convert validate hf://me/out", SERVE]
+    assert lines == [f"k2convert validate hf://me/out{origin}", SERVE]
 
 
 def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, cli: RunCli) -> None:
@@ -131,7 +135,7 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
         f"converted from moon/tiny at commit {source}",
         "weight error: SQNR 22.62 dB",
     ]
-    assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
+    assert said(shown.stderr) == f"next: k2convert validate hf://me/out --source hf://moon/tiny@{source}\n"
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") == 0
     document = json.loads(cli("status", f"hf://me/out@{done}", "--json").stdout)
     assert document["published"] == {"repo": "me/out", "commit": done}

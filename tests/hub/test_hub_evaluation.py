@@ -96,7 +96,7 @@ def test_an_evaluation_made_after_publishing_is_published_by_the_same_command(
 
 
 def prepared_work(cwd: Path, found: Evaluation) -> None:
-    (cwd / WORK / ".k2convert").mkdir(parents=True)
+    (cwd / WORK / ".k2convert" / "shards").mkdir(parents=True)
     write_evaluation(cwd / WORK, found)
 
 

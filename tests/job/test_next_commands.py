@@ -51,7 +51,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("run", name, "bf16", "--to", "bf16") == [""]
     assert follow("inspect", "DEST") == ["k2convert validate DEST", serve]
     assert follow("status", "DEST") == [f"k2convert validate DEST --source {quoted}", serve]
-    assert follow("report", "DEST", "--source", name) == ["k2convert publish DEST --repo owner/name"]
+    assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 
 
 def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k
         (tmp_path / "cut short" / name).unlink()
     assert follow("report", "cut short")[0] == "k2convert status 'cut short'"
     shutil.copytree("out", "emptied", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert follow("report", "emptied")[0] == "k2convert status emptied"
     shutil.copytree("emptied", "records", ignore=shutil.ignore_patterns(".k2convert"))
+    assert follow("report", "emptied")[0] == "k2convert status emptied"
     assert follow("report", "records") == [""]
 
 

@@ -80,7 +80,7 @@ def test_a_destination_that_is_a_link_is_what_the_user_named(small: Path, tmp_pa
 def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path: Path) -> None:
     """A hard link cannot be told from a file that a killed run left, so the name is removed and the file made anew."""
     destination, precious = tmp_path / "out", tmp_path / "precious"
-    (destination / ".k2convert").mkdir(parents=True)
+    (destination / ".k2convert" / "shards").mkdir(parents=True)
     precious.write_text("the only copy")
     for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp", ".k2convert/lock"):
         os.link(precious, destination / name)

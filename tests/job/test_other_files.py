@@ -1,0 +1,159 @@
+"""A destination with files of others: what no engine reads is left alone, the rest is refused by name."""
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+from command import run_here, said
+from results import contents
+
+import k2convert
+from k2convert.errors import DestinationError
+
+SHARD = "model-00002-of-000003.safetensors"
+
+
+def text(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("the only copy")
+
+
+def link(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("nowhere")
+
+
+ORDINARY: dict[str, Callable[[Path], None]] = {
+    "lost+found/#12345": text,
+    "lost+found/model.safetensors": text,
+    "convert.log": text,
+    "slurm-17.out": text,
+    ".git/config.json": text,
+    ".git/hooks/check.py": text,
+    ".gitattributes": text,
+    ".DS_Store": text,
+    ".nfs0001": text,
+    "thesis.txt": text,
+    "notes.md": text,
+    "README.md": text,
+    "docs/metrics.json": text,
+    "table.csv": text,
+    "events.jsonl": text,
+    "tiny.stats": text,
+    "latest.log": link,
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_no_engine_reads_is_left_alone(name: str, small: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ORDINARY[name](out / name)
+    run_here("run", small, out, "--quiet", code=0)
+    assert_is_right(out, [name], finished)
+
+
+def assert_is_right(out: Path, names: Collection[str], finished: Path) -> None:
+    """A result that is equal to the finished one, with these files of others as they were."""
+    files = contents(out)
+    for name in names:
+        assert (out / name).is_symlink() or files[name] == b"the only copy"
+    assert {path: data for path, data in files.items() if path not in names} == contents(finished)
+
+
+@pytest.mark.parametrize("moment", ["in part", "resumed"])
+def test_a_job_that_resumes_leaves_them_alone_too(moment: str, small: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if moment == "resumed":
+        run_here("run", small, out, "--part", "1/2", "--quiet", code=0)
+    for name, plant in ORDINARY.items():
+        if not (out / name).exists():
+            plant(out / name)
+    if moment == "in part":
+        run_here("run", small, out, "--part", "1/2", "--quiet", code=0)
+    run_here("run", small, out, "--quiet", code=0)
+    assert_is_right(out, ORDINARY, finished)
+    assert "passed" in run_here("validate", out, "--source", small, "--quiet", code=0).stdout
+
+
+REFUSED: dict[str, Callable[[Path], None]] = {
+    "config.json": text,
+    "config.json/": Path.mkdir,
+    "generation_config.json": text,
+    "hf_quant_config.json": text,
+    "quantize_config.json": text,
+    "model.safetensors.index.json": text,
+    "tokenizer.json": text,
+    "tokenizer_config.json": text,
+    "tiktoken.model": text,
+    "chat_template.jinja": text,
+    "merges.txt": text,
+    "modeling_other.py": text,
+    "inner/modeling_other.py": text,
+    "model.safetensors": text,
+    "inner/model.safetensors": text,
+    "model-q4.gguf": text,
+    "pytorch_model.bin": text,
+    "left.tmp": text,
+    SHARD: text,
+    "extra/notes.txt": text,
+    "extra": text,
+    "k2convert.json": text,
+    "evaluation.json": text,
+    "report.html": text,
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_engine_reads_or_the_job_writes_is_named(name: str, small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    text(out / "notes.md")
+    path = out / name.rstrip("/")
+    REFUSED[name](path)
+    before = sorted(out.rglob("*"))
+    for options in ((), ("--part", "1/2")):
+        error = said(run_here("run", small, out, *options, "--quiet", code=1).stderr)
+        assert error.startswith(f"error: {path}: is not from k2convert, and ")
+        assert error.endswith("Move it elsewhere, or choose a different folder.\n")
+    with pytest.raises(DestinationError, match="is not from k2convert"):
+        k2convert.convert(small, out)
+    assert sorted(out.rglob("*")) == before
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run_here("run", small, out, "--quiet", code=0)
+
+
+def test_a_socket_is_refused(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        assert f"{tmp_path}/out/socket: is not from" in run_here("run", small, tmp_path / "out", code=1).stderr
+
+
+def test_the_work_of_an_evaluation_does_not_make_a_checkpoint_of_others_ours(small: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(small, tmp_path / "out"))
+    (out / ".k2convert" / "validation").mkdir(parents=True)
+    before = contents(out)
+    assert ": is not from k2convert" in run_here("run", small, out, code=1).stderr
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["half", "whole"])
+def test_a_copy_without_the_work_folder_is_called_that(
+    is_whole: bool, small: Path, finished: Path, tmp_path: Path
+) -> None:
+    """`cp -r half/*` leaves hidden files out."""
+    half, copy = tmp_path / "half", tmp_path / "copy"
+    run_here("run", small, half, *(() if is_whole else ("--part", "1/2")), "--quiet", code=0)
+    shutil.copytree(half, copy, ignore=shutil.ignore_patterns(".*"))
+    error = said(run_here("run", small, copy, code=1).stderr)
+    assert f"{copy}: has shards of this job, such as model-00001" in error
+    assert "but not .k2convert, which says what is finished" in error
+    assert f"`cp -a FOLDER/. {copy}`" in error
+    shutil.copytree(half, copy, dirs_exist_ok=True)
+    assert "resuming" in (done := run_here("run", small, copy, code=0).stderr) or "already complete" in done
+    assert contents(copy) == contents(finished)
