@@ -12,13 +12,12 @@ from k2convert.job.prepare import Job, choose_recipe, prepare
 def plan_job(
     source: Path, out: Path, recipe: str | None = None, *, more: dict[str, Any] | None = None, **keys: Any
 ) -> Job:
-    """A job on the CPU by a recipe with changed keys; `more` goes to `prepare`."""
+    """A job by a recipe with changed keys; `more` goes to `prepare`."""
     checkpoint = open_checkpoint(source)
     return prepare(
         source=Source(checkpoint),
         destination=Destination(out),
         recipe=choose_recipe(checkpoint, recipe, keys),
-        device="cpu",
         **(more or {}),
     )
 
