@@ -91,13 +91,15 @@ def convert(
 
     `source` and `destination` are folders or hf://owner/name. `recipe` is a name or a file, that of the source's family
     by default; `settings` replace its keys, like {"rule": "max", "calibration.tokens": 4096}. `statistics` is a file
-    that `calibrate` wrote; the files `text` convert by rule gptq. `max_disk` is in bytes, or text like "200GB". Without
-    `private`, a new repository is public. With `verify`, finished shards are hashed first. `events` gets the progress.
+    that `calibrate` wrote; the files `text` convert by rule gptq. `device` computes the text; weights are converted on
+    the CPU. `max_disk` is in bytes, or text like "200GB". Without `private`, a new repository is public. With `verify`,
+    finished shards are hashed first. `events` gets the progress.
 
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
     """
-    from k2convert.errors import check_flags
+    from k2convert.choices import Device
+    from k2convert.errors import check_choice, check_flags
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import open_job, text_files
@@ -107,6 +109,7 @@ def convert(
 
     check_flags(private=private, verify=verify)
     files = read_places("text", text, least=0)
+    check_choice("device", device, get_args(Device))
     with (
         guest(torch_for="text" if files else None),
         open_job(
@@ -117,7 +120,6 @@ def convert(
             settings=settings,
             statistics=read_optional_place("statistics", statistics),
             text=text_files(files, device=device) if files else None,
-            device=device,
             workers=workers,
             max_disk=read_size("max_disk", max_disk),
             private=private,
@@ -154,7 +156,6 @@ def calibrate(
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_place, read_places, read_size
     from k2convert.job.opening import open_calibration, text_files
-    from k2convert.job.resources import choose_devices
     from k2convert.plan.recipe import text_use
     from k2convert.records.events import SILENT
 
@@ -167,7 +168,6 @@ def calibrate(
             text_files(read_places("text", text), device=device),
             text_use(tokens=tokens, window=window, seed=seed, save_statistics=path),
             hub=Hub(),
-            devices=choose_devices(device),
             max_disk=read_size("max_disk", max_disk),
         ) as plan,
     ):
@@ -257,7 +257,6 @@ def evaluate(
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
     from k2convert.job.opening import text_files
-    from k2convert.job.resources import choose_devices
     from k2convert.plan.recipe import text_use
     from k2convert.records.events import SILENT
 
@@ -278,7 +277,6 @@ def evaluate(
             text_use(tokens=tokens, window=window, seed=seed),
             EvaluationOptions(activations, kv_cache, None if path is None else Path(path), any_text, replace),
             hub=Hub(),
-            devices=choose_devices(device),
             max_disk=read_size("max_disk", max_disk),
         ) as plan:
             if (finished := plan.finished()) is not None:

@@ -14,5 +14,5 @@ def convert(source: Path | Source, folder: Path, *, statistics: Statistics | Non
     """Convert a source on the CPU; the keywords are its recipe's. Returns the result's folder."""
     opened = source if isinstance(source, Source) else Source(open_checkpoint(source))
     chosen, out = choose_recipe(opened.checkpoint, None, recipe), Destination(folder)
-    execute(prepare(source=opened, destination=out, recipe=chosen, statistics=statistics, device="cpu"))
+    execute(prepare(source=opened, destination=out, recipe=chosen, statistics=statistics))
     return folder

@@ -52,7 +52,7 @@ from k2convert.quantize.quantizer import create_quantizer
 
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 rng = np.random.default_rng(0)
-toy = create_quantizer("native", rule="toy", device="cpu")
+toy = create_quantizer("native", rule="toy")
 
 
 def check(source, exact):

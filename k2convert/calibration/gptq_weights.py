@@ -16,7 +16,7 @@ from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, round_gptq
-from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.quantize.rules.max import Magnitude
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
@@ -57,7 +57,7 @@ class ExpertWeights:
 
 def shared_scale(weights: Sequence[SourceProjection]) -> tuple[Magnitude, float]:
     """Return the magnitude and the global scale that projections share."""
-    quantizer = create_native_quantizer("mse", "cpu")  # which device measures a weight makes no difference
+    quantizer = NativeQuantizer("mse")
     magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
     shared = magnitudes[0]
     for magnitude in magnitudes[1:]:
@@ -67,8 +67,7 @@ def shared_scale(weights: Sequence[SourceProjection]) -> tuple[Magnitude, float]
 
 def by_mse(weight: SourceProjection, magnitude: Magnitude, global_scale: float) -> Nvfp4Weight:
     """Convert a projection by rule `mse`, without data."""
-    device = str(weight.values.device)
-    quantizer = create_native_quantizer("mse", device if device.startswith("cuda") else "cpu")
+    quantizer = NativeQuantizer("mse")
     return quantizer.quantize(weight.source, name=weight.module, magnitude=magnitude, global_scale=global_scale)[0]
 
 

@@ -56,8 +56,8 @@ class CalibrationText:
     """What is walked over, and how this machine does it.
 
     `tokens` and `window` are what was asked for; with `by_default`, nobody asked for `tokens`. `chunk` windows are
-    computed at a time, unless an earlier run of the same job decided otherwise, by `threads` threads. `saved` is the
-    statistics file to write, if any.
+    computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by `threads` threads.
+    `saved` is the statistics file to write, if any.
     """
 
     windows: Windows
@@ -65,6 +65,7 @@ class CalibrationText:
     window: int
     seed: int
     chunk: int
+    devices: tuple[str, ...]
     threads: int
     saved: Path | None = None
     by_default: bool = False
@@ -121,7 +122,6 @@ class CalibrationPlan:
     job: WalkJob
     header: StatisticsHeader
     architecture: Architecture
-    devices: tuple[str, ...]
     needs: Mapping[str, ShardNeeds] | None
     shards: LayerShards | None
     disk_bytes: int
@@ -199,7 +199,7 @@ class CalibrationPlan:
         from k2convert.calibration.sizes import PassSize
 
         windows, length = self.text.windows.ids.shape
-        return PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+        return PassSize(windows, length, self.text.chunk, self.text.devices, self.text.threads, self.num_layers)
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the operations of each layer."""
@@ -229,7 +229,7 @@ class CalibrationPlan:
             num_layers=self.num_layers,
             hidden_size=self.architecture.hidden_size,
             chunk=chunk,
-            devices=self.devices,
+            devices=self.text.devices,
             workers=self.text.threads,
             around=around,
         )
@@ -258,7 +258,6 @@ def plan_calibration(
     *,
     identity: Mapping[str, Any],
     work: WorkFolder,
-    devices: tuple[str, ...],
     shards: Iterable[ShardJob] | None = None,
     disk_allowed: int = 0,
 ) -> CalibrationPlan:
@@ -274,7 +273,8 @@ def plan_calibration(
     if needs is not None:
         disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
-        disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads) * (devices == ("cpu",))
+        if text.devices == ("cpu",):
+            disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
     fetched = None
     if source.remote is not None:
         remote = RemoteShards(source.hub, source.remote, work.downloads)
@@ -298,7 +298,6 @@ def plan_calibration(
             kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
-        devices=devices,
         needs=needs,
         shards=fetched,
         disk_bytes=disk_bytes,

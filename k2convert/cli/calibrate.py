@@ -49,7 +49,6 @@ def calibrate(options: CalibrateOptions) -> None:
             computer.text_files(options.text),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics),
             hub=Hub(notify=console.notifier(quiet=options.quiet)),
-            devices=computer.planned,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):

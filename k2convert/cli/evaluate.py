@@ -43,7 +43,6 @@ def evaluate(options: EvaluateOptions) -> None:
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
             EvaluationOptions(options.activations, options.kv_cache, options.out, options.yes, options.replace),
             hub=Hub(notify=console.notifier(quiet=options.quiet)),
-            devices=computer.planned,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):

@@ -9,7 +9,7 @@ from k2convert.fit.memory import KV_BYTES, Fit, Settings
 from k2convert.fit.model import Model
 from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens, gigabytes
 from k2convert.fit.serving import FP8_NOTE, NVFP4_NOTES
-from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
+from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, speed_ceiling
 
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "
@@ -67,12 +67,11 @@ def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[st
 
 
 def speed_document(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, object]:
-    """Return the ceiling, the published rows and AIConfigurator's estimates, in tokens a second."""
+    """Return the ceiling and AIConfigurator's estimates, in tokens a second."""
     layout = holder.fit.layout
     return {
         "speed": {
             "ceiling": speed_ceiling(model.weights, model.shape, gpu=holder.gpu, layout=layout),
-            "published": [asdict(row) for row in published_speeds(model.shape, holder.gpu, layout.num_gpus)],
             "estimates": [asdict(estimate) for estimate in estimates],
         }
     }
@@ -178,10 +177,6 @@ def _show_speed(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed
             "For K2, published speeds are 4 to 11 times lower."
         )
     rows = [
-        (f"{r.tokens_per_second} tok/s", f"{r.requests}", r.layout, r.weights, r.engine, f"{r.source}, {r.date}")
-        for r in published_speeds(model.shape, holder.gpu, layout.num_gpus)
-    ]
-    rows += [
         (
             "no estimate" if estimate.tokens_per_second is None else f"{estimate.tokens_per_second:.1f} tok/s",
             "1",

@@ -49,13 +49,13 @@ class Computer:
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The devices that a job here is planned for."""
+        """The devices that a text here is planned for."""
         return ("cpu",) if self.elsewhere else self.devices
 
     def text_files(self, files: Sequence[Path]) -> TextFiles:
         """Return the files of a text, to be computed here."""
         gpu_bytes = gpu_memory(self.devices)[1] if self.gpu is None else self.gpu.memory_bytes
-        return TextFiles(files, self.threads, gpu_bytes)
+        return TextFiles(files, self.planned, self.threads, gpu_bytes)
 
 
 def choose_computer(name: str, *, dry_run: bool) -> Computer:
@@ -192,7 +192,7 @@ class FinalEvaluation:
 
 def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
     """Count and measure what the evaluation at the end of a job needs."""
-    whole, computer = job.source.whole or job.source.checkpoint, Computer(job.limits.devices, text.threads)
+    whole, computer = job.source.whole or job.source.checkpoint, Computer(text.devices, text.threads)
     found = forecast_evaluation(whole, text, computer, layers=read_architecture(whole).num_layers, models=2)
     needed = peak_bytes() + found.memory.main
     time = found.time()
@@ -301,7 +301,7 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, o
         "layers": plan.num_layers,
         "finished_layers": finished_layers,
         "statistics": None if text.saved is None else str(text.saved),
-        "devices": list(plan.devices),
+        "devices": list(plan.text.devices),
     }
 
 

@@ -187,13 +187,18 @@ def _end_at_once(command: _Command) -> None:
     """End the process, whatever its threads do, and remove what they have half-written; not if it is ending."""
     if not command.ending.acquire(blocking=False):
         return
-    writer = sys.modules.get("k2convert.checkpoint.writer")
-    if writer is not None:
-        writer.discard_unfinished()
+    _discard_unfinished()
     if sys.stderr.isatty():
         _write(_SHOW_CURSOR)
     _write(_sentence(command))
     os._exit(128 + command.number)
+
+
+def _discard_unfinished() -> None:
+    """Remove what the threads of this process have half-written."""
+    writer = sys.modules.get("k2convert.checkpoint.writer")
+    if writer is not None:
+        writer.discard_unfinished()
 
 
 def end_interrupted() -> NoReturn:
@@ -211,6 +216,7 @@ def leave(code: int) -> NoReturn:
     if _num_threads() > 1:
         from contextlib import suppress
 
+        _discard_unfinished()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # nobody is watching
                 stream.flush()

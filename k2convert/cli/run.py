@@ -42,12 +42,12 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import UnservableError, counted, install_remedy, missing_module, require_extra
+from k2convert.errors import UnservableError, counted, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
-from k2convert.job.resources import has_driver, own_process
+from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from k2convert.job.ray import Cluster
 
 
-_UNUSED_GPU: Final = (
-    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. The GPU needs torch."
+_NO_USE_OF_GPU: Final = (
+    "note: --device cuda: the conversion runs on the CPU. A GPU computes the text of --calibrate or --evaluate."
 )
 
 
@@ -96,11 +96,9 @@ def run(options: RunOptions) -> None:
             statistics=options.statistics,
             text=None if computer is None else computer.text_files(options.calibrate or ()),
             work_folder=options.work_dir,
-            device=device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
-            on_cluster=options.ray is not None,
         ) as job,
     ):
         if options.evaluate:
@@ -116,8 +114,8 @@ def run(options: RunOptions) -> None:
                 console.print_note(f"note: {notice}")
         for name, problem in missing_sidecars(job.source.checkpoint.folder):
             console.print_note(f"warning: {options.source}: {name}: {problem}")
-        if options.device == "auto" and has_driver() and missing_module("torch") is not None:
-            console.print_note(f"{_UNUSED_GPU} {install_remedy(extra='torch')}")
+        if options.device == "cuda" and not (options.calibrate or options.evaluate):
+            console.print_note(_NO_USE_OF_GPU)
         if options.dry_run:
             _show_plan(job, options, computer)
         elif part is not None:
@@ -241,8 +239,7 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
         console.print_json(plan_document(job, source=options.source) | {"cluster": asdict(found)})
     else:
         show_plan(job, source=options.source)
-        counts = ((found.nodes, "node"), (found.cpus, "CPU"), (found.gpus, "GPU"))
-        has = ", ".join(counted(count, unit) for count, unit in counts if count or unit != "GPU")
+        has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
         rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
         lack = f"{found.lack}, or wait until the cluster grows"
         console.print_line(f"cluster: {has}; {lack if found.lack else rate}")
@@ -258,7 +255,7 @@ def _open_cluster(options: RunOptions) -> "Generator[Cluster]":
     from k2convert.job.ray import connect
 
     max_disk, cpus = None if options.max_disk is None else parse_size(options.max_disk), options.cpus_per_shard
-    with connect(options.ray, cpus=cpus, with_gpu=options.device == "cuda", max_disk=max_disk) as cluster:
+    with connect(options.ray, cpus=cpus, max_disk=max_disk) as cluster:
         yield cluster
 
 
@@ -334,7 +331,7 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
     check_room(job)
-    walk = forecast(plan, Computer(job.limits.devices, plan.text.threads), layers=layers_left(job, plan))
+    walk = forecast(plan, Computer(plan.text.devices, plan.text.threads), layers=layers_left(job, plan))
     if walk.size.num_layers == 0:
         return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))

@@ -31,7 +31,6 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
         "family": plan.family,
         "recipe": plan.recipe.document(),
         "fingerprint": job.description.fingerprint,
-        "devices": list(limits.devices),
         "workers": limits.workers,
         "actions": action_counts(plan),
         "tensor_bytes_in": job.source.checkpoint.tensor_bytes,

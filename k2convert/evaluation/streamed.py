@@ -98,7 +98,6 @@ class EvaluationPlan:
     outputs: tuple[Output, ...]
     work: WorkFolder
     job: WalkJob
-    devices: tuple[str, ...]
     shards: LayerShards
     disk_allowed: int
     replaces: bool = False
@@ -173,7 +172,7 @@ class EvaluationPlan:
         from k2convert.evaluation.needs import layer_operations
 
         windows, length = self.text.windows.ids.shape
-        size = PassSize(windows, length, self.text.chunk, self.devices, self.text.threads, self.num_layers)
+        size = PassSize(windows, length, self.text.chunk, self.text.devices, self.text.threads, self.num_layers)
         return layer_operations(self.checkpoints[0].checkpoint, size)
 
     @contextmanager
@@ -191,7 +190,7 @@ class EvaluationPlan:
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             chunk=chunk,
-            devices=self.devices,
+            devices=self.text.devices,
             workers=self.text.threads,
             around=around,
             models=tuple(

@@ -6,7 +6,7 @@
     memory   weights and KV cache of each GPU, for one layout
     search   which GPUs hold a checkpoint
     serving  the command that serves a checkpoint
-    speed    the bandwidth ceiling, published speeds, and AIConfigurator's estimate (extra `fit`)
+    speed    the bandwidth ceiling, and AIConfigurator's estimate (extra `fit`)
 
 Memory is computed from facts. The one assumption is the overhead of the engine, which is printed and can be set.
 """

@@ -1,7 +1,7 @@
-"""How fast one request can be: a ceiling, what people published, and AIConfigurator's estimate.
+"""Speed of one request: a ceiling, and AIConfigurator's estimate.
 
 The ceiling is bandwidth over the bytes read for a token. Real speeds at one request are 4 to 11 times lower: 61 layers
-of small kernels and all-reduces wait for each other. So the ceiling is never shown without published rows.
+of small kernels and all-reduces wait for each other. So the ceiling is never shown without this factor.
 """
 
 import logging
@@ -44,50 +44,9 @@ def speed_ceiling(weights: Weights, shape: ModelShape, *, gpu: Gpu, layout: Para
     return None if gpu.bandwidth is None else gpu.bandwidth * layout.tensor / bytes_per_token(weights, shape)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedSpeed:
-    """A published speed of K2 with all its experts: of `requests` together, in words. `date` is the source's."""
-
-    gpu: str
-    count: int
-    layout: str
-    weights: str
-    tokens_per_second: str
-    requests: int
-    engine: str
-    source: str
-    date: str
-
-
-_AIC: Final = "AIConfigurator 0.12.0, predicted: 1,000 tokens in, 1,000 out"
-_RTX: Final = "github.com/local-inference-lab/rtx6kpro, models/kimi-k25.md"
-_SPARK: Final = "github.com/Avarok-Cybersecurity/atlas, thread 146"
-_SIMPLISMART: Final = "simplismart.ai/blog/deploying-kimi-k2-thinking"
-PUBLISHED: Final = (
-    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "173", 1, "not named", _SIMPLISMART, "2025-12-05"),
-    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "174.0", 1, "TensorRT-LLM", _AIC, "2026-11"),
-    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "156.0", 1, "vLLM", _AIC, "2026-11"),
-    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "189.8", 1, "SGLang", _AIC, "2026-11"),
-    PublishedSpeed("b300", 4, "TP4 EP4", "NVFP4", "165.9", 1, "TensorRT-LLM", _AIC, "2026-11"),
-    PublishedSpeed("gb200", 4, "TP4 EP4", "NVFP4", "163.2", 1, "TensorRT-LLM", _AIC, "2026-11"),
-    PublishedSpeed("gb300", 4, "TP4 EP4", "NVFP4", "164.1", 1, "TensorRT-LLM", _AIC, "2026-11"),
-    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "53-55", 1, "SGLang", _RTX, "2026-05"),
-    PublishedSpeed("rtx-pro-6000", 8, "TP8", "INT4 (Marlin)", "90", 1, "vLLM, SGLang", _RTX, "2026-05"),
-    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "56.0", 1, "TensorRT-LLM", _AIC, "2026-11"),
-    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "49.0", 1, "vLLM", _AIC, "2026-11"),
-    PublishedSpeed("dgx-spark", 8, "EP8", "NVFP4", "16", 1, "vLLM", _SPARK, "2026-06-10"),
-    PublishedSpeed("dgx-spark", 8, "EP8", "NVFP4", "117", 16, "vLLM", _SPARK, "2026-06-10"),
-)
-
-
 def _is_k2(shape: ModelShape) -> bool:
     sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
     return sizes == (61, 64, 8, 2048, 576)
-
-
-def published_speeds(shape: ModelShape, gpu: Gpu, count: int) -> list[PublishedSpeed]:
-    """Return what was published for a GPU and a count, of K2 with all its experts; nothing for other models."""
-    return [row for row in PUBLISHED if (row.gpu, row.count) == (gpu.name, count)] if _is_k2(shape) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,6 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         fingerprint=job.description.fingerprint,
         repo=job.source.repo,
         revision=job.source.revision,
-        devices=job.limits.devices,
         calibration=job.calibrated,
         pruning=job.source.pruning,
     )

@@ -166,14 +166,14 @@ def _convert_rate(job: Job) -> float | None:
     A cast is checked too, as a job does with the written bytes.
     """
     recipe = job.plan.recipe
-    if recipe.target != "nvfp4" or recipe.quantizer != "native" or job.limits.devices != ("cpu",):
+    if recipe.target != "nvfp4" or recipe.quantizer != "native":
         return None
     rows, columns = _BLOCK
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
     known, names = find_family(job.plan.family).source_format, LAYOUTS[recipe.layout]
     scales = np.frombuffer(known.usual_scale * (rows * columns // GROUP_SIZE), dtype=np.uint8)
     exponents = (np.arange(columns) % 3 - 1).astype(np.int8)
-    quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device="cpu")
+    quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)
     importance = (np.arange(columns) % 255 + 1).astype(np.uint8) if RULES[recipe.rule].uses_importance else None
 
     def load() -> SourceWeight:

@@ -67,7 +67,6 @@ def open_evaluation(
     options: EvaluationOptions,
     *,
     hub: Hub,
-    devices: tuple[str, ...],
     max_disk: int | None = None,
 ) -> "Generator[EvaluationPlan]":
     """Open reference and checkpoints of an evaluation and plan it; they stay open for the block.
@@ -103,7 +102,7 @@ def open_evaluation(
         check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, devices=devices, max_disk=max_disk)
+        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, max_disk=max_disk)
 
 
 def check_windows(text: CalibrationText) -> None:
@@ -184,7 +183,6 @@ def plan_evaluation(
     outputs: Mapping[Path, str | None],
     work_folder: Path,
     *,
-    devices: tuple[str, ...],
     max_disk: int | None,
 ) -> "EvaluationPlan":
     """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
@@ -212,8 +210,7 @@ def plan_evaluation(
             for path, place in outputs.items()
         ),
         work=work,
-        job=WalkJob(_identity(found, models, inputs, text, device_name(devices)), text.chunk, {}),
-        devices=devices,
+        job=WalkJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
         shards=LayerShards(_parts(found, work), work.downloads, 0, SILENT),
         disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
         replaces=options.replaces,

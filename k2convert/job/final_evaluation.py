@@ -70,7 +70,6 @@ def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, even
         EvaluationOptions(kv_cache=job.plan.recipe.kv_cache),
         {path: result.place},
         path.parent / WORK_FOLDER / WORK_NAME,
-        devices=job.limits.devices,
         max_disk=None,
     )
     plan = replace(plan, disk_allowed=min(plan.disk_allowed, job.limits.disk_allowed))

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a calibration's text, and what computes: CPU threads, and bytes of the smallest GPU, 0 without."""
+    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without."""
 
     files: Sequence[Path]
+    devices: tuple[str, ...]
     threads: int
     gpu_bytes: int
 
@@ -40,7 +41,7 @@ class TextFiles:
 def text_files(files: Sequence[str | PathLike[str]], *, device: Device) -> TextFiles:
     """Return a text that this machine's devices compute."""
     devices = choose_devices(device)
-    return TextFiles([Path(file) for file in files], layer_threads(devices), gpu_memory(devices)[1])
+    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1])
 
 
 @contextmanager
@@ -54,11 +55,9 @@ def open_job(
     statistics: str | None = None,
     text: TextFiles | None = None,
     work_folder: Path | None = None,
-    device: Device = "auto",
     workers: int | None = None,
     max_disk: int | None = None,
     private: bool = True,
-    on_cluster: bool = False,
 ) -> Generator[Job]:
     """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
 
@@ -87,12 +86,10 @@ def open_job(
             recipe=chosen,
             statistics=found,
             text=None if text is None else read_text(text, chosen.calibration, opened, hub),
-            device=device,
             workers=workers,
             max_disk=max_disk,
             private=private,
             hub=hub,
-            on_cluster=on_cluster,
         )
 
 
@@ -104,7 +101,6 @@ def open_calibration(
     use: TextUse,
     *,
     hub: Hub,
-    devices: tuple[str, ...],
     max_disk: int | None = None,
 ) -> "Generator[CalibrationPlan]":
     """Open the source of a calibration and plan it; it stays open for the block. Raises any K2ConvertError."""
@@ -119,7 +115,7 @@ def open_calibration(
         check_computed(opened.checkpoint)
         check_whole(opened.checkpoint)
         found = read_text(text, use, opened, hub)
-        yield plan_statistics(found, opened, statistics, devices=devices, hub=hub, max_disk=max_disk)
+        yield plan_statistics(found, opened, statistics, hub=hub, max_disk=max_disk)
 
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
@@ -132,7 +128,9 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "Calib
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
     tokens, saved = _tokens(source.checkpoint, use), use.save_statistics
-    return CalibrationText(windows, tokens, use.window, use.seed, chunk, text.threads, saved, use.tokens is None)
+    return CalibrationText(
+        windows, tokens, use.window, use.seed, chunk, text.devices, text.threads, saved, use.tokens is None
+    )
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":

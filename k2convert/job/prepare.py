@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import (
@@ -24,9 +23,7 @@ from k2convert.job.resources import (
     Limits,
     allowed_disk,
     check_memory,
-    choose_devices,
     choose_workers,
-    cluster_devices,
     device_name,
     output_items,
     plan_limits,
@@ -113,12 +110,10 @@ def prepare(
     recipe: Recipe,
     statistics: "Statistics | None" = None,
     text: "CalibrationText | None" = None,
-    device: Device = "auto",
     workers: int | None = None,
     max_disk: int | None = None,
     private: bool = True,
     hub: Hub | None = None,
-    on_cluster: bool = False,
 ) -> Job:
     """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
 
@@ -133,8 +128,8 @@ def prepare(
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=has_text)
     items = output_items(plan)
-    devices, walk = cluster_devices(device) if on_cluster else choose_devices(device), None
-    identity = None if text is None else text.identity(device_name(devices))
+    walk = None
+    identity = None if text is None else text.identity(device_name(text.devices))
     description = _describe(plan, source, statistics, walk=identity)
     finished = Journal(folder).finished(description.digest)
     with remedy(SOURCE_REMEDY):
@@ -142,14 +137,12 @@ def prepare(
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
-        walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
+        walk = plan_walk(text, source, folder, plan.jobs, description, hub=hub)
         calibrated = _kept_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
     target, card = _check_target(items, source, destination, private=private, hub=hub)
-    workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
-    limits = plan_limits(
-        plan, items, source, destination, devices=devices, workers=workers, max_disk=max_disk, walk=walk
-    )
+    workers = min(choose_workers(workers), max(len(items) - len(finished), 1))
+    limits = plan_limits(plan, items, source, destination, workers=workers, max_disk=max_disk, walk=walk)
     return Job(
         source=source,
         destination=destination,
@@ -307,7 +300,6 @@ def plan_walk(
     shards: Sequence[ShardJob],
     description: JobDescription,
     *,
-    devices: tuple[str, ...],
     hub: Hub,
 ) -> "CalibrationPlan":
     """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
@@ -324,7 +316,6 @@ def plan_walk(
         WalkSource(source.checkpoint, source.remote, hub, description.source),
         identity=description.fingerprint,
         work=conversion_work(folder),
-        devices=devices,
         shards=shards,
     )
     walk.finished_header()  # refuses statistics of anything else in its place
@@ -336,7 +327,6 @@ def plan_statistics(
     source: Source,
     statistics: Path,
     *,
-    devices: tuple[str, ...],
     hub: Hub,
     max_disk: int | None = None,
 ) -> "CalibrationPlan":
@@ -352,8 +342,7 @@ def plan_statistics(
     return plan_calibration(
         text,
         WalkSource(checkpoint, source.remote, hub, source.identities()),
-        identity=source_fields(fingerprint) | text.identity(device_name(devices)),
+        identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
         work=work,
-        devices=devices,
         disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
     )

@@ -116,29 +116,24 @@ class Capacity:
 
     nodes: int
     cpus: int
-    gpus: int
     shards_at_a_time: int
     lack: str = ""
     can_grow: bool = False
 
 
-def _capacity(found: Iterable[Mapping[str, Any]], *, cpus: int, with_gpu: bool) -> Capacity:
-    """Compare what Ray says of its nodes with a task of so many CPUs, and a GPU if asked."""
+def _capacity(found: Iterable[Mapping[str, Any]], *, cpus: int) -> Capacity:
+    """Compare what Ray says of its nodes with a task of so many CPUs."""
     nodes = [node for node in found if node["Alive"]]
-    offers = [(int(n["Resources"].get("CPU", 0)), int(n["Resources"].get("GPU", 0))) for n in nodes]
-    at_a_time = sum(min(c // cpus, g) if with_gpu else c // cpus for c, g in offers)
-    largest = max((c for c, g in offers if g or not with_gpu), default=0)
+    offers = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    at_a_time = sum(offer // cpus for offer in offers)
+    largest = max(offers, default=0)
     lack = ""
-    if not at_a_time and not any(c for c, _ in offers):
+    if largest == 0:
         lack = "no node has CPUs: start one with `ray start`"
-    elif not at_a_time and largest == 0:
-        lack = "no node with CPUs has a GPU: pass --device cpu"
     elif not at_a_time:
-        which = "node with a GPU" if with_gpu else "node"
-        lack = f"no {which} has {cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
-    can_grow = not any(c for c, _ in offers) or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
-    num_cpus, num_gpus = (sum(numbers) for numbers in zip(*offers, strict=True)) if offers else (0, 0)
-    return Capacity(len(nodes), num_cpus, num_gpus, at_a_time, lack, can_grow)
+        lack = f"no node has {cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
+    can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
+    return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
 
 
 class _Load:
@@ -176,7 +171,6 @@ class Cluster:
     ray: Any
     remote_function: Any
     cpus: int
-    with_gpu: bool
     max_disk: int | None
     rooms: str = field(default_factory=new_rooms)
     _load: _Load = field(default_factory=_Load)
@@ -184,7 +178,7 @@ class Cluster:
     @property
     def capacity(self) -> Capacity:
         """What the cluster has now."""
-        return _capacity(self.ray.nodes(), cpus=self.cpus, with_gpu=self.with_gpu)
+        return _capacity(self.ray.nodes(), cpus=self.cpus)
 
     def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:
         """Do one shard on some node; return its name and the record.
@@ -239,7 +233,7 @@ class Cluster:
 def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, events: Events) -> ShardRecord:
     """Have a node convert one shard of a job and, for the Hub, fetch and send it; returns its record."""
     limits = job.limits
-    task = shard_task(job, name, limits.devices[0])
+    task = shard_task(job, name)
     folders = {"source_folder": task.source_folder.absolute(), "destination": task.destination.absolute()}
     task = replace(task, **folders, calibration=job.calibration)
     sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
@@ -263,8 +257,8 @@ def _keep_stdout_clean() -> None:
 
 
 @contextmanager
-def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) -> Generator[Cluster]:
-    """Connect to a running Ray cluster. A task takes `cpus` CPUs, and a GPU if asked.
+def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Cluster]:
+    """Connect to a running Ray cluster. A task takes `cpus` CPUs.
 
     Raises PlanError without a cluster, and if no node is large enough and none will join.
     """
@@ -303,10 +297,10 @@ def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) ->
 
         yield node, answer_on_node(data, cpus=cpus)
 
-    options = {"num_cpus": cpus, "num_gpus": int(with_gpu), "max_retries": 0, "num_returns": "streaming"}
+    options = {"num_cpus": cpus, "max_retries": 0, "num_returns": "streaming"}
     try:
         remote_function = ray.remote(**options, scheduling_strategy="SPREAD")(on_node)
-        cluster = Cluster(ray, remote_function, cpus, with_gpu, max_disk)
+        cluster = Cluster(ray, remote_function, cpus, max_disk)
         found = cluster.capacity
         if found.lack and not found.can_grow:
             raise PlanError(f"--ray {address}: {found.lack}.")

@@ -74,12 +74,12 @@ def open_threads(workers: int, *, num_converting: int | None = None) -> Generato
         yield Threads(converting, reading)
 
 
-def choose_workers(requested: int | None, *, num_devices: int) -> int:
-    """Return how many shards to convert at a time: as requested, else by devices, cores and memory."""
+def choose_workers(requested: int | None) -> int:
+    """Return how many shards to convert at a time: as requested, else by cores and memory."""
     if requested is not None:
         check_number("workers", requested, least=1)
     by_memory = available_memory() // WORKER_BYTES
-    return requested or max(num_devices, min(num_cores() // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
+    return requested or max(min(num_cores() // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
 
 
 def check_memory(
@@ -113,7 +113,7 @@ def xet_bytes(*, uploads: bool) -> int:
 
 
 def choose_devices(device: Device) -> tuple[str, ...]:
-    """Return the devices to convert on: every visible CUDA device, else the CPU.
+    """Return the devices that compute a text: every visible CUDA device, else the CPU.
 
     Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it,
     ArgumentError for any other word.
@@ -129,13 +129,6 @@ def choose_devices(device: Device) -> tuple[str, ...]:
     if device == "cuda":
         raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
     return ("cpu",)
-
-
-def cluster_devices(device: Device) -> tuple[str, ...]:
-    """Return the device of a task on a node: its one GPU, or the CPU."""
-    if device == "cuda":
-        require_extra("torch", purpose="device cuda")
-    return ("cuda:0",) if device == "cuda" else ("cpu",)
 
 
 def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
@@ -320,7 +313,6 @@ class Limits:
     all shards in work may have in memory, `shrunk` says if they are few for lack of it.
     """
 
-    devices: tuple[str, ...]
     workers: int
     source_bytes: Mapping[str, int]
     disk_shards: int
@@ -379,7 +371,6 @@ def plan_limits(
     source: Source,
     destination: Destination,
     *,
-    devices: tuple[str, ...],
     workers: int,
     max_disk: int | None,
     walk: "CalibrationPlan | None",
@@ -411,4 +402,4 @@ def plan_limits(
             f"time, not {wanted / 1e6:,.0f} MB"
         )
     small_bytes += layer_room
-    return Limits(devices, workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)
+    return Limits(workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)

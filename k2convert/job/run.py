@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
@@ -175,7 +174,7 @@ def _check_copies(run: _Run, copied: Sequence[str], *, everything: bool) -> None
         num_bytes = sum(shard.bytes_in for shard in job.plan.jobs if shard.name in read)
         run.events.begun(Extent({"check": (num_bytes, 0)}))
     for name in read:
-        task = shard_task(job, name, job.limits.devices[0])
+        task = shard_task(job, name)
         if tensor := find_difference(task, everything=everything, events=run.events):
             raise ResumeError(
                 f"{name}: {tensor} is not what {task.source_folder} gives: this source has other bytes than the one "
@@ -269,27 +268,17 @@ class _LocalStage:
     run: _Run
     threads: resources.Threads
     walk: "ShardWalk | None"
-    devices: SimpleQueue[str] = field(default_factory=SimpleQueue[str])
-
-    def __post_init__(self) -> None:
-        limits = self.run.job.limits
-        for worker in range(limits.workers):
-            self.devices.put(limits.devices[worker % len(limits.devices)])
 
     def convert(self, item: Item) -> None:
         """Convert a shard, when the walk has done its layers, and record it."""
         run, walk, job = self.run, self.walk, self.run.job
         calibration = job.calibration if walk is None else walk.wait_for(item.name)
-        device = self.devices.get()
-        try:
-            if job.source.remote is not None and calibration is not None:
-                from k2convert.calibration.fitting import check_norms
+        if job.source.remote is not None and calibration is not None:
+            from k2convert.calibration.fitting import check_norms
 
-                check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-            task = replace(shard_task(job, item.name, device), calibration=calibration, suffix=run.journal.suffix)
-            record = convert_shard(task, threads=self.threads, events=run.events, stop=run.stop)
-        finally:
-            self.devices.put(device)
+            check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+        task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
+        record = convert_shard(task, threads=self.threads, events=run.events, stop=run.stop)
         run.journal.record(record)
         run.records[item.name] = record
         if walk is not None:

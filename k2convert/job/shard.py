@@ -63,7 +63,6 @@ class ShardTask:
     recipe: Recipe
     source_folder: Path
     destination: Path
-    device: str
     fingerprint: str
     header_digests: dict[str, str]
     inflight_bytes: int
@@ -75,7 +74,7 @@ class ShardTask:
     kept: KeptExperts | None = None
 
 
-def shard_task(job: "Job", name: str, device: str) -> ShardTask:
+def shard_task(job: "Job", name: str) -> ShardTask:
     """Return the task of one shard of a job, without statistics."""
     shard = next(shard for shard in job.plan.jobs if shard.name == name)
     checkpoint, headers = job.source.checkpoint, job.source.checkpoint.headers
@@ -87,7 +86,6 @@ def shard_task(job: "Job", name: str, device: str) -> ShardTask:
         recipe=job.plan.recipe,
         source_folder=job.source.checkpoint.folder if job.source.remote is None else job.downloads,
         destination=job.destination.folder,
-        device=device,
         fingerprint=job.digest,
         header_digests={source: headers[source].digest for source in shard.source_shards},
         inflight_bytes=job.limits.inflight // job.limits.workers,
@@ -114,7 +112,7 @@ def convert_shard(
         stack.enter_context(remedy(SOURCE_REMEDY))
         recipe, codes = task.recipe, task.calibration and task.calibration.codes
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
-        quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
+        quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)
         path = task.source_folder / task.shard.name
         source_hash = None if task.sha256 is None else stack.enter_context(FileHash(path))
         record = _Conversion(task, quantizer, reader, threads, events, stop or Event(), source_hash).run()
@@ -134,7 +132,7 @@ def find_difference(task: ShardTask, *, everything: bool, events: Events = SILEN
         threads = stack.enter_context(open_threads(1))
         reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
         stack.enter_context(remedy(SOURCE_REMEDY))
-        quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule, device=task.device)
+        quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule)
         return _Conversion(task, quantizer, reader, threads, events, Event()).difference(everything)
 
 

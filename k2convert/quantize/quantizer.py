@@ -7,15 +7,14 @@ The native one is k2convert's own arithmetic: the kernels of a rule if it has th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import QuantizerKind, Rule
-from k2convert.errors import MissingDependencyError, RecipeError, install_remedy, require_extra
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.errors import RecipeError
+from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_quantized
@@ -51,10 +50,10 @@ class Quantizer(Protocol):
         ...
 
 
-def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantizer:
+def create_quantizer(kind: QuantizerKind, *, rule: Rule) -> Quantizer:
     """Create a quantizer; RecipeError if it does not offer the rule, MissingDependencyError if a library is missing."""
     if kind == "native":
-        return create_native_quantizer(rule, device)
+        return NativeQuantizer(rule)
     if not RULES[rule].is_modelopt:
         offered = " or ".join(name for name, arithmetic in RULES.items() if arithmetic.is_modelopt)
         raise RecipeError(
@@ -66,19 +65,11 @@ def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantiz
     return create_reference_quantizer()
 
 
-CPU: Final = "cpu"
-
-
 @dataclass(frozen=True, slots=True)
 class NativeQuantizer:
-    """A rule on one device ("cpu", "cuda:0"); holds no state, so threads may share it.
-
-    On a CUDA device, INT4 weights are converted there, but not by `max` if their columns have exponents. All other
-    weights are converted on the CPU.
-    """
+    """A rule on the CPU; holds no state, so threads may share it."""
 
     rule: Rule
-    device: str
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure one weight; FormatError if a value is not usable."""
@@ -117,28 +108,9 @@ class NativeQuantizer:
     ) -> cpu.Converted:
         if not has_kernel(self.rule):
             return cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
-        if self.device != CPU and isinstance(source, Int4Weight):
-            from k2convert.quantize.kernels import cuda
-
-            if self.rule in cuda.RULES_WITH_KERNEL:
-                return cuda.convert(
-                    source, rule=self.rule, global_scale=global_scale, importance=importance, device=self.device
-                )
         return cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
 
 
 def has_kernel(rule: Rule) -> bool:
     """Return whether a rule has compiled kernels; without, its reference arithmetic converts."""
     return rule in cpu.RULES_WITH_KERNEL
-
-
-def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:
-    """Create the quantizer of a rule on a device; MissingDependencyError if a CUDA device has no triton."""
-    if device != CPU:
-        require_extra("torch", purpose=f"converting on {device}")
-        if find_spec("triton") is None:
-            raise MissingDependencyError(
-                f"converting on {device} needs triton, which is not installed. "
-                f"{install_remedy('triton')}. Or use --device cpu."
-            )
-    return NativeQuantizer(rule=rule, device=device)

@@ -297,7 +297,8 @@ class Journal:
         Other files that were half-written are not removed here: they are written again under the same names.
         """
         records = [f"{shard}.json" for shard in job.shards]
-        for folder, files in ((self.destination, [*job.shards]), (self._records, records), (self.folder, [JOB_NAME])):
+        shards = [*job.shards, IGNORE_NAME]
+        for folder, files in ((self.destination, shards), (self._records, records), (self.folder, [JOB_NAME])):
             make_folder(folder, root=self.destination)
             names = [path.name for path in list_folder(folder) if path.name.endswith(TEMPORARY_SUFFIX)]
             with opened_folder(folder, root=self.destination) as descriptor:

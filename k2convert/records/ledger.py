@@ -108,14 +108,13 @@ def build_ledger(
     fingerprint: JsonObject,
     repo: str | None,
     revision: str | None,
-    devices: Sequence[str],
     calibration: CalibrationRecord | None = None,
     pruning: PruningRecord | None = None,
 ) -> Ledger:
     """Build the ledger of a finished job.
 
-    `repo` and `revision` are the source's on the Hub, if it is there. `devices` are those that converted: "cpu",
-    "cuda:0". `calibration` says which statistics were used, `pruning` which experts are kept, if any were.
+    `repo` and `revision` are the source's on the Hub, if it is there. `calibration` says which statistics were used,
+    `pruning` which experts are kept, if any were.
     """
     return Ledger(
         tool_version=__version__,
@@ -127,7 +126,7 @@ def build_ledger(
         ),
         recipe=plan.recipe,
         fingerprint=fingerprint,
-        versions=_versions(plan.recipe, devices),
+        versions=_versions(plan.recipe),
         shards={
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
             for name, record in sorted(records.items())
@@ -138,12 +137,10 @@ def build_ledger(
     )
 
 
-def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
+def _versions(recipe: Recipe) -> dict[str, str]:
     libraries = ["numpy"]
     if recipe.quantizer == "reference":
         libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
-    elif any(device != "cpu" for device in devices):
-        libraries += ["torch", "triton"]
     elif RULES[recipe.rule].needs_walk:
         libraries.append("torch")
     return {"python": platform.python_version(), **{name: version(name) for name in libraries}}

@@ -373,10 +373,10 @@ def num_kept(folder: Path) -> int:
 
 
 def forget_shards(folder: Path) -> None:
-    """Remove the findings of a validation that has ended."""
+    """Remove the findings of a validation that has ended. Behind a link there are none."""
     kept = _kept_folder(folder)
-    remove_folder(kept, root=folder)
-    with suppress(OSError):
+    with suppress(OSError, K2ConvertError):
+        remove_folder(kept, root=folder)
         kept.parent.rmdir()  # if there is nothing else in it
 
 

@@ -28,7 +28,7 @@ from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weigh
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.quantizer import CPU, create_native_quantizer, has_kernel
+from k2convert.quantize.quantizer import NativeQuantizer, has_kernel
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_STEP
 from k2convert.quantize.rules.max import Magnitude, measure
@@ -98,7 +98,7 @@ def check_weights(
     """
     if rule is None:
         return [_decode(weight, names) for weight in weights]
-    quantizer = create_native_quantizer(rule, CPU)
+    quantizer = NativeQuantizer(rule)
     named = [(weight.module, weight.source) for weight in weights]
     named += [(f"partner of {weights[0].module}", partner) for partner in partners]
     shared = reduce(Magnitude.merge, (quantizer.measure(source, name=name) for name, source in named))
@@ -127,7 +127,7 @@ def _check(
     weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: LayoutNames, rule: Rule
 ) -> CheckedWeight:
     """Check one weight with the magnitude of its whole set, as the kernels and as the definition measure it."""
-    quantizer, is_int4 = create_native_quantizer(rule, CPU), isinstance(weight.source, Int4Weight)
+    quantizer, is_int4 = NativeQuantizer(rule), isinstance(weight.source, Int4Weight)
     expected = quantizer.global_scale(shared, is_int4=is_int4)
     has_scale = names.stores(expected, weight.global_scale)
     error = _measure(weight, expected if has_scale else names.decode_scalar(weight.global_scale))

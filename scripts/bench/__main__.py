@@ -82,7 +82,7 @@ class Bench:
             self.results[job.label] |= {"source_bytes": size, "source_weights": weights, "cold": job.cold}
 
     def convert(self, source: Path, *options: str) -> list[str | Path]:
-        return ["k2convert", "run", source, self.out, "--json", "--device", self.device, *options]
+        return ["k2convert", "run", source, self.out, "--json", *options]
 
     def _error(self, source: Path) -> dict[str, Any]:
         """Measure the weight error in the result folder with the independent decoder."""
@@ -196,7 +196,8 @@ def gptq(bench: Bench) -> None:
     ids = bench.work / "gptq-ids.jsonl"
     make_token_ids(ids, tokens=GPTQ_TOKENS)
     source = bench.source("layer-16", "--experts", 16, "--dense-layers", 1)
-    command = bench.convert(source, "--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--yes")
+    text = ("--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--device", bench.device)
+    command = bench.convert(source, *text, "--yes")
     label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
     bench.time(Job(f"{label}, one core", source, command, one_core=True), Job(f"{label}, all cores", source, command))
 
@@ -209,7 +210,7 @@ def whole_k3(bench: Bench) -> None:
         with redirect_stdout(sys.stderr):
             make_fixture(["k3-narrow", str(source)])
     shutil.rmtree(result, ignore_errors=True)
-    convert = ["run", source, result, "--device", bench.device]
+    convert = ["run", source, result]
     checks = {"inspect": ["inspect", source], "report": ["report", result]}
     checks |= {"validate --source": ["validate", result, "--source", source]}
     for label, command in {"run": convert, "run again": convert, **checks}.items():
@@ -221,30 +222,22 @@ def whole_k3(bench: Bench) -> None:
 def kernels(bench: Bench) -> None:
     """Time the kernels, in memory."""
     note("kernels")
-    command = [PYTHON, "-m", "scripts.bench.kernels", bench.device]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([PYTHON, "-m", "scripts.bench.kernels"], check=True, stdout=subprocess.PIPE, text=True)
     for label, figures in json.loads(done.stdout).items():
         bench.results[f"kernel {label}"] = figures
 
 
-def registers(bench: Bench) -> None:
-    """Compile the GPU kernels for every architecture, which needs no GPU."""
-    note("registers")
-    done = subprocess.run([PYTHON, "-m", "scripts.bench.registers"], check=True, stdout=subprocess.PIPE, text=True)
-    for architecture, kernels in json.loads(done.stdout).items():
-        for kernel, figures in kernels.items():
-            bench.results[f"{kernel}, sm_{architecture}"] = figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="computes the text of calibration and gptq"
+    )
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's shards have 9.8")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
     parser.add_argument(
-        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, k3, registers"
+        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, k3"
     )
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
@@ -256,7 +249,6 @@ def main() -> None:
         "whole": lambda: whole_command(bench, arguments.gigabytes),
         "peers": lambda: peers(bench, arguments.gigabytes),
         "growth": lambda: growth(bench, sizes),
-        "registers": lambda: registers(bench),
         "gptq": lambda: gptq(bench),
         "k3": lambda: whole_k3(bench),
         "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),

@@ -1,4 +1,4 @@
-"""Times the kernels in memory: weights a second on one thread and on all cores, or on a CUDA device with its copies."""
+"""Times the kernels in memory: weights a second on one thread and on all cores."""
 
 import json
 import os
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.kernels import cpu
-from k2convert.quantize.libraries import bf16_tensor
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules.imatrix import block_importance
 from scripts.fixture_maker.k3 import K3_SHAPE, quantize_mxfp4
@@ -81,7 +80,7 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
     cores, figures = os.cpu_count() or 1, Figures()
     rules: tuple[Rule, ...] = ("max", "mse")
     for rule in rules:
-        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        quantizer = create_quantizer("native", rule=rule)
         scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
         works: dict[str, Callable[[Int4Weight], object]] = {
             rule: lambda w, r=rule, s=scale: cpu.convert(w, rule=r, global_scale=s),
@@ -101,10 +100,10 @@ def cast_figures(weights: list[Int4Weight]) -> Figures:
     """Time everything that a projection needs, on one thread: the cast of MXFP4, and `max` on INT4, in turns."""
     casts, seconds = make_mxfp4_weights(), dict[str, list[float]]()
     works: dict[str, tuple[Quantizer, Callable[[], list[Any]]]] = {
-        "max on INT4": (create_quantizer("native", rule="max", device="cpu"), lambda: weights),
+        "max on INT4": (create_quantizer("native", rule="max"), lambda: weights),
         # A weight keeps what was counted of it, so each pass has new ones.
         "cast of MXFP4": (
-            create_quantizer("native", rule="mse", device="cpu"),
+            create_quantizer("native", rule="mse"),
             lambda: [Mxfp4Weight(weight.packed, weight.scale_bytes) for weight in casts],
         ),
     }
@@ -145,71 +144,13 @@ def column_figures(weights: list[Int4Weight]) -> Figures:
         ("plain, scaled", "max", scaled),
     )
     for label, rule, sources in cases:
-        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        quantizer = create_quantizer("native", rule=rule)
         seconds = median_seconds(lambda q=quantizer, s=sources: [convert(q, weight, importance) for weight in s])
         figures[f"{label}, measured and sampled, one thread"] = {"weights_per_second": NUM_WEIGHTS / seconds}
     return figures
 
 
-def cuda_figures(weights: list[Int4Weight]) -> Figures:
-    """Time both rules with their counts, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
-    from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
-
-    from k2convert.quantize.kernels import cuda
-
-    device = torch.device("cuda")
-    on_device = [cuda.upload(weight, "cuda") for weight in weights]
-    blank = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(blank)
-    bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
-    figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
-    jobs: list[tuple[cuda.DeviceInt4, float]] = []
-    for rule in ("max", "mse"):
-        quantizer = create_quantizer("native", rule=rule, device="cuda")
-        scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
-        jobs = list(zip(on_device, scales, strict=True))
-        seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_on_device(w, rule=r, global_scale=g) for w, g in j])
-        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds}
-        figures[rule]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
-        energy = error = 0.0
-        for weight, (_, scale) in zip(weights, jobs, strict=True):
-            magnitude = quantizer.measure(weight, name="w")
-            _, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
-            energy, error = energy + metrics.energy, error + metrics.squared_error
-        figures[rule]["relative_mse"] = error / energy
-    rng = np.random.default_rng(0)
-    importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
-    exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
-    for label, own in (("imatrix", None), ("weighted and scaled", exponents)):
-        columns = cuda.describe_columns(own, importance, columns=COLUMNS, device="cuda")
-        seconds = synchronized(
-            lambda c=columns, j=jobs: [cuda.convert_on_device(w, c, rule="imatrix", global_scale=g) for w, g in j]
-        )
-        figures[label] = {"weights_per_second": NUM_WEIGHTS / seconds}
-        figures[label]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
-    dense = [bf16_tensor(dequantize_int4(weight).bits).to(device) for weight in weights]
-    largest = [weight.abs().amax().float() for weight in dense]
-    pairs = list(zip(dense, largest, strict=True))
-    seconds = synchronized(lambda: [nvfp4_fp8_scale_sweep(weight, most) for weight, most in pairs])
-    figures["ModelOpt scale sweep"] = {"weights_per_second": NUM_WEIGHTS / seconds}
-    energy = error = 0.0
-    for weight, most in pairs:
-        blocks = weight.double().view(-1, 16)
-        steps = nvfp4_fp8_scale_sweep(weight, most).double()[:, None] / 6
-        midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64, device=device)
-        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64, device=device)
-        nearest = values[torch.bucketize(blocks.abs() / steps.clamp(min=1e-300), midpoints)] * steps
-        energy, error = energy + float(blocks.square().sum()), error + float((blocks.abs() - nearest).square().sum())
-    figures["ModelOpt scale sweep"]["relative_mse"] = error / energy
-    return figures
-
-
-def synchronized(work: Callable[[], object]) -> float:
-    """Return the median seconds of work on the device, waiting for it to finish."""
-    return median_seconds(lambda: (work(), torch.cuda.synchronize()))
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    figures = {"cuda": cuda_figures, "cast": cast_figures}.get(sys.argv[1], cpu_figures)
+    figures = cast_figures if sys.argv[1:] == ["cast"] else cpu_figures
     print(json.dumps(figures(make_weights())))

@@ -7,7 +7,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 QUESTIONS = {
     "How fast are the kernels?": ("kernel ",),
-    "How many registers do the GPU kernels need?": ("max_kernel", "mse_kernel", "channels_kernel"),
     "How fast is the whole command?": (
         "cp + fsync, cold",
         "run plain, cold",
@@ -80,7 +79,7 @@ def _seconds(label: str, results: Results) -> str:
 def _bandwidth(label: str, results: Results) -> str:
     r = results[label]
     rate = r["source_bytes"] / r["seconds"] if "seconds" in r else r.get("bytes_per_second")
-    return f"{rate / 1e9:.2f}" if rate and "of_copy_bandwidth" not in r else ""
+    return f"{rate / 1e9:.2f}" if rate else ""
 
 
 def _times_as_fast_as_cp(label: str, results: Results) -> str:
@@ -111,15 +110,6 @@ def _sqnr(label: str, results: Results) -> str:
     return f"{r['sqnr_db']:.2f} dB" if r.get("sqnr_db") else ""
 
 
-def _of_copy_bandwidth(label: str, results: Results) -> str:
-    r = results[label]
-    return f"{r['of_copy_bandwidth']:.2f}" if "of_copy_bandwidth" in r else ""
-
-
-def _whole(key: str) -> Callable[[str, Results], str]:
-    return lambda label, results: f"{results[label][key]}" if key in results[label] else ""
-
-
 _COLUMNS: dict[str, Callable[[str, Results], str]] = {
     "command": lambda label, _: label,
     "input": _input,
@@ -129,8 +119,4 @@ _COLUMNS: dict[str, Callable[[str, Results], str]] = {
     "peak memory": _peak_memory,
     "weights a second": _weights_per_second,
     "SQNR": _sqnr,
-    "of copy bandwidth": _of_copy_bandwidth,
-    "registers": _whole("registers"),
-    "spilled bytes": _whole("spilled"),
-    "bytes of stack": _whole("stack"),
 }

@@ -102,7 +102,8 @@ def check_served(work: Path, tokens: int, say: Callable[[str], None]) -> tuple[l
 def true_divergence(folder: Path, windows: Windows) -> float:
     """Return KL(source || result), from full distributions by transformers' model."""
     model, ids = build_model(TINY), torch.from_numpy(windows.ids)
-    _, scores = measure.compare(model, source_mlps(TINY), {"result": converted_mlps(folder)}, ids, batch=2)
+    variants = {("result", ""): lambda: measure.Variant(converted_mlps(folder), {})}
+    _, scores = measure.compare_in_turn(model, source_mlps(TINY), variants, ids, batch=2)
     found = scores["result"].kl_mean
     assert found is not None
     return found

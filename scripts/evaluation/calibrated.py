@@ -1,15 +1,18 @@
 """Rows of calibrated conversions: rules `imatrix` and `gptq`, foreign text, few tokens, published calibrations.
 
 Rule `imatrix` takes statistics of `k2convert calibrate`; rule `gptq` is `k2convert run --calibrate`. The peers see
-the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. A finished conversion in the
-work folder is kept, and so are the weights of a peer. Their names have the number of tokens that calibrated them.
+the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. `k2convert evaluate` scores
+the checkpoints; transformers' own model scores what is not one: weights of peers, and INT4 with FP4 activations.
+
+A finished conversion in the work folder is kept, and so are the weights of a peer. Their names have the number of
+tokens that calibrated them.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,25 +23,25 @@ import torch
 from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.evaluation import find_evaluation
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, Score, Variant, compare_in_turn, encode
 from scripts.evaluation.models import (
     build_model,
     converted_mlps,
-    scaled_tensors,
     source_mlps,
     with_input_scales,
     without_input_scales,
 )
-from scripts.evaluation.peers import PEERS, mlps_of, peer_weights
+from scripts.evaluation.peers import PEERS, QUARK, mlps_of, peer_weights, quark_mlps
 from scripts.evaluation.smollm2 import make_smollm2
-from scripts.evaluation.table import CalibratedEvaluation, CalibratedRow
+from scripts.evaluation.table import MODES, CalibratedEvaluation, CalibratedRow
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
 TOKENS_PER_EXPERT = 16
 TOKEN_COUNTS = (4096, 65_536)
-W4A16, W4A4 = "W4A16", "W4A4"
+W4A16, W4A4 = MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,10 @@ def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str
     `mse` is always one of them, because the others are given as shares of it. Raises ValueError for a pattern that
     matches nothing.
     """
-    names = [*(conversion.weights for conversion in CONVERSIONS), *PEERS, INT4]
+    peers = (*PEERS, QUARK)
+    names = [*(conversion.weights for conversion in CONVERSIONS), *peers, INT4]
     if patterns is None:
-        return [name for name in names if with_peers or name not in PEERS]
+        return [name for name in names if with_peers or name not in peers]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no row matches {pattern!r}; the rows are: {'; '.join(names)}")
@@ -198,11 +202,12 @@ def calibration_windows(subject: CalibratedSubject) -> Tensor:
 
 Loaders = dict[tuple[str, str], Callable[[], Variant]]
 """How to read the weights of each row, by weights and mode."""
+Scores = dict[tuple[str, str], Score]
 
 
-def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> Loaders:
-    """Convert in every way that is a row."""
-    tokens, loaders = calibration_tokens(subject, work), Loaders()
+def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> dict[str, Path]:
+    """Convert in every way that is a row; returns the folders by weights."""
+    tokens, folders = calibration_tokens(subject, work), dict[str, Path]()
     for conversion in CONVERSIONS:
         if conversion.weights not in rows:
             continue
@@ -213,9 +218,29 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
         elif conversion.text is not None:
             given = ["--statistics", _statistics(subject, work, conversion.text, tokens[conversion.text])]
         _k2convert("run", subject.source, folder, *given, *conversion.options)
-        for mode in conversion.modes:
-            loaders[conversion.weights, mode] = partial(_read, folder, mode)
-    return loaders
+        folders[conversion.weights] = folder
+    return folders
+
+
+def scores_of(
+    subject: CalibratedSubject, work: Path, folders: Mapping[str, Path], windows: Tensor
+) -> tuple[Score, Scores]:
+    """Score checkpoints by `k2convert evaluate` on ids [W, 256]; returns the source's perplexity too."""
+    ids, out = (work / f"{subject.source.name}-evaluat{ending}" for ending in ("ed.jsonl", "ion.json"))
+    ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
+    out.unlink(missing_ok=True)
+    use = ("--text", ids, "--tokens", windows.numel(), "--window", WINDOW, "--activations", "both", "--out", out)
+    _k2convert("evaluate", subject.source, *folders.values(), *use, "--yes")
+    modes = {conversion.weights: conversion.modes for conversion in CONVERSIONS}
+    names = {folder.name: weights for weights, folder in folders.items()}
+    found, scores = find_evaluation(out), Scores()
+    assert found is not None
+    for row in found.rows:
+        weights, figures = names[row.model.name], row.figures
+        if row.model.mode in modes[weights]:
+            score = Score(figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement)
+            scores[weights, row.model.mode] = score
+    return Score(found.rows[0].figures.reference_perplexity), scores
 
 
 def _statistics(subject: CalibratedSubject, work: Path, name: str, tokens: Tokens) -> Path:
@@ -233,11 +258,6 @@ def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> P
     return work / (f"{name}-{subject.calibration_tokens}" if uses_text else name)
 
 
-def _read(folder: Path, mode: str) -> Variant:
-    mlps = converted_mlps(folder)
-    return Variant(mlps if mode == W4A4 else without_input_scales(mlps), scaled_tensors(folder))
-
-
 def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[str]) -> Loaders:
     """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
     windows, loaders = calibration_windows(subject), Loaders()
@@ -248,6 +268,10 @@ def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[s
             torch.save(peer_weights(subject.source, name, windows), cached)
         for mode in (W4A16, W4A4):
             loaders[name, mode] = partial(_read_peer, subject.source, cached, scales if mode == W4A4 else None)
+    if QUARK in rows and subject.source == TINY:
+        folder = work / f"{subject.source.name}-quark"
+        for mode in (W4A16, W4A4):
+            loaders[QUARK, mode] = partial(_read_quark, subject.source, folder, scales if mode == W4A4 else None)
     return loaders
 
 
@@ -256,28 +280,32 @@ def _read_peer(source: Path, cached: Path, scales: Path | None) -> Variant:
     return Variant(with_input_scales(mlps, converted_mlps(scales)) if scales else mlps, {})
 
 
+def _read_quark(source: Path, folder: Path, scales: Path | None) -> Variant:
+    mlps = quark_mlps(source, folder)
+    return Variant(with_input_scales(mlps, converted_mlps(scales)) if scales else without_input_scales(mlps), {})
+
+
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def note_score(row: tuple[str, str], score: Score) -> None:
+    note(f"{', '.join(row)}: mean KL {score.kl_mean:.6f}")
 
 
 def evaluate_calibrated(
     subject: CalibratedSubject, work: Path, *, rows: Sequence[str], tokens: int | None = None
 ) -> CalibratedEvaluation:
     """Convert or calibrate for every row, and score each of them on the text for evaluation."""
-    source, loaders = source_mlps(subject.source), conversions(subject, work, rows)
-    scales = conversion_folder(subject, work, "mse")
-    loaders |= peers(subject, work, scales, rows)
-    if INT4 in rows:
-        loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(scales)), {})
+    folders, source = conversions(subject, work, rows), source_mlps(subject.source)
     windows = evaluated_windows(subject, tokens or subject.tokens)
-    reference, scores = compare_in_turn(
-        build_model(subject.source),
-        source,
-        loaders,
-        windows,
-        batch=subject.batch,
-        progress=lambda row, score: note(f"{subject.name}: {', '.join(row)}: mean KL {score.kl_mean:.6f}"),
-    )
+    reference, scores = scores_of(subject, work, folders, windows)
+    loaders = peers(subject, work, folders["mse"], rows)
+    if INT4 in rows:
+        loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(folders["mse"])), {})
+    if loaders:
+        model = build_model(subject.source)
+        scores |= compare_in_turn(model, source, loaders, windows, batch=subject.batch, progress=note_score)[1]
     return CalibratedEvaluation(
         subject.name,
         subject.calibration.stem,
@@ -297,7 +325,7 @@ def evaluated_windows(subject: CalibratedSubject, tokens: int) -> Tensor:
     return encode(subject.source, text, tokens=len(text))[-(tokens // WINDOW) :]
 
 
-def _rows(scores: dict[tuple[str, str], Score]) -> list[CalibratedRow]:
+def _rows(scores: Scores) -> list[CalibratedRow]:
     """Return the rows, W4A16 first, each with its mean KL as a share of mse's in the same mode."""
     rows: list[CalibratedRow] = []
     for mode in (W4A16, W4A4):

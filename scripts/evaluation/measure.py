@@ -34,29 +34,6 @@ def encode(source: Path, text: str, *, tokens: int) -> Tensor:
     return torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
 
 
-@torch.inference_mode()
-def compare(
-    model: EvaluatedModel,
-    reference: Mlps,
-    variants: dict[str, Mlps],
-    windows: Tensor,
-    *,
-    batch: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[Score, dict[str, Score]]:
-    """Score the reference and every variant on ids [W, 256]; KL is from the reference, in nats per token."""
-    sums = {name: _Sums() for name in ("", *variants)}
-    for start in range(0, len(windows), batch):
-        ids = windows[start : start + batch]
-        expected = _log_probabilities(model, reference, ids)
-        sums[""].add(expected, None, ids)
-        for name, mlps in variants.items():
-            sums[name].add(_log_probabilities(model, mlps, ids), expected, ids)
-        if progress is not None:
-            progress(min(start + batch, len(windows)), len(windows))
-    return sums[""].score(), {name: sums[name].score() for name in variants}
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The weights of one row: the MLPs, and the norms and routers that smoothing changed."""
@@ -73,9 +50,12 @@ def compare_in_turn(
     windows: Tensor,
     *,
     batch: int,
-    progress: Callable[[tuple[str, str], Score], None],
+    progress: Callable[[tuple[str, str], Score], None] | None = None,
 ) -> tuple[Score, dict[tuple[str, str], Score]]:
-    """Like `compare`, but hold the weights of one variant at a time, and the reference's distributions in a file."""
+    """Score the reference and every variant on ids [W, 256]; KL is from the reference, in nats per token.
+
+    The weights of one variant are held at a time, and the reference's distributions in a file.
+    """
     scores: dict[tuple[str, str], Score] = {}
     shape = len(windows) * (windows.shape[1] - 1), model.vocabulary
     with NamedTemporaryFile() as file:
@@ -90,7 +70,8 @@ def compare_in_turn(
             for ids, target in batches:
                 sums.add(_log_probabilities(model, variant.mlps, ids, variant.scaled), target, ids)
             scores[name] = sums.score()
-            progress(name, scores[name])
+            if progress is not None:
+                progress(name, scores[name])
     return own.score(), scores
 
 

@@ -161,6 +161,7 @@ def _static_blockwise_fp4_fake_quant(
     return (rounded * scales).view_as(x).to(x.dtype)
 
 
+QUARK = "Quark 0.13"
 PEERS: dict[str, Callable[[Any, Tensor], None]] = {
     "llm-compressor imatrix_mse": imatrix,
     "llm-compressor nvfp4_expanded_imatrix": expanded_imatrix,

@@ -19,7 +19,7 @@ from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
-from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.quantize.rules.imatrix import block_importance
 from scripts.evaluation.measure import encode
 
@@ -63,7 +63,7 @@ def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
             assert isinstance(source, Int4Weight)
             mean_square = (weights[fits, None] * x[fits] ** 2).mean(dim=0).float().numpy()
             for rule, importance in (("mse", None), ("imatrix", block_importance(mean_square))):
-                quantizer = create_native_quantizer(rule, "cpu")
+                quantizer = NativeQuantizer(rule)
                 magnitude = quantizer.measure(source, name=module)
                 scale = quantizer.global_scale(magnitude, is_int4=True)
                 codes, _ = quantizer.quantize(

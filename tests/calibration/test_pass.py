@@ -50,10 +50,8 @@ def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(source: Path, statistics: Path, text: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
     """The statistics file of a pass with these threads and windows at once."""
     windows = read_windows([text], tokenizer=source, vocab_size=2048, tokens=256, window=64, seed=0)
-    text_of_job = CalibrationText(windows, 256, 64, 0, chunk, workers, statistics)
-    do_calibration(
-        plan_statistics(text_of_job, Source(open_checkpoint(source)), statistics, devices=("cpu",), hub=Hub())
-    )
+    text_of_job = CalibrationText(windows, 256, 64, 0, chunk, ("cpu",), workers, statistics)
+    do_calibration(plan_statistics(text_of_job, Source(open_checkpoint(source)), statistics, hub=Hub()))
     return statistics.read_bytes()
 
 

@@ -40,7 +40,7 @@ OTHERS = {
         "--with",
         "--wrap",
     },  # of sbatch and `hf jobs`
-    "guide/numbers.md": {"--dense-layers", "--peers"},  # of scripts
+    "guide/numbers.md": {"--dense-layers", "--peers", "--rows"},  # of scripts
     "guide/prove.md": {"--model_args", "--num_fewshot", "--smoke-model", "--tasks", "--think-mode"},  # of evaluators
 }
 VERBS = {

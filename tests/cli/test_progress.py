@@ -150,7 +150,7 @@ def test_a_dry_run_measures_the_sources_own_format_and_the_check_of_a_cast(
         checked.extend(type(w.source) for w, f in zip(written, found, strict=True) if not f.problems)
         return found
 
-    monkeypatch.setattr(estimate, "create_quantizer", lambda _kind, *, rule, device: Recorder(rule, device))
+    monkeypatch.setattr(estimate, "create_quantizer", lambda _kind, *, rule: Recorder(rule))
     monkeypatch.setattr(weights, "check_weights", check)
     folder = request.getfixturevalue(source)
     run_here("run", folder, tmp_path / "out", "--dry-run", "--rule", rule, "--device", "cpu", code=0)

@@ -63,11 +63,10 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
     with open_evaluation(
         str(cut),
         [str(result)],
-        TextFiles([ids], workers, 0),
+        TextFiles([ids], ("cpu",), workers, 0),
         TextUse(tokens=128, window=32),
         EvaluationOptions("both", "fp8", out),
         hub=Hub(),
-        devices=("cpu",),
     ) as plan:
         do_evaluation(with_chunk(plan, chunk))
     return out.read_bytes()

@@ -12,7 +12,7 @@ from k2convert.fit.gpus import GPUS, MIB
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import Fit, Settings, fit_layout
 from k2convert.fit.model import ModelShape, Weights, weigh
-from k2convert.fit.speed import PUBLISHED, bytes_per_token, published_speeds, speed_ceiling
+from k2convert.fit.speed import bytes_per_token, speed_ceiling
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import Role
 from k2convert.plan.recipe import load_recipe
@@ -156,15 +156,6 @@ def test_a_token_reads_33_gb(k25_weights: Weights) -> None:
     assert by_role[Role.SHARED_EXPERTS] / read == pytest.approx(0.16, abs=0.01)
     ceiling = speed_ceiling(k25_weights, K2, gpu=GPUS["b200"], layout=complete_layout(8, K2))
     assert ceiling == pytest.approx(1940, rel=TOLERANCE)
-
-
-def test_speeds_are_shown_for_k2_alone() -> None:
-    eight = [row.tokens_per_second for row in published_speeds(K2, GPUS["b200"], 8)]
-    assert eight == ["173", "174.0", "156.0", "189.8"]
-    assert published_speeds(K2.with_experts(192), GPUS["b200"], 8), "a token reads as many bytes"
-    assert published_speeds(K2, GPUS["b200"], 16) == []
-    assert published_speeds(replace(K2, num_layers=4), GPUS["b200"], 8) == []
-    assert all(row.source and row.date >= "2025" for row in PUBLISHED)
 
 
 def test_five_sparks_have_the_bytes_and_eight_hold_the_model(k25_weights: Weights) -> None:

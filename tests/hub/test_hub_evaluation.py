@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, said
-from evaluation_makers import evaluation_of, write_evaluation
+from evaluation_makers import evaluation_of, full_disk, write_evaluation
 from loopback import LoopbackHub
 from loopback_store import sha256_of
 
@@ -160,10 +160,9 @@ def test_a_job_that_evaluates_reads_its_shards_back_and_makes_one_commit(
 def test_a_job_whose_evaluation_fails_resumes_it_and_converts_nothing_again(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("k2convert.evaluation.streamed._SLACK_BYTES", 1 << 60)
+    with full_disk(monkeypatch):
         done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, code=1)
-    assert "the evaluation needs" in done.stderr
+    assert "the disk is full" in done.stderr
     assert commits(tiny_hub) == 1
     tiny_hub.traffic.requests.clear()
     done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, code=0)

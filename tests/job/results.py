@@ -12,20 +12,20 @@ from k2convert.job.prepare import Job, choose_recipe, prepare
 def plan_job(
     source: Path, out: Path, recipe: str | None = None, *, more: dict[str, Any] | None = None, **keys: Any
 ) -> Job:
-    """A job on the CPU by a recipe with changed keys; `more` goes to `prepare`."""
+    """A job by a recipe with changed keys; `more` goes to `prepare`."""
     checkpoint = open_checkpoint(source)
     return prepare(
         source=Source(checkpoint),
         destination=Destination(out),
         recipe=choose_recipe(checkpoint, recipe, keys),
-        device="cpu",
         **(more or {}),
     )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a result but the lock, whose content is the last owner's business."""
+    """Every file of a result but the lock, whose content is the last owner's business, and what has times of files."""
     files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("lock", "command.json"))
+    files = (p for p in files if not p.name.endswith(".json.k2convert"))
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 

@@ -116,7 +116,6 @@ def tasks_of(job: Job) -> list[ShardTask]:
             recipe=job.plan.recipe,
             source_folder=job.source.checkpoint.folder,
             destination=job.destination.folder,
-            device="cpu",
             fingerprint=job.digest,
             header_digests={name: job.source.checkpoint.headers[name].digest for name in shard.source_shards},
             inflight_bytes=1 << 26,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command import run_here
+from evaluation_makers import full_disk
 from house import traced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,11 +114,10 @@ def test_a_full_disk_in_the_evaluation_keeps_the_result(
     short: Path, text: Path, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("k2convert.evaluation.streamed._SLACK_BYTES", 1 << 60)
-    done = run_here("run", short, out, "--evaluate", text, code=1)
-    assert "the evaluation needs" in done.stderr
+    with full_disk(monkeypatch):
+        done = run_here("run", short, out, "--evaluate", text, code=1)
+    assert "the disk is full" in done.stderr
     assert json.loads(run_here("validate", out, "--source", short, "--json", code=0).stdout)["passed"]
-    monkeypatch.undo()
     done = run_here("run", short, out, "--evaluate", text, code=0)
     assert "already complete" in done.stderr
     assert document(out) == document(evaluated)

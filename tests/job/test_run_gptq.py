@@ -35,7 +35,7 @@ def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> CalibrationText:
     windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
-    return CalibrationText(windows, tokens, window, 0, chunk=4, threads=2)
+    return CalibrationText(windows, tokens, window, 0, chunk=4, devices=("cpu",), threads=2)
 
 
 def planned(source: Path, out: Path, text: CalibrationText, *, max_disk: int | None = None) -> Job:

@@ -69,7 +69,6 @@ def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, rec
         fingerprint=fingerprint,
         repo=None,
         revision=None,
-        devices=["cpu"],
         calibration=record,
     )
     read = parse_ledger(encode(ledger).decode(), where="k2convert.json")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import convert
 
 pytest.importorskip("transformers")
 
@@ -14,36 +15,12 @@ from k2convert.plan.recipe import Budget
 from k2convert.validation.layers.check import check_layers
 from k2convert.validation.layers.result import Variant
 from scripts.evaluation import smollm2
-from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate
 from scripts.evaluation.capture import capture
-from scripts.evaluation.measure import compare, encode
+from scripts.evaluation.measure import Variant as Weights
+from scripts.evaluation.measure import compare_in_turn, encode
 from scripts.evaluation.models import build_model, source_mlps
-from scripts.evaluation.table import Evaluation, Row
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOKENS = 1024
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for conversions."""
-    return tmp_path_factory.mktemp("eval")
-
-
-@pytest.fixture(scope="module")
-def evaluation(work: Path) -> Evaluation:
-    """Four windows of the tiny checkpoint's evaluation, converted by the command."""
-    return evaluate(SUBJECTS["tiny"](work), work, tokens=TOKENS)
-
-
-def row(evaluation: Evaluation, weights: str, activations: str) -> Row:
-    return next(r for r in evaluation.rows if (r.weights, r.activations) == (weights, activations))
-
-
-def divergence(evaluation: Evaluation, weights: str, activations: str) -> float:
-    found = row(evaluation, weights, activations).score.kl_mean
-    assert found is not None
-    return found
 
 
 def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
@@ -77,50 +54,21 @@ def linear_weights(stem: str, mlp: Mlp) -> dict[str, torch.Tensor]:
     return {f"{stem}.{name}.weight": projection.weight.decode() for name, projection in parts.items()}
 
 
-def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluation) -> None:
-    assert evaluation.positions == TOKENS // 256 * 255
-    assert row(evaluation, INT4, FP32).score.perplexity == pytest.approx(14.09, abs=0.01)
-    assert row(evaluation, "max", FP32).weight_sqnr_db == pytest.approx(19.655, abs=5e-4)
-    assert row(evaluation, "mse", FP32).weight_sqnr_db == pytest.approx(22.617, abs=5e-4)
-    # The whole text gives 0.00249 and 0.00156; these four windows give a little more.
-    assert divergence(evaluation, "max", FP32) == pytest.approx(0.00306, abs=1e-4)
-    assert divergence(evaluation, "mse", FP32) == pytest.approx(0.00206, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_figures_on_the_whole_text_are_those_of_an_independent_converter(work: Path) -> None:
-    whole = evaluate(SUBJECTS["tiny"](work), work)
-    assert whole.positions == 16_320
-    assert row(whole, INT4, FP32).score.perplexity == pytest.approx(19.21, abs=5e-3)
-    for rule, kl, top1 in (("max", 0.00249, 0.964), ("mse", 0.00156, 0.975)):
-        assert divergence(whole, rule, FP32) == pytest.approx(kl, abs=5e-6)
-        assert row(whole, rule, FP32).score.top1_agreement == pytest.approx(top1, abs=5e-4)
-
-
-def test_the_order_of_variants_is_as_expected(evaluation: Evaluation) -> None:
-    for activations in (FP32, FP4):
-        assert divergence(evaluation, "mse", activations) < divergence(evaluation, "max", activations)
-    assert divergence(evaluation, INT4, FP4) < divergence(evaluation, "mse", FP4)
-    for found in evaluation.rows[1:]:
-        assert found.score.kl_mean is not None
-        assert found.score.kl_p999 is not None
-        assert 0 < found.score.kl_mean < found.score.kl_p999
-        assert 0.9 < (found.score.top1_agreement or 0) < 1
-
-
 def test_a_model_does_not_diverge_from_itself(tiny: Path) -> None:
     mlps = source_mlps(tiny)
     windows = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
-    reference, scores = compare(build_model(tiny), mlps, {"same": mlps}, windows, batch=1)
-    assert scores["same"].perplexity == reference.perplexity
-    assert scores["same"].kl_mean == 0
-    assert scores["same"].top1_agreement == 1
+    same = {("same", ""): lambda: Weights(mlps, {})}
+    reference, scores = compare_in_turn(build_model(tiny), mlps, same, windows, batch=1)
+    (score,) = scores.values()
+    assert score.perplexity == reference.perplexity
+    assert score.kl_mean == 0
+    assert score.top1_agreement == 1
 
 
-def test_captured_states_serve_the_layer_check(trained: Path, work: Path, evaluation: Evaluation) -> None:
+def test_captured_states_serve_the_layer_check(trained: Path, tmp_path: Path) -> None:
     windows = encode(trained, (trained / "eval.txt").read_text(), tokens=512)
-    path = capture(trained, windows, work / "states.safetensors")
-    converted = convert(trained, work / "k2-tiny-mse", "mse")
+    path = capture(trained, windows, tmp_path / "states.safetensors")
+    converted = convert(trained, tmp_path / "k2-tiny-mse", rule="mse")
     report = check_layers(
         source=open_checkpoint(trained),
         converted=open_checkpoint(converted),

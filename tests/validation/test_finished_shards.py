@@ -39,9 +39,7 @@ ROUTER, GATE = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.g
 def plan(source: Path, folder: Path, *, statistics: Statistics | None = None, **overrides: Any) -> Job:
     checkpoint = open_checkpoint(source)
     recipe, destination = choose_recipe(checkpoint, None, overrides), Destination(folder)
-    return prepare(
-        source=Source(checkpoint), destination=destination, recipe=recipe, statistics=statistics, device="cpu"
-    )
+    return prepare(source=Source(checkpoint), destination=destination, recipe=recipe, statistics=statistics)
 
 
 def tasks(job: Job) -> dict[str, ShardTask]:
@@ -53,7 +51,6 @@ def tasks(job: Job) -> dict[str, ShardTask]:
             recipe=job.plan.recipe,
             source_folder=job.source.checkpoint.folder,
             destination=job.destination.folder,
-            device="cpu",
             fingerprint=job.digest,
             header_digests={name: headers[name].digest for name in shard.source_shards},
             inflight_bytes=1 << 26,
@@ -185,7 +182,7 @@ def pruned_task(source: Path, folder: Path, view_of: KeptExperts) -> ShardTask:
     found = plan_conversion(source=keep_experts(whole, view_of), recipe=load_recipe("kimi-k2-thinking-nvfp4"))
     shard = next(shard for shard in found.jobs if shard.name == CUT_SHARD)
     digests = {name: whole.headers[name].digest for name in shard.source_shards}
-    return ShardTask(shard, found.recipe, source, folder, "cpu", "0" * 64, digests, 1 << 26, found.family, kept=KEPT)
+    return ShardTask(shard, found.recipe, source, folder, "0" * 64, digests, 1 << 26, found.family, kept=KEPT)
 
 
 def test_every_tensor_of_a_pruned_shard_is_compared(cut: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def convert(
     *sources: SourceWeight, rule: Rule = "mse", importance: NDArray[np.uint8] | None = None
 ) -> list[WrittenWeight]:
     """Convert weights that share a global scale, as a job does."""
-    quantizer = create_quantizer("native", rule=rule, device="cpu")
+    quantizer = create_quantizer("native", rule=rule)
     shared = quantizer.measure(sources[0], name="0")
     for source in sources[1:]:
         shared = shared.merge(quantizer.measure(source, name="x"))

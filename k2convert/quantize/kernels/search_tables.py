@@ -24,8 +24,7 @@ tests/quantize/kernels/test_windows.py compares all 735,470 histograms under all
 A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
 integers in units of (s / ms)**2, capped at 2**16 - 1; minus 2**15 they are 16-bit numbers. A sum without a capped error
 is exact, and the others are at most too small. So the candidate with the least sum is the winner if its sum has no
-capped error. Otherwise, which is rare, the kernel searches again among all candidates. (A CUDA device has room for
-larger numbers.)
+capped error. Otherwise, which is rare, the kernel searches again among all candidates.
 """
 
 from __future__ import annotations
@@ -123,7 +122,6 @@ def _nibble_maps(codes_SCk: NDArray[np.uint8]) -> NDArray[np.int64]:
 LANES: Final = 16
 WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
 NUM_WINDOWS: Final = len(WINDOW_STARTS)
-PAIRS: Final = ((0, 5), (1, 8))
 NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
 WINDOW_OF_SET: Final = (
     "001030004010100061102910491019107010300011101000a110211011101110"
@@ -134,8 +132,6 @@ WINDOW_OF_SET: Final = (
 """The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the index says that |q| = k occurs. 9 and a
 mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
 
-FLOAT_ERROR_CAP: Final = (1 << 20) - 1
-"""Sums of 16 errors up to this are exact in float32, and every winner is far below it."""
 ERROR_CAP: Final = (1 << 16) - 1
 ERROR_SHIFT: Final = 1 << 15
 LARGEST_KEY: Final = 255
@@ -172,33 +168,21 @@ def _capped_magnitudes() -> NDArray[np.uint16]:
     return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
 
 
-def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `lowest_rank - p`."""
+def _lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `_lowest_rank - p`."""
     grid_index = 8 * SHIFT_OF_ONE + (mantissas + 15) // 16 - 8 - LOWEST_STEP
     return LAST_GRID_RANK - grid_index
 
 
-def set_windows() -> NDArray[np.uint8]:
-    """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one window twice if it is enough."""
-    entries = [int(digit, 16) for digit in WINDOW_OF_SET]
-    return np.array([PAIRS[e - NUM_WINDOWS] if e >= NUM_WINDOWS else (e, e) for e in entries], dtype=np.uint8)
-
-
-def window_errors() -> NDArray[np.float32]:
-    """Return float32 [128, 9, 8, 16]: error of |q| = 1..8 under each candidate of each window, for every ms."""
+def _paired_errors() -> NDArray[np.int16]:
+    """Return int16 [128, 9, 4, 16, 2]: error minus ERROR_SHIFT under each candidate of each window, by pairs of |q|."""
     errors_SkC = candidate_tables().errors
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
-    ranks_SP = lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
+    ranks_SP = _lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
     assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
     by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)
     # Every candidate here has a shift of at least one, so errors in units of (s / 2ms)**2 are multiples of four.
-    capped = np.minimum(by_position / 4, FLOAT_ERROR_CAP).astype(np.float32)
-    windows = [capped[:, :, start : start + LANES] for start in WINDOW_STARTS]
-    return np.ascontiguousarray(np.stack(windows, axis=1))
-
-
-def _paired_errors() -> NDArray[np.int16]:
-    """Return int16 [128, 9, 4, 16, 2]: the same by pairs of |q|, minus ERROR_SHIFT."""
-    shifted = (np.minimum(window_errors(), ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
-    pairs = shifted.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
+    shifted = (np.minimum(by_position / 4, ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
+    windows = np.stack([shifted[:, :, start : start + LANES] for start in WINDOW_STARTS], axis=1)
+    pairs = windows.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
     return np.ascontiguousarray(pairs.swapaxes(-1, -2))

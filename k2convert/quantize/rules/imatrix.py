@@ -3,7 +3,7 @@
     sum over the block of m_j * (W_j - v_j * b * g)**2        m_j = E[x_j**2], the mean square of input column j
 
 is the error of the block's product with its input, if the inputs of different columns are not correlated. To stay exact
-and equal on every device, the mean squares of a block become integers, its importance:
+and equal on every machine, the mean squares of a block become integers, its importance:
 
     w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
 

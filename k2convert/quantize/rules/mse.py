@@ -8,7 +8,7 @@ integer 1..255, in rule imatrix (255 for all without). For a global scale g = 2*
 
 Ties go to the larger scale; a block of zeros gets b = 1.0 and codes 0; codes are rounded to nearest, ties to the even
 code, and never -0. Because s, b and g are an integer times a power of two, the error is an integer, and the result
-does not depend on order, device or thread count.
+does not depend on order or thread count.
 
 With s = ms * 2**es, b = mb * 2**eb and g = 2**kg, ms in 128..255 and mb in 8..15, a weight is 2k * ms * 2**(4 - a) and
 a value 2v * mb * 2**(j + 4), in units of s / (32 ms), where j = eb + (kg - es). A column with the exponent a sees the

@@ -214,7 +214,7 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
 
 
 def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    by_max = NativeQuantizer("max", "cpu")
+    by_max = NativeQuantizer("max")
     sources: dict[str, SourceWeight] = {
         name: weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
         for name, weight in raw.items()

@@ -31,7 +31,7 @@ REACH = [0, 1, 2]
 def converted(
     source: Int4Weight, importance: NDArray[np.uint8] | None = None, rule: Rule = "imatrix"
 ) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
-    quantizer = create_quantizer("native", rule=rule, device="cpu")
+    quantizer = create_quantizer("native", rule=rule)
     magnitude = quantizer.measure(source, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=True)
     result, metrics = quantizer.quantize(
@@ -174,7 +174,7 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
         exact = bf16_values(source.bits).astype(np.float64)
     results = []
     for rule in ("imatrix", "mse", "max"):
-        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        quantizer = create_quantizer("native", rule=rule)
         magnitude = quantizer.measure(source, name="w")
         g = quantizer.global_scale(magnitude, is_int4=is_int4)
         results.append(quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=g, importance=importance))

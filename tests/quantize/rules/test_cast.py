@@ -17,7 +17,7 @@ from k2convert.quantize.kernels import _cpu, cpu
 from k2convert.quantize.libraries import create_reference_quantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.quantize.rules.max import measure
 from k2convert.validation.library_decoders import create_decoder
 
@@ -25,7 +25,7 @@ from k2convert.validation.library_decoders import create_decoder
 def convert(
     weight: Mxfp4Weight, rule: str = "mse", *, partner: Mxfp4Weight | None = None
 ) -> tuple[Nvfp4Weight, WeightMetrics]:
-    quantizer = create_native_quantizer(rule, "cpu")
+    quantizer = NativeQuantizer(rule)
     magnitude = quantizer.measure(weight, name="weight")
     if partner is not None:
         magnitude = magnitude.merge(quantizer.measure(partner, name="partner"))

@@ -23,7 +23,7 @@ from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
 from k2convert.models.projections import load_projection, projection_of
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.records.document import plain
 from k2convert.validation.results import ValidationReport, Verdict, validation_document
@@ -183,7 +183,7 @@ def written_again(
     exponents: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Convert one expert's gate or up again, and replace its bytes. `exponents` replace those of a module."""
-    checkpoint, quantizer = open_checkpoint(source), create_native_quantizer("imatrix", "cpu")
+    checkpoint, quantizer = open_checkpoint(source), NativeQuantizer("imatrix")
     weights = {}
     with ShardReader(checkpoint.path) as reader:
         for name in (GATE, UP):

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ptx_machine import Kernel
+from ptx_target import Launch, launching_on
 from torch import Tensor
-
-from scripts.bench.registers import Launch, launching_on
 
 
 def run_launch(kernel: Kernel, launch: Launch, seed: int) -> None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from int4_makers import MAKERS
+import torch
 from numpy.typing import NDArray
 
 pytest.importorskip("triton")
@@ -15,9 +15,8 @@ from ptx_device import run_launch
 from ptx_machine import Kernel
 from ptx_operations import bits_of, dtype_of, find_operation
 from ptx_program import PtxError
-
-from k2convert.quantize.kernels import cuda
-from scripts.bench.registers import Launch, launching_on
+from ptx_target import Launch, launching_on
+from toy_kernel import sum_nibbles
 
 MODULE = """
 .visible .entry kernel(
@@ -176,11 +175,12 @@ def test_operations_of_floats_round_once_or_not_at_all() -> None:
 
 
 @pytest.fixture(scope="module")
-def mse_launch() -> Launch:
-    """A launch of mse_kernel for sm_90, on two tiles, in which every branch is taken."""
+def toy_launch() -> Launch:
+    """A launch of the toy kernel for sm_90, on two tiles, in which every branch is taken."""
     made: list[Launch] = []
+    words = torch.randint(-(1 << 31), 1 << 31, (200,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     with launching_on(90, made.append):
-        cuda.convert(MAKERS["wide-spread"]().rows(0, 16), rule="mse", global_scale=0.5, importance=None, device="cpu")
+        sum_nibbles(words, torch.arange(-8, 8, dtype=torch.float64))
     return made[0]
 
 
@@ -192,27 +192,26 @@ def results(launch: Launch, old: str = "", new: str = "", seed: int = 0) -> list
     return [value.numpy().tobytes() for value in arguments if hasattr(value, "numpy")]
 
 
-def test_a_missing_barrier_is_caught(mse_launch: Launch) -> None:
-    pieces = mse_launch.ptx.split("bar.sync")
-    assert len(pieces) > 4
+def test_a_missing_barrier_is_caught(toy_launch: Launch) -> None:
+    pieces = toy_launch.ptx.split("bar.sync")
+    assert len(pieces) > 3
     for number in range(1, len(pieces)):
         text = "bar.sync".join(pieces[:number]) + "// bar.sync" + "bar.sync".join(pieces[number:])
         with pytest.raises(PtxError, match="races with another warp"):
-            results(mse_launch, mse_launch.ptx, text)
+            results(toy_launch, toy_launch.ptx, text)
 
 
-def test_a_changed_constant_is_caught(mse_launch: Launch) -> None:
-    """Masks of the bit planes, the two factors of the histogram, and the bounds of the normal scales among them."""
-    expected = results(mse_launch)
-    assert all(results(mse_launch, seed=seed) == expected for seed in range(1, 4))
-    for constant in (286331153, 252645135, 16843009, 16909320, 255, 127, 24, 15):
-        assert f", {constant};" in mse_launch.ptx
-        assert results(mse_launch, f", {constant};", f", {constant - 1};") != expected, constant
+def test_a_changed_constant_is_caught(toy_launch: Launch) -> None:
+    expected = results(toy_launch)
+    assert all(results(toy_launch, seed=seed) == expected for seed in range(1, 4))
+    for constant in (15, 127):
+        assert f", {constant};" in toy_launch.ptx
+        assert results(toy_launch, f", {constant};", f", {constant - 1};") != expected, constant
 
 
-def test_an_access_outside_an_argument_is_caught(mse_launch: Launch) -> None:
-    for number, size in ((0, 255), (2, 255), (3, 255)):
-        arguments = list(mse_launch.arguments)
+def test_an_access_outside_an_argument_is_caught(toy_launch: Launch) -> None:
+    for number, size in ((0, 199), (1, 15), (2, 199)):
+        arguments = list(toy_launch.arguments)
         arguments[number] = arguments[number].flatten()[:size].clone()
         with pytest.raises(PtxError, match="are not in an argument of"):
-            results(Launch(mse_launch.ptx, mse_launch.shared_bytes, mse_launch.programs, arguments))
+            results(Launch(toy_launch.ptx, toy_launch.shared_bytes, toy_launch.programs, arguments))

@@ -1,39 +1,27 @@
-"""Compiles the triton kernels for GPUs that are not here, and prints the registers, spills and stack of each as JSON.
+"""A GPU that is not here: triton compiles for its architecture, and hands over what it would launch.
 
-triton's own launch code chooses what to compile, for pointers and sizes as on a device. So these are the kernels that a
-launch on such a GPU runs. tests/quantize/kernels/ptx executes their PTX.
+triton's own launch code chooses what to compile, for pointers and sizes as on a device. So the PTX of a launch is that
+of the kernel that would run on such a GPU.
 """
 
-import io
-import json
-import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.kernels import cuda
-
-ARCHITECTURES = (90, 100, 103, 120)
-"""H100 and H200, B200, B300, RTX PRO 6000."""
-KERNELS = {"max_kernel", "mse_kernel", "channels_kernel"}
 WARP = 32
 ALIGNMENT = 16
 """triton compiles another kernel for pointers that are no multiples of it."""
 SHARED_BYTES = 99 << 10
-"""What a program may have on all of ARCHITECTURES."""
+"""What a program may have on each of sm_90, sm_100, sm_103 and sm_120."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class Launch:
 
 
 class Target:
-    """A GPU that is not here, in the place of triton's driver: a launch on it calls a function."""
+    """A GPU in the place of triton's driver: a launch on it calls a function."""
 
     _devices = count(1 << 20)
 
@@ -96,31 +84,3 @@ def launching_on(architecture: int, launch: Callable[[Launch], None]) -> Iterato
             yield
         finally:
             driver._active = None  # the driver of a device, if there is one, is found again
-
-
-def convert_with_every_kernel() -> None:
-    """Launch each kernel once, on a few rows as wide as an expert's."""
-    weight = Int4Weight(np.zeros((2, 3584), dtype=np.uint8), np.full((2, 224), 0x3C00, dtype=np.uint16))
-    importance = np.ones(7168, dtype=np.uint8)
-    launches: tuple[tuple[Rule, Any], ...] = (("max", None), ("mse", None), ("imatrix", importance))
-    for rule, own in launches:
-        cuda.convert(weight, rule=rule, global_scale=1.0, importance=own, device="cpu")
-
-
-def usage(architecture: int) -> dict[str, dict[str, int]]:
-    """Return what ptxas says of each kernel of an architecture: registers of a lane, spilled bytes, bytes of stack."""
-    found: dict[str, dict[str, int]] = {}
-    with redirect_stdout(io.StringIO()) as log, launching_on(architecture, lambda _: None), knobs.nvidia.scope():
-        knobs.nvidia.dump_ptxas_log = True
-        convert_with_every_kernel()
-    reports = re.findall(r"entry function '(\w+)'(.*?)Used (\d+) registers", log.getvalue(), re.DOTALL)
-    for name, report, registers in reports:
-        stack, *spilled = (int(size) for size in re.findall(r"(\d+) bytes (?:stack frame|spill)", report))
-        found[name] = {"registers": int(registers), "spilled": sum(spilled), "stack": stack}
-    assert set(found) == KERNELS, log.getvalue()
-    return found
-
-
-if __name__ == "__main__":
-    wanted = [int(name) for name in sys.argv[1:]] or ARCHITECTURES
-    print(json.dumps({architecture: usage(architecture) for architecture in wanted}))
