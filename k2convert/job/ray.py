@@ -251,9 +251,13 @@ def _keep_stdout_clean() -> None:
 
     No option of Ray turns it off. The events of the job say the same in one line.
     """
-    module = importlib.import_module("ray._private.worker")
+    module: Any = importlib.import_module("ray._private.worker")
     if hasattr(module, "print_to_stdstream"):
-        module.print_to_stdstream = lambda *_args, **_options: None
+        module.print_to_stdstream = _print_nothing
+
+
+def _print_nothing(*_arguments: object, **_options: object) -> None:
+    """Stands in for a function that prints."""
 
 
 @contextmanager

@@ -143,7 +143,13 @@ def finish(case: Case) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("verb", "number"),
-    [(verb, (signal.SIGINT, signal.SIGTERM)[i % 2]) for i, verb in enumerate(v for v in SENTENCES if v != "validate")],
+    [
+        ("run --calibrate", signal.SIGTERM),
+        ("evaluate", signal.SIGINT),
+        pytest.param("run", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("run --evaluate", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("calibrate", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_verb_interrupted_at_work_says_what_is_kept_and_resumes(
     verb: str, number: signal.Signals, short: Path, text: Path, result: Path, tmp_path: Path
