@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-CODE: Final = (".py", ".pyi", ".cpp", ".hpp", ".css", ".js", ".jinja")
+CODE: Final = (".py", ".cpp", ".hpp", ".css", ".js", ".jinja")
 TINY: Final = ROOT / "tests" / "data" / "k2-tiny"
 
 _TRACER: Final = """
@@ -54,7 +54,7 @@ def traced(*arguments: str | Path) -> dict[str, list[str]]:
 
 
 def num_lines(folder: Path, suffixes: Sequence[str] = CODE) -> int:
-    """Return the lines of all code files below a folder."""
+    """Return the lines of all code files below a folder, without what a build writes there."""
     return sum(path.read_text().count("\n") for path in _files(folder) if path.suffix in suffixes)
 
 
@@ -69,7 +69,8 @@ def num_untyped_mappings(folder: Path) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [path for path in found if path.suffix != ".pyi"]
 
 
 def main() -> None:

@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import pytest
-from house import TINY, traced
+from house import ROOT, TINY, num_lines, traced
+
+BUDGET = {"k2convert": 45_200, "tests": 34_350, "scripts": 7_900}
+"""The most lines of code. A change that raises one says what it deletes instead, or why nothing can go."""
+
+
+@pytest.mark.parametrize("wing", BUDGET)
+def test_code_stays_within_its_budget(wing: str) -> None:
+    assert num_lines(ROOT / wing) <= BUDGET[wing]
 
 
 @pytest.fixture(scope="module")

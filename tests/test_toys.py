@@ -18,7 +18,7 @@ from k2convert.quantize.kernels import _cpu
 RULE = """
 from k2convert.quantize.formats.int4 import Int4Weight, bf16_values, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, pack_nibbles
-from k2convert.quantize.rules.max import Magnitude, max_block_scales, max_global_scale, max_steps, plain_nibbles
+from k2convert.quantize.rules.max import Magnitude, max_block_scales, max_global_scale, max_steps, max_nibbles
 
 
 def toy_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -30,7 +30,7 @@ def quantize_toy(weight, global_scale, importance):
     bits = dequantize_int4(weight).bits if isinstance(weight, Int4Weight) else weight.bits
     blocks = bf16_values(bits).reshape(-1, 16)
     scales = max_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)
-    nibbles = plain_nibbles(blocks, max_steps(scales, global_scale)[:, None])
+    nibbles = max_nibbles(blocks, max_steps(scales, global_scale)[:, None])
     return Nvfp4Weight(pack_nibbles(nibbles.reshape(rows, columns)), scales.reshape(rows, -1), global_scale)
 """
 

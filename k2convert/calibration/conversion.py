@@ -1,4 +1,4 @@
-"""Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see calibration.py.
+"""Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see gptq_walk.py.
 
 What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's converted experts are
 removed when the last shard that needs them is recorded. If a shard has to be converted again after that, the walk

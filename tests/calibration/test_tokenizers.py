@@ -86,7 +86,7 @@ def byte_letters() -> dict[int, str]:
     return {i: chr(i) for i in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def test_a_special_token_is_plain_in_a_text_and_special_in_a_chat(tmp_path: Path, tiny: Path) -> None:
+def test_a_special_token_is_max_in_a_text_and_special_in_a_chat(tmp_path: Path, tiny: Path) -> None:
     folder = write_kimi_files(tmp_path, [])
     text = "<|im_user|>user<|im_middle|>Hi<|im_end|>"
     assert encode(folder, text) == list(text.encode())

@@ -91,7 +91,7 @@ class Int4Weight:
     """An INT4 projection: `packed` uint8 [N, K/2] (bytes of weight_packed), `scale_bits` uint16 [N, K/32] (BF16 bits).
 
     `channel_exponents` is int8 [K] in -4..4, column j is divided by 2**a_j; None if every exponent is zero.
-    `columns.divide_columns` sets it, and makes sure that every s * 2**-a_j is an exact BF16 number.
+    `channels.divide_columns` sets it, and makes sure that every s * 2**-a_j is an exact BF16 number.
     FormatError if dtypes, shapes or exponents do not fit.
     """
 

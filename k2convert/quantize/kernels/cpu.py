@@ -112,11 +112,11 @@ def convert(
     check_rule_scale(rule, global_scale)
     if importance is not None:
         check_importance(importance, weight.shape[1])
-    if isinstance(weight, Mxfp4Weight) and not _is_plain(rule):
+    if isinstance(weight, Mxfp4Weight) and not _is_max(rule):
         return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
     if isinstance(weight, Bf16Weight):
         return Converted(_convert_bf16(weight, rule, global_scale, importance))
-    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_max(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
     targets = flat(result.packed), flat(result.block_scales)
     exponent = 0 if is_max else global_exponent(global_scale)
@@ -137,7 +137,7 @@ def convert(
 def _convert_bf16(
     weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
 ) -> Nvfp4Weight:
-    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_max(rule)
     targets = flat(result.packed), flat(result.block_scales)
     if not is_max and global_scale > LARGEST_BF16_SCALE:
         return RULES[rule].quantize(weight, global_scale, importance)
@@ -150,7 +150,7 @@ def _convert_bf16(
     return result
 
 
-def _is_plain(rule: Rule) -> bool:
+def _is_max(rule: Rule) -> bool:
     return not RULES[rule].has_power_of_two_scale
 
 

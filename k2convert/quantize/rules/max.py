@@ -142,7 +142,7 @@ def quantize_max(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
         bits = dequantize_int4(chunk).bits if isinstance(chunk, Int4Weight) else chunk.bits
         blocks_ME = bf16_values(bits).reshape(-1, BLOCK_SIZE)
         block_bytes = max_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
-        return plain_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
+        return max_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
 
     return quantize_rows(weight.shape, global_scale, quantize)
 
@@ -161,7 +161,7 @@ def max_steps(block_bytes: NDArray[np.uint8], global_scale: float) -> NDArray[np
         return decode_e4m3(block_bytes).astype(np.float32) * np.float32(global_scale)
 
 
-def plain_nibbles(weights: NDArray[np.float32], steps: NDArray[np.float32]) -> NDArray[np.uint8]:
+def max_nibbles(weights: NDArray[np.float32], steps: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return nibbles (uint8, shape of `weights`) of float32 weights for FP32 steps b * g that broadcast to them."""
     # Steps can underflow to zero or overflow: the quotient is then infinity, NaN (code 0) or zero.
     with np.errstate(all="ignore"):
