@@ -89,6 +89,7 @@ def test_neither_threads_nor_windows_at_once_change_the_figures(
         assert same.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_killed_at_every_layer_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
     [found] = crash(tmp_path, words, points="layers")

@@ -78,6 +78,7 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
     assert not list(temporary.glob("k2convert-*")), "nodes keep nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1], indirect=True, ids=["one node"])
 def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
     cli: RunCli, cwd: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch

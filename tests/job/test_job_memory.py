@@ -29,7 +29,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "system"
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kimi_k2_is_planned_below_a_gigabyte_in_a_cgroup_of_one(
     system: Path, tmp_path: Path, version: int, k2_headers: Path
 ) -> None:

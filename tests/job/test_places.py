@@ -25,7 +25,10 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if not name.endswith("job.json")}
 
 
-@pytest.fixture(params=PLACES)
+RARE = ("plain", "a linked folder")
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] if kind in RARE else []) for kind in PLACES])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

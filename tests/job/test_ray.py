@@ -42,7 +42,7 @@ def test_a_cluster_gives_equal_bytes(name: str, nodes: Nodes, tmp_path: Path, re
     assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) == len(nodes.nodes)
 
 
-@pytest.mark.parametrize("kind", ["a snapshot of the cache", "a folder of links"])
+@pytest.mark.parametrize("kind", ["a snapshot of the cache", pytest.param("a folder of links", marks=pytest.mark.slow)])
 def test_a_cluster_reads_a_source_wherever_it_lies(
     kind: str, small: Path, finished: Path, nodes: Nodes, tmp_path: Path
 ) -> None:

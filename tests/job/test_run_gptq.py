@@ -170,6 +170,7 @@ def test_another_text_or_option_is_refused_by_name(
     check("walk was 3, now 1")
 
 
+@pytest.mark.slow
 def test_settings_of_threads_change_no_byte(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     settings = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
     settings["OMP_WAIT_POLICY"] = "PASSIVE"  # more threads than cores wait without computing
