@@ -162,7 +162,7 @@ def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(small: Path, no
 
 def test_an_expected_error_names_the_node(small: Path, nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (out / ".k2convert").mkdir(parents=True)
+    (out / ".k2convert" / "shards").mkdir(parents=True)
     (out / "model-00001-of-000003.safetensors").mkdir()
     error = said(run_here(*job(small, out, nodes), code=1).stderr)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
