@@ -9,6 +9,10 @@ BUDGET = {"k2convert": 45_200, "tests": 34_350, "scripts": 7_900}
 """The most lines of code. A change that raises one says what it deletes instead, or why nothing can go."""
 
 
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 110
+
+
 @pytest.mark.parametrize("wing", BUDGET)
 def test_code_stays_within_its_budget(wing: str) -> None:
     assert num_lines(ROOT / wing) <= BUDGET[wing]
