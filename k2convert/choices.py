@@ -6,7 +6,7 @@ from typing import Final, Literal
 from k2convert.errors import ArgumentError, quoted
 
 Rule = Literal["gptq", "imatrix", "mse", "max"]
-"""How block scales are chosen: together with the codes, layer by layer, so that each layer makes up for the ones before
+"""Ways to choose block scales: together with the codes, layer by layer, so that each layer makes up for the ones before
 it; the best E4M3 scale of every block, by the importance of its columns or by squared error alone; or the block maximum
 over 6."""
 
@@ -17,13 +17,13 @@ Activations = Literal["w4a4", "w4a16"]
 """4-bit activations, or weight-only."""
 
 AskedActivations = Literal["w4a4", "w4a16", "both"]
-"""How an evaluation computes NVFP4 weights, whatever their config declares."""
+"""Arithmetic of NVFP4 weights in an evaluation, whatever their config declares."""
 
 QuantizerKind = Literal["native", "reference"]
 """k2convert's own arithmetic, or compressed-tensors followed by ModelOpt."""
 
 Target = Literal["nvfp4", "bf16", "int4"]
-"""What weights become. With int4 they stay as they are, and experts are dropped."""
+"""Targets of a conversion. With int4 they stay as they are, and experts are dropped."""
 
 RoleName = Literal["experts", "shared_experts", "dense_mlp"]
 """The roles whose weights a recipe may convert."""

@@ -1,4 +1,4 @@
-"""What a conversion uses of statistics: the importance and the smoothing exponents of a weight's input columns.
+"""Parts of statistics that a conversion uses: the importance and the smoothing exponents of a weight's input columns.
 
 Smoothing multiplies channel j of the input of gate and up by 2^a_j, so its mean square is multiplied by 4^a_j. It is
 exact, or an error that names the tensor.

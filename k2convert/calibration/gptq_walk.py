@@ -257,7 +257,7 @@ class _Tee:
 
 
 class _CollectedTokens:
-    """What all chunks of a layer bring, on one device. It has room for `tokens` of them."""
+    """Tokens of all chunks of a layer, on one device. It has room for `tokens` of them."""
 
     def __init__(self, tokens: int, hidden_size: int, device: str, scratch: Scratch, team: Team) -> None:
         self._scratch = scratch

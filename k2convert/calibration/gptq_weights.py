@@ -79,7 +79,7 @@ def decoded(weight: Nvfp4Weight, device: str) -> LinearLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateUpRule:
-    """How gate and up of a layer are rounded, on one device: the curvature, and what is added first, f32 [K, K]."""
+    """Rounding of a layer's gate and up, on one device: the curvature, and what is added first, f32 [K, K]."""
 
     correction: Tensor | None
     curvature: Curvature

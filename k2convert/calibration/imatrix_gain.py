@@ -1,4 +1,4 @@
-"""Whether rule `imatrix` gains in a layer: against rule `mse`, on tokens that are kept out of the mean squares.
+"""Gain of rule `imatrix` in a layer: against rule `mse`, on tokens that are kept out of the mean squares.
 
     sum over held-out tokens t of w_t * |(W - nvfp4(W)) x_t|^2        w_t the token's weight, in down times p^2
 

@@ -169,7 +169,7 @@ class _QuantizedLayer:
 
 
 class LayerFiles:
-    """The statistics of the layers that are done so far, as calibration.channels.Calibration reads them. Thread-safe."""
+    """Statistics of the layers that are done so far, as calibration.channels.Calibration reads them. Thread-safe."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work

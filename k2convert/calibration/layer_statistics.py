@@ -1,4 +1,4 @@
-"""What calibration knows of one decoder layer. Each array is one tensor of a statistics file.
+"""Statistics of one decoder layer. Each array is one tensor of a statistics file.
 
     K hidden columns, E routed experts, I their width, S the width of the shared experts
 
@@ -99,7 +99,7 @@ class LayerStatistics:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the MLP is dense: one expert, no shared ones."""
+        """Return whether the MLP is dense: one expert, no shared ones."""
         return self.num_experts == 1 and self.shared_down_mean_square is None
 
     @property

@@ -93,7 +93,7 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class LayerInputs:
-    """What T tokens bring to a MoE layer, all on one device; smoothing is not in them yet.
+    """Inputs of a MoE layer for T tokens, all on one device; smoothing is not in them yet.
 
     `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
     without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two

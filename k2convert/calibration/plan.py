@@ -53,7 +53,7 @@ _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arra
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """What is walked over, and how this machine does it.
+    """Text of a walk, and how this machine walks over it.
 
     `tokens` and `window` are what was asked for; with `by_default`, nobody asked for `tokens`. `chunk` windows are
     computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by `threads` threads.
@@ -96,7 +96,7 @@ class WalkSource:
 
 @dataclass(frozen=True, slots=True)
 class ShardNeeds:
-    """What an output shard needs of the walk.
+    """Layers and tensors that an output shard needs of the walk.
 
     `last` is the last layer that it waits for, -1 if it waits for none. `codes` are the bytes of converted experts that
     it needs, by layer.
@@ -140,7 +140,7 @@ class CalibrationPlan:
 
     @property
     def num_finished(self) -> int:
-        """How many layers an earlier run of this job has done."""
+        """Return how many layers an earlier run of this job has done."""
         return self.work.num_finished(self.job)
 
     @property

@@ -1,4 +1,4 @@
-"""How large a pass or a walk is, counted from headers: the memory that it holds at once. Nothing is measured.
+"""Size of a pass or a walk, counted from headers: the memory that it holds at once. Nothing is measured.
 
 The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations, T tokens and C tokens of a chunk:
 
@@ -34,7 +34,7 @@ from k2convert.quantize.gptq.rounding import SHRINKAGES
 from k2convert.quantize.gptq.tiles import SMALL
 
 CUDA_BYTES: Final = 3 << 30
-"""What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
+"""Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
 
 _LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
 _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
@@ -50,7 +50,7 @@ _HIDDEN_COPIES: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """What is estimated: the last `num_layers` layers over some windows, `chunk` of them at once.
+    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
 
     `workers` threads compute. Only the first of `devices` is measured.
     """
@@ -74,7 +74,7 @@ class PassSize:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the CPU computes."""
+        """Return whether the CPU computes."""
         return self.devices == ("cpu",)
 
 
@@ -113,7 +113,7 @@ class ModelSizes:
         return range(self.num_layers - size.num_layers, self.num_layers)
 
     def num_moe(self, size: PassSize) -> int:
-        """How many of the layers that are left have experts."""
+        """Return how many of the layers that are left have experts."""
         return sum(layer in self.moe_layers for layer in self.layers(size))
 
 

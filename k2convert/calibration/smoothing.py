@@ -193,7 +193,7 @@ def _are_in_range(
 
 
 WEIGHT_SHARE: Final = 0.6
-"""How much the error of the weights counts, relative to that of the activations."""
+"""Weight of the error of the weights, relative to that of the activations."""
 STEPS: Final = (-1, 1, -2, 2)
 """Exponents of the factors that a channel tries."""
 LEAST_GAIN: Final = 0.9995

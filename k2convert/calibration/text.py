@@ -265,7 +265,7 @@ def read_windows(
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:
-    """Whether tokens are of enough kinds to fit anything to. Repeating a few kinds tells nothing of other tokens."""
+    """Return whether tokens are of enough kinds to fit anything to. A few kinds, repeated, tell nothing of others."""
     return np.unique(ids).size >= min(MIN_KINDS, ids.size) > 1
 
 

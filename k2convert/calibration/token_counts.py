@@ -1,4 +1,4 @@
-"""How many tokens a calibration uses: what experts need, what they got, and the disk that tokens take next to a CPU."""
+"""Number of tokens that a calibration uses: what experts need, what they got, and the disk that tokens take."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low

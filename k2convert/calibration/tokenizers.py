@@ -42,7 +42,7 @@ KIMI_PATTERN: Final = "|".join(
         r"\s+",
     )
 )
-"""How Kimi's tokenization_kimi.py cuts a text before the byte pairs are merged, character by character."""
+"""Pattern by which Kimi's tokenization_kimi.py cuts a text before the byte pairs are merged, character by character."""
 
 NUM_SPECIAL_TOKENS: Final = 256
 """The ids after the last rank are special tokens in Kimi's tokenizer, named by the config or reserved."""

@@ -42,7 +42,7 @@ MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 Content = bytes | Path
-"""What to write: bytes, or the bytes of another file, which is copied in pieces."""
+"""Content to write: bytes, or the bytes of another file, which is copied in pieces."""
 
 
 class DuplicateKeyError(ValueError):

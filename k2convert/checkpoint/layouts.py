@@ -99,7 +99,7 @@ def projection_tensors(
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the configs of a result declare. `banks` are the converted layers, if engines look each one up by name."""
+    """Declarations in the configs of a result. `banks` are the converted layers, if engines look each up by name."""
 
     layout: str
     activations: str

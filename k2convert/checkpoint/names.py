@@ -41,7 +41,7 @@ WALK_NAME: Final = "calibration"
 """With WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers."""
 
 WORK_SUFFIX: Final = ".work"
-"""What a statistics file's name and this make is the work folder of its pass; the name below is in it."""
+"""Suffix: a statistics file's name and this are the work folder of its pass. The name below is in it."""
 CALIBRATION_JOB_NAME: Final = "calibration.json"
 
 BLOBS_FOLDER: Final = "blobs"

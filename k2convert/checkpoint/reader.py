@@ -35,7 +35,7 @@ _HASH_BYTES: Final = 1 << 20
 
 
 class PageCache:
-    """What the system holds of one open file. For files the user cannot write, the kernel reports all of it."""
+    """Pages of one open file that the system holds. For files the user cannot write, the kernel reports all of it."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the file; raises OSError or ValueError if it cannot be mapped, for example because it is empty."""

@@ -61,7 +61,7 @@ def fit(options: FitOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the user asked, the checkpoint, what it is as a whole and with the experts asked for."""
+    """A question of the user: the checkpoint, what it is as a whole and with the experts asked for."""
 
     options: FitOptions
     checkpoint: Checkpoint

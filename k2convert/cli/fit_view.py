@@ -1,4 +1,4 @@
-"""How `fit` is shown: tables for people, plain data for --json."""
+"""Views of `fit`: tables for people, plain data for --json."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace

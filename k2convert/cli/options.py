@@ -1,4 +1,4 @@
-"""What the options of several verbs share: definitions, checks of addresses and sizes, and how a verb gets them.
+"""Shared parts of options of several verbs: definitions, checks of addresses and sizes, and how a verb gets them.
 
 A place that was probably meant as a repository of the Hub is refused before anything is made or asked for. Without
 this, `hf:/me/out` and `me/out` would become folders, and a mistyped `owner/name` would wait for the network.
@@ -43,7 +43,7 @@ _INTERRUPTED: Final[dict[str, str]] = {
     "publish": "what was uploaded is kept. The same command resumes",
     "validate": NOTHING_KEPT,
 }
-"""What is said of a verb that is interrupted before it has begun to count. Of others nothing is: they take seconds."""
+"""Sentences of verbs that are interrupted before they have begun to count. Others have none: they take seconds."""
 
 
 def check_source(text: str) -> None:

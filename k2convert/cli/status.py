@@ -92,12 +92,12 @@ class _Walk:
 
     @property
     def finished(self) -> int:
-        """How many layers are done; the head of an evaluation is none."""
+        """Return how many layers are done; the head of an evaluation is none."""
         return min(self.work.num_finished(), self.layers)
 
     @property
     def command(self) -> JobCommand | None:
-        """What resumes it."""
+        """Command that resumes it."""
         found = read_command(self.work.folder)
         if found is not None and "--out" in found.words:
             number = found.words.index("--out") + 1

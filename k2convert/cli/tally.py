@@ -1,4 +1,4 @@
-"""How far a running stage is: counts by phase, rates over the last seconds, and an ETA when there is one.
+"""Progress of a running stage: counts by phase, rates over the last seconds, and an ETA when there is one.
 
 A walk through layers counts their operations, and how long whole layers took: nothing is known of a layer from its
 first steps.
@@ -90,14 +90,14 @@ class Meter:
 
     @property
     def share(self) -> float:
-        """What part is done: 0.0 to 1.0, and 1.0 only when all is done."""
+        """Share that is done: 0.0 to 1.0, and 1.0 only when all is done."""
         if self.layers is not None and self.done < self.total:
             return self.layers.share(self.done / self.unit)
         return min(self.done / self.total, 1.0) if self.total else 1.0
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest takes at this rate; 0.0 when done, None if that is not known."""
+        """Seconds that the rest takes at this rate; 0.0 when done, None if that is not known."""
         if self.done >= self.total:
             return 0.0
         if self.layers is not None:
@@ -239,12 +239,12 @@ class Tally:
 
     @property
     def has_worked(self) -> bool:
-        """Whether anything was done in this run."""
+        """Return whether anything was done in this run."""
         return self.tensors > 0 or any(meter.is_moving for meter in self.meters.values())
 
     @property
     def seconds(self) -> float:
-        """How long the stage has run."""
+        """Seconds that the stage has run."""
         return self._clock() - self._start
 
     @property

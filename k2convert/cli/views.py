@@ -1,4 +1,4 @@
-"""How plans, runs and states are shown: tables for people, plain data for --json. Also: the question at the end."""
+"""Views of plans, runs and states: tables for people, plain data for --json. Also: the question at the end."""
 
 import math
 import sys

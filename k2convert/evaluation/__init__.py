@@ -1,4 +1,4 @@
-"""How far a whole model is from a reference on a text.
+"""Distance of a whole model from a reference, on a text.
 
     scores       divergences and losses of single tokens -> the figures of an evaluation
     checkpoints  what can be computed, and whether checkpoints compare

@@ -1,4 +1,4 @@
-"""What a server answered: the log-probabilities of windows of token ids, and the folder that keeps them.
+"""Answers of a server: the log-probabilities of windows of token ids, and the folder that keeps them.
 
     FOLDER/answers.json        who was asked, and for what; written before the first answer
     FOLDER/window-003.json     the answer to window 3
@@ -120,7 +120,9 @@ def _is_entry(key: object, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Who was asked for what: the content of answers.json. `token_ids` are i32 [windows, tokens] in base64.
+    """Question that the answers belong to: servers, models, windows. It is the content of answers.json.
+
+    `token_ids` are i32 [windows, tokens] in base64.
 
     `again` windows were asked twice. `engine` and `root` are what the server says of itself.
     """

@@ -1,4 +1,4 @@
-"""What the rows of an evaluation were made from, and which rows of an earlier one stay.
+"""Origins of an evaluation's rows, and which rows of an earlier one stay.
 
 The document of an evaluation has no times, so that equal evaluations are equal bytes. What a row was made from is
 kept beside it, in a sealed file, by the row's digest. An answer without that, or of changed files, is computed again.
@@ -70,7 +70,7 @@ def _stat(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a row was made from: the place of its checkpoint, and the digest of all files of it and of its reference."""
+    """Origin of a row: the place of its checkpoint, and the digest of all files of it and of its reference."""
 
     place: str
     inputs: Digest
@@ -125,7 +125,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What an evaluation is made from: a document without rows, the reference's files, and the origins by names.
+    """Inputs of an evaluation: a document without rows, the reference's files, and the origins by names.
 
     `models` are those whose rows it computes.
     """

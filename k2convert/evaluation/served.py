@@ -1,4 +1,4 @@
-"""How far the model of one server is from that of another: windows of token ids are sent to both.
+"""Distance of one server's model from that of another: windows of token ids are sent to both.
 
 The first window goes to each server alone, so that a refusal costs one request. The others are asked for side by side.
 The reference is asked for some windows twice, at the end, when its batches are different ones: the divergence of its

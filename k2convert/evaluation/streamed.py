@@ -115,7 +115,7 @@ class EvaluationPlan:
 
     @property
     def num_finished(self) -> int:
-        """How many layers an earlier run of this job has done; the head counts as one."""
+        """Return how many layers an earlier run of this job has done; the head counts as one."""
         return self.work.num_finished(self.job)
 
     @property

@@ -1,4 +1,4 @@
-"""How GPUs share the work of a model, and which layouts are possible.
+"""Ways in which GPUs share the work of a model, and which layouts are possible.
 
 `tensor` GPUs hold each layer together, `pipeline` such groups hold the layers one after another. Experts are split
 inside by tensor parallelism, or whole ones are given to each GPU (`expert`). A layout that cannot be is an error that

@@ -48,7 +48,7 @@ and activations.
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a user can set about memory. A request has up to `context` tokens, prompt and answer."""
+    """Settings of memory that a user can make. A request has up to `context` tokens, prompt and answer."""
 
     kv: ServedKvCache = "fp8"
     context: int = CONTEXT
@@ -144,7 +144,7 @@ class Fit:
 
     @property
     def holds(self) -> bool:
-        """Whether the requests asked for fit together."""
+        """Return whether the requests asked for fit together."""
         return self.request_slots >= self.requests
 
 

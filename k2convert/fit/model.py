@@ -135,7 +135,7 @@ _DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # the bytes of a sou
 
 
 class Tensor(Protocol):
-    """What is weighed: an entry of a header, or a tensor that a plan will write."""
+    """A tensor that takes memory: an entry of a header, or a tensor that a plan will write."""
 
     @property
     def name(self) -> str: ...
@@ -254,7 +254,7 @@ class Model:
 
     @property
     def state_bytes(self) -> int:
-        """What one request keeps in all layers of linear attention, whatever its length."""
+        """Bytes that one request keeps in all layers of linear attention, whatever its length."""
         return self.shape.state_bytes * len(self.shape.linear_layers)
 
     def with_experts(self, count: int) -> "Model":

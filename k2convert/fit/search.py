@@ -73,7 +73,7 @@ def most_experts(model: Model, holder: Holder, *, settings: Settings) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class WaysOut:
-    """What would fit where a model does not: fewer experts per layer, with what then fits, or more of the same GPUs.
+    """Ways out where a model does not fit: fewer experts per layer, with what then fits, or more of the same GPUs.
 
     `experts` has the most experts for the requests asked for, then the most for one request of the model's maximum.
     """

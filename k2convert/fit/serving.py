@@ -44,7 +44,7 @@ _SPARK: Final = "dgx-spark"
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What to serve, on what, and how.
+    """Deployment: the checkpoint, its GPUs and its limits.
 
     model         a folder, or a repository on the Hub
     layout, activations   of NVFP4 weights; both None for a checkpoint that is not NVFP4
@@ -68,7 +68,7 @@ class Deployment:
 
     @property
     def needs_marlin(self) -> bool:
-        """Whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
+        """Return whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
         return self.layout == "modelopt" and self.activations == "w4a16"
 
     @property

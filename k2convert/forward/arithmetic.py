@@ -1,4 +1,4 @@
-"""What this machine's floating-point arithmetic gives: the same sums in another order are other bytes.
+"""Identity of this machine's floating-point arithmetic: the same sums in another order are other bytes.
 
 torch and its libraries choose their instructions by the processor, and by variables of the environment. Their names do
 not say all of it, so a few results are computed and hashed.

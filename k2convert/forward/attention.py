@@ -69,7 +69,7 @@ class CachedPart:
 
 
 CachedValues = tuple[CachedPart, CachedPart]
-"""What a KV cache holds: MLA's latent and rotary key, or keys and values."""
+"""Entries of a KV cache: MLA's latent and rotary key, or keys and values."""
 NOTHING_CACHED: Final[CachedValues] = (CachedPart(), CachedPart())
 
 

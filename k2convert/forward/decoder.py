@@ -75,7 +75,7 @@ class BlockObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What is rounded besides weights: `activations` that NVFP4 weights multiply to FP4, the `kv_cache` to E4M3."""
+    """Rounding of what is no weight: `activations` that NVFP4 weights multiply to FP4, the `kv_cache` to E4M3."""
 
     activations: bool = False
     kv_cache: bool = False
@@ -169,7 +169,7 @@ class DecoderLayer:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all tokens take one MLP, so that windows do not share anything but its weights."""
+        """Return whether all tokens take one MLP, so that windows do not share anything but its weights."""
         return self._router is None
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """What one layer reads of one checkpoint. `remote` is None for a folder, of which nothing is fetched."""
+    """Tensors that one layer reads of one checkpoint. `remote` is None for a folder, of which nothing is fetched."""
 
     checkpoint: Checkpoint
     remote: RemoteShards | None

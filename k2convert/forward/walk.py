@@ -80,7 +80,7 @@ class WalkedModel:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What is walked over.
+    """Models and windows of a walk.
 
     `ids` are the tokens, int64 [windows, tokens]. `chunk` windows are computed at a time. `around` makes the context in
     which a layer can be read, and gives the checkpoint to read it from; its argument counts the checkpoints of the
@@ -100,7 +100,7 @@ class Walk:
 
     @property
     def num_checkpoints(self) -> int:
-        """How many checkpoints the models are from."""
+        """Return how many checkpoints the models are from."""
         return self.models[-1].checkpoint + 1
 
     @property
@@ -149,7 +149,7 @@ class Layer:
 
     @property
     def is_last(self) -> bool:
-        """Whether no layer reads what this one gives."""
+        """Return whether no layer reads what this one gives."""
         return self.number + 1 == self.walk.num_layers
 
     @contextmanager

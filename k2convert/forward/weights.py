@@ -160,7 +160,7 @@ class WeightReader:
         self._shards.close()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
+        """Return whether the checkpoint has a tensor of that name."""
         return name in self.checkpoint.tensors
 
     def info(self, name: str) -> TensorInfo:
@@ -211,7 +211,7 @@ class WeightReader:
         return result
 
     def has_layer(self, module: str) -> bool:
-        """Whether the checkpoint has a linear layer of that name, INT4 or not."""
+        """Return whether the checkpoint has a linear layer of that name, INT4 or not."""
         return self.has(f"{module}.{WEIGHT_PACKED}") or self.has(f"{module}.{WEIGHT}")
 
     def read_source(self, module: str) -> Int4Weight | Tensor:
@@ -224,7 +224,7 @@ class WeightReader:
         return Int4Weight(packed=packed.numpy(), scale_bits=scale_bits.numpy())
 
     def is_nvfp4(self, module: str) -> bool:
-        """Whether a layer is stored as NVFP4, in either layout."""
+        """Return whether a layer is stored as NVFP4, in either layout."""
         return self._layout(module) is not None
 
     def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:

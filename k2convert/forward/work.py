@@ -69,7 +69,7 @@ WriteStates = Callable[[HiddenStates], None]
 
 @dataclass(frozen=True, slots=True)
 class WalkJob:
-    """What a walk is. `identity` has every field that its results depend on; a resumed walk must have the same.
+    """Identity of a walk. `identity` has every field that its results depend on; a resumed walk must have the same.
 
     `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
     the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name.
@@ -82,7 +82,7 @@ class WalkJob:
 
 
 Purpose = Literal["calibration", "evaluation"]
-"""What a walk is for."""
+"""Purposes of a walk."""
 _JOBS: Final[dict[Purpose, tuple[str, str]]] = {
     "calibration": (CALIBRATION_JOB_NAME, "choose a different name for the statistics"),
     "evaluation": (EVALUATION_NAME, "name a different file with --out"),

@@ -117,7 +117,7 @@ class Branch:
         return found
 
     def has(self, name: str, sha256: str, num_bytes: int) -> bool:
-        """Whether the branch lists a shard with this hash and size."""
+        """Return whether the branch lists a shard with this hash and size."""
         file = self.on_branch.get(name)
         return file is not None and file.sha256 == sha256 and file.num_bytes == num_bytes
 
@@ -169,7 +169,7 @@ class Branch:
         self._pending.append(_Pending(upload, operation, dict(records)))
 
     def is_group_due(self) -> bool:
-        """Whether enough shards wait for a commit, or have waited long enough."""
+        """Return whether enough shards wait for a commit, or have waited long enough."""
         if not self._pending:
             return False
         return len(self._pending) >= GROUP_SHARDS or time.monotonic() - self._since >= GROUP_SECONDS

@@ -172,7 +172,7 @@ class Hub:
         )
 
     def accepts_card(self, text: str) -> bool:
-        """Whether the Hub accepts this text as a model's README.md; raises HubError if it does not answer."""
+        """Return whether the Hub accepts this text as a model's README.md; raises HubError if it does not answer."""
 
         def ask() -> bool:
             from huggingface_hub.utils import get_session, hf_raise_for_status

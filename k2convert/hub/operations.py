@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SentCount:
-    """How many bytes of one file were sent. `sent` gets the changes."""
+    """Bytes of one file that were sent. `sent` gets the changes."""
 
     sent: Callable[[int], None]
     position: int = 0

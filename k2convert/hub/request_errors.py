@@ -1,4 +1,4 @@
-"""What a failed request means: what the user should do, and whether a retry may help.
+"""Meaning of a failed request: what the user should do, and whether a retry may help.
 
 What a server or the library says is printed without tokens: a proxy or a login page may repeat the request's headers.
 """

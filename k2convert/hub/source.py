@@ -340,7 +340,7 @@ def _keep_small_file(target: Path, data: bytes) -> None:
 
 
 def matches(content: Content, file: RemoteFile) -> bool:
-    """Whether the content has the hash that the Hub lists for the file; raises SourceReadError, OSError."""
+    """Return whether the content has the hash that the Hub lists for the file; raises SourceReadError, OSError."""
     digest = hashlib.sha1(b"blob %d\0" % num_bytes_of(content)) if file.sha256 is None else hashlib.sha256()
     for piece in pieces(content):
         digest.update(piece)

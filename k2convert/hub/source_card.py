@@ -1,4 +1,4 @@
-"""What the source's own card says, and what of it the Hub accepts in the card of the result."""
+"""Statements of the source's own card, and what of it the Hub accepts in the card of the result."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ class Licence:
 
 @dataclass(frozen=True, slots=True)
 class SourceCard:
-    """What the source's own card states and the result's card carries over."""
+    """Statements of the source's own card that the result's card carries over."""
 
     licence: Licence = field(default_factory=Licence)
     pipeline_tag: str | None = None

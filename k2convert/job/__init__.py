@@ -1,4 +1,4 @@
-"""What a run does, in order.
+"""A run, step by step.
 
 locations     where a job reads and writes
 prepare       plan the job, check destination and room; plan a calibration

@@ -1,4 +1,4 @@
-"""How long a job will take and how much memory it needs, before it starts: an estimate.
+"""Estimate of a job's time and memory, before it starts.
 
 The disk that is read, the disk that is written and the kernels are measured for a fraction of a second each. The file
 that is written has no name, so nothing can be left behind. The network is not measured.
@@ -37,7 +37,7 @@ _BLOCK: Final = (1024, 2048)  # of the weight that is converted to measure the k
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is left to do in bytes, the rates in bytes a second (None: not measured), and the memory a job takes.
+    """Bytes that are left to do, the rates in bytes a second (None: not measured), and the memory a job takes.
 
     `seconds` goes from full overlap of reading, converting and writing to a disk that reads and writes in turn. It is
     None if nothing is left or nothing was measured.

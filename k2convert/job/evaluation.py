@@ -47,15 +47,15 @@ _REVISION: Final = "revision of {}"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """How models are computed: what activations and the KV cache are rounded to; `out` is the one file to write."""
+    """Options by which models are computed: the rounding of activations and KV cache; `out` is the file to write."""
 
     activations: AskedActivations | None = None
     kv_cache: ComputedKvCache | None = None
     out: Path | None = None
     any_text: bool = False
-    """Whether the text may be one that a checkpoint was calibrated on."""
+    """Set if the text may be one that a checkpoint was calibrated on."""
     replaces: bool = False
-    """Whether an evaluation of something else is replaced."""
+    """Set if an evaluation of something else is replaced."""
 
 
 @contextmanager

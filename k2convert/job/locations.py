@@ -73,7 +73,7 @@ class Source:
 
     @property
     def card(self) -> "SourceCard":
-        """What the source's model card states. Read it while the source is open."""
+        """Statements of the source's model card. Read it while the source is open."""
         from k2convert.hub.source_card import read_source_card_file
 
         return read_source_card_file(self.checkpoint.folder / CARD_NAME)

@@ -41,7 +41,7 @@ class UploadStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What happens to a shard. `fetch` is None for a local source, `uploads` for a local destination.
+    """Stages of a shard. `fetch` is None for a local source, `uploads` for a local destination.
 
     `fetch` and `convert` return early when the stop event is set; `num_workers` threads convert. `drop_source` and
     `drop_output` remove a file that is no longer needed.

@@ -132,7 +132,7 @@ class Publication:
 
     @property
     def files(self) -> list[str]:
-        """What is published beside the shards, as it is shown."""
+        """Files that are published beside the shards, as they are shown."""
         names = {*map(str, self.others), *self.made}
         words = card_words(self.own_card, self.their_card, self.target.repo)
         return [*sorted(names - {CARD_NAME}), words] if words else sorted(names)

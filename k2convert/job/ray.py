@@ -109,7 +109,7 @@ def answer_on_node(data: bytes, *, cpus: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the nodes of a cluster have, and how many shards they convert at a time.
+    """Capacity of a cluster: its nodes, and how many shards they convert at a time.
 
     `lack` says why that is none, `can_grow` whether a launcher or an autoscaler may start more nodes.
     """
@@ -177,7 +177,7 @@ class Cluster:
 
     @property
     def capacity(self) -> Capacity:
-        """What the cluster has now."""
+        """Capacity of the cluster now."""
         return _capacity(self.ray.nodes(), cpus=self.cpus)
 
     def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:

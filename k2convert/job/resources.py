@@ -1,4 +1,4 @@
-"""What a job may use of the machine and its disk, decided before it starts. All tuning numbers are here.
+"""Limits of a job on the machine and its disk, decided before it starts. All tuning numbers are here.
 
 A shard's sources are fetched, it is converted, its sources are removed, it is uploaded, it is removed. A job gets the
 room for a whole shard (sources and result) before the first byte is fetched, so the oldest shard can always finish and
@@ -187,7 +187,7 @@ def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
 
 @dataclass(slots=True)
 class _Host:
-    """What a process had when its first guest came: torch's threads are None until torch is loaded."""
+    """State of a process when its first guest came: torch's threads are None until torch is loaded."""
 
     guests: int = 0
     interval: float = 0.0
@@ -305,7 +305,7 @@ HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How a job uses the machine.
+    """Use of the machine by a job.
 
     `disk_allowed` is what it may use at a time, `disk_shards` what the shards need at least, `disk_small` what
     everything else takes, `disk_free` what was free at the start. `source_bytes` are the sizes of the source shards to

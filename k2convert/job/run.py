@@ -51,7 +51,7 @@ _NOT_HASHED: Final = "finished shards have their recorded size and time (--verif
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job left: the record of every shard; main's commit and the findings if the result went to the Hub.
+    """Outcome of a job: the record of every shard; main's commit and the findings if the result went to the Hub.
 
     `folder` has the result, or the work of a job for the Hub. `num_bytes` are those of all its shards. `finished` are
     the records that an earlier run left. `calibrated` is the calibration's entry in the ledger.

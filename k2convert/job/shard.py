@@ -50,7 +50,7 @@ PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """What the conversion of one shard needs, as values that can be pickled.
+    """Inputs of the conversion of one shard, as values that can be pickled.
 
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and the written file is validated

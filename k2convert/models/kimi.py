@@ -32,7 +32,7 @@ _LEGACY_PREFIX: Final = "language_model.layers."
 _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 
 UNSPLIT_MLA: Final = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
-"""What of multi-head latent attention every GPU of tensor parallelism keeps whole."""
+"""Parts of multi-head latent attention that every GPU of tensor parallelism keeps whole."""
 
 NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
 _LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")

@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: roles, tensor names taken apart, and the row that describes a family.
+"""Families of checkpoints: roles, tensor names taken apart, and the row that describes a family.
 
 The names also decide which tensors smoothing changes. The weight of the norm before the MLP is multiplied, channel by
 channel, by 2^a. Everything that reads the norm's output is divided by 2^a, column by column: the router, and gate and
@@ -22,7 +22,7 @@ WEIGHT_SHAPE: Final = "weight_shape"
 
 
 class Role(StrEnum):
-    """What a module is in the model. A recipe may name the first three."""
+    """Role of a module in the model. A recipe may name the first three."""
 
     EXPERTS = "experts"
     SHARED_EXPERTS = "shared_experts"
@@ -80,7 +80,7 @@ class Architecture:
     hidden_size: int
     moe_intermediate_size: int
     expert_columns: int
-    """What a routed expert reads and writes: hidden_size, or fewer latent columns."""
+    """Width that a routed expert reads and writes: hidden_size, or fewer latent columns."""
 
 
 _FOREIGN: Final = (
@@ -121,7 +121,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class EngineNaming:
-    """How inference engines rename a family's modules and exclude entries. Empty: they keep the checkpoint's names.
+    """Names by which inference engines know a family's modules and exclude entries. Empty: those of the checkpoint.
 
     `wrapper` is a prefix that some engines cut off. Prefixes are (old, new) pairs. `renamed_modules` are whole names.
     `*_fused` map projections to layers that an engine fuses for this family alone. `banks` has the name by which an
@@ -139,7 +139,7 @@ class EngineNaming:
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
-    """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
+    """Facts that a model card states of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
     the repositories of its draft heads by the model's name on the Hub, and notes on serving it.
 
     `sglang_blackwell` are the MoE kernels that SGLang needs for W4A4 on data-center Blackwell; empty: its own choice.
@@ -161,7 +161,7 @@ class ModelCardFacts:
 
 @dataclass(frozen=True, slots=True)
 class SourceFormat:
-    """How a source stores a weight [N, K] that is converted. `source_formats.SOURCE_FORMATS` lists the rows.
+    """Form in which a source stores a weight [N, K] that is converted. `source_formats.SOURCE_FORMATS` lists the rows.
 
     title                in messages
     parameters           the tensors of a projection
@@ -265,7 +265,7 @@ _READERS = (Role.EXPERTS, Role.SHARED_EXPERTS)
 
 @dataclass(frozen=True, slots=True)
 class ColumnScaling:
-    """How smoothing changes one tensor: its columns times 2^a, or divided by it, with the exponents of `layer`."""
+    """Change of one tensor by smoothing: its columns times 2^a, or divided by it, with the exponents of `layer`."""
 
     layer: int
     is_divided: bool

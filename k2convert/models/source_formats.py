@@ -1,4 +1,4 @@
-"""How sources store the weights that become NVFP4: one row for each format, told apart by dtypes.
+"""Forms in which sources store the weights that become NVFP4: one row for each format, told apart by dtypes.
 
 compressed-tensors names the tensors of both formats: codes in `weight_packed`, scales in `weight_scale`.
 """

@@ -1,1 +1,1 @@
-"""What a job will do, decided from headers: the recipe, the plan, the exclude list, and what `inspect` shows."""
+"""Plan of a job, decided from headers: the recipe, the plan, the exclude list, and what `inspect` shows."""

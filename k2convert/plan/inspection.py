@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers: family, counts, dtypes by role, quantization_config, oddities."""
+"""Inspection of a checkpoint's headers: family, counts, dtypes by role, quantization_config, oddities."""
 
 import math
 from collections import Counter, defaultdict

@@ -161,7 +161,7 @@ def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a recipe claims of a source: its family, its counts, and every projection to convert."""
+    """Claim of a recipe on a source: its family, its counts, and every projection to convert."""
 
     family: Family
     architecture: Architecture

@@ -33,7 +33,7 @@ class KeptExperts:
 
     @property
     def num_experts(self) -> int:
-        """How many experts each layer keeps."""
+        """Return how many experts each layer keeps."""
         return len(next(iter(self.layers.values())))
 
 

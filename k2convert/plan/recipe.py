@@ -66,7 +66,7 @@ class Budget(_Part):
 
 
 class TextUse(_Part):
-    """How the text of `run --calibrate` is used: how many tokens of it, in windows drawn by a seed.
+    """Use of the text of `run --calibrate`: how many tokens of it, in windows drawn by a seed.
 
     Without `tokens` there are as many as the model's experts need (calibration/token_counts.py). `save_statistics` is
     the path of a statistics file to write.
@@ -104,7 +104,7 @@ class Recipe(_Part):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the conversion uses statistics, its own or those of a file."""
+        """Return whether the conversion uses statistics, its own or those of a file."""
         return self.target == "nvfp4" and (RULES[self.rule].uses_importance or bool(self.smoothing))
 
     def document(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a job leaves behind, typed, each read and written in one module.
+"""Records that a job leaves, typed, each read and written in one module.
 
 fingerprint      everything that the bytes of a result depend on
 document         JSON files as dataclasses that pydantic checks, and their checksum

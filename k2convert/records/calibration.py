@@ -1,4 +1,4 @@
-"""What a result was calibrated with: the part `calibration` of the ledger. A result made without statistics has none.
+"""Calibration of a result: the part `calibration` of the ledger. A result made without statistics has none.
 
 Its form is that of the classes below. A layer has `gptq` only with that rule. Its `held_out` and the record's
 `held_out_windows` are only there if windows were kept out of the fit.
@@ -24,13 +24,13 @@ class OutputErrors:
 
     @property
     def is_worse(self) -> bool:
-        """Whether rule `mse` would have given less error."""
+        """Return whether rule `mse` would have given less error."""
         return self.gptq_error > self.mse_error
 
 
 @dataclass(frozen=True, slots=True)
 class GptqLayer:
-    """What rule `gptq` did in one MoE layer, and what it gained.
+    """Work of rule `gptq` in one MoE layer, and its gain.
 
     `ridge` is the strength of the ridge with which gate and up were corrected for the errors of earlier layers, None
     if no correction gained anything. `ridge_gain`, 0 to 1, is the share of those errors that the correction removed,
@@ -79,7 +79,7 @@ class LayerCalibration:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """What a result was calibrated with.
+    """Calibration of a result.
 
     `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `imatrix`
     and `smoothing` are its uses. `exponents_digest` is None if no channel was scaled. `layers` are
@@ -109,12 +109,12 @@ class CalibrationRecord:
 
     @property
     def layers_without(self) -> int:
-        """How many MoE layers do not use rule `imatrix`, at least in part."""
+        """Return how many MoE layers do not use rule `imatrix`, at least in part."""
         return sum(bool(layer.without) for layer in self.layers.values())
 
     @property
     def gptq(self) -> bool:
-        """Whether the rule was `gptq`."""
+        """Return whether the rule was `gptq`."""
         return any(layer.gptq is not None for layer in self.layers.values())
 
     @property

@@ -134,7 +134,7 @@ class EvaluatedModel:
 
     @property
     def mode(self) -> str:
-        """How the model was computed, in words; empty for weights that are not NVFP4, with an FP32 cache."""
+        """Mode in which the model was computed, in words; empty for weights that are not NVFP4, with an FP32 cache."""
         cache = "" if self.kv_cache is None else f"{self.kv_cache.upper()} KV"
         return ", ".join(filter(None, (_MODES.get(self.activations or "", ""), cache)))
 
@@ -162,14 +162,14 @@ class Verdict:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the difference is more than two standard errors."""
+        """Return whether the difference is more than two standard errors."""
         error = self.difference.standard_error
         return error is not None and self.difference.mean > 2 * error
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationText:
-    """What was read: the names and digests of the texts, and the windows of token ids drawn from them.
+    """Text that was read: the names and digests of the texts, and the windows of token ids drawn from them.
 
     `token_ids` is the digest of the ids. `dropped` windows had hidden states that are not finite and count nowhere.
     """

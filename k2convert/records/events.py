@@ -1,4 +1,4 @@
-"""What a running stage reports to its caller. The command line shows it; tests collect it; SILENT drops it."""
+"""Reports of a running stage to its caller. The command line shows it; tests collect it; SILENT drops it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate",
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much a stage has to do: for every phase the bytes in total and the bytes that an earlier run has done.
+    """Extent of a stage: for every phase the bytes in total and the bytes that an earlier run has done.
 
     `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
     The phases `calibrate` and `evaluate` count the tokens of every layer instead of bytes; a layer has `layer_tokens`.

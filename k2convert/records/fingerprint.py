@@ -1,4 +1,4 @@
-"""What a job is before its first shard: its fingerprint, everything that the bytes of its result depend on; job.json.
+"""Identity of a job before its first shard: the fingerprint, all that the bytes of its result depend on; job.json.
 
 The version of the package is not a part: every version with the same arithmetic continues the job.
 
@@ -90,7 +90,7 @@ def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
+    """Identity of a destination's job: the fingerprint, the resolved recipe, and the planned bytes of every shard.
 
     `source` has the identity of every source shard. `pruning` says which experts are kept; None if all
     are.

@@ -100,7 +100,7 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What `status` shows: the job, its finished shards, and whether it is complete or running.
+    """State that `status` shows: the job, its finished shards, and whether it is complete or running.
 
     `command` is what began or last resumed the job; jobs that another program began have none. `progress` is what the
     running process last said (Tally.summary), `progress_age` how many seconds ago that was.

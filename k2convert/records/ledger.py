@@ -46,7 +46,7 @@ class LedgerShard:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSource:
-    """What was converted: a folder, or a commit of a repository. `headers` are the digests of its shards' headers."""
+    """Source that was converted: a folder, or a commit of a repository. `headers` are its shards' digests of headers."""
 
     family: str | None
     repo: str | None

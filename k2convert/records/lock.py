@@ -30,7 +30,7 @@ _LOOK_SECONDS: Final = 0.1  # `status` has the lock for a moment
 _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 _ENOTSUPP: Final = 524  # of the kernel, which some network disks pass on
 NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, _ENOTSUPP)
-"""What flock answers where the file system has none."""
+"""Answers of flock where the file system has none."""
 
 
 @contextmanager

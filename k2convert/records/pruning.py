@@ -81,7 +81,7 @@ class PruningRecord:
 
     @property
     def line(self) -> str:
-        """What is kept, in one line for people."""
+        """Kept experts, in one line for people."""
         chosen = "" if self.scores is None else f", chosen by {self.scores}"
         return f"keeps {self.kept.num_experts} of {self.num_source_experts} experts per layer{chosen}"
 

@@ -32,7 +32,7 @@ Metrics = Annotated[WeightMetrics, AfterValidator(_checked)]
 
 @dataclass(frozen=True, slots=True)
 class ProjectionRecord:
-    """What was measured of one converted projection."""
+    """Measurements of one converted projection."""
 
     module: str
     role: str
@@ -82,7 +82,7 @@ MOST_MINUS_EIGHT: Final = 0.1
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor that is all zero is a doubt, by its name: a bias may be zero."""
+    """Return whether a tensor that is all zero is a doubt, by its name: a bias may be zero."""
     return name.endswith(".weight")
 
 
@@ -114,7 +114,7 @@ Scalar = Annotated[str, AfterValidator(_is_scalar)]
 
 @dataclass(frozen=True, slots=True)
 class ShardFindings:
-    """What validation found on a shard before its upload. Everything that it compared with the source agreed.
+    """Findings of validation on a shard before its upload. Everything that it compared with the source agreed.
 
     `blake3` is the hash of the file as it was read, `copied` are the tensors with the source's bytes, `scaled` those of
     them that smoothing changes. `decoded` are the figures of the converted projections by module, `sampled_blocks` how
@@ -169,5 +169,5 @@ class ShardRecord:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the bytes with this hash were compared with the source."""
+        """Return whether the bytes with this hash were compared with the source."""
         return self.checked is not None and self.checked.blake3 == self.blake3

@@ -1,4 +1,4 @@
-"""What a report says about calibration, rule `gptq` and pruned experts, from the ledger's records."""
+"""Calibration in a report: rule `gptq` and pruned experts, from the ledger's records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARNING: Final = (
     "token without end on open-ended text, at any sampling setting. Evaluate this model on your own task before you "
     "serve it."
 )
-"""What is known about the cost of pruning."""
+"""Published facts about the cost of pruning."""
 
 _CALIBRATION_COLUMNS: Final = (
     "layer", "tokens per expert: least", "median", "most", f"experts under {MIN_TOKENS}", "channels scaled",

@@ -1,4 +1,4 @@
-"""What happened to the weights, counted: a table of the report."""
+"""Counts of what happened to the weights: a table of the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says about an evaluation: the figures of every mode, layer by layer, and the tokens that differ most.
+"""Evaluation in a report: the figures of every mode, layer by layer, and the tokens that differ most.
 
 A mode is how the same weights were computed: with which activations and which KV cache.
 """

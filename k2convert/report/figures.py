@@ -115,7 +115,7 @@ class Report:
 
     @property
     def source_format(self) -> SourceFormat:
-        """How the source stored the weights that were converted: only INT4 codes are counted."""
+        """Form in which the source stored the converted weights: only INT4 codes are counted."""
         return MXFP4 if self.total.num_codes is None else INT4
 
     @property

@@ -31,7 +31,7 @@ SMALLEST_STEPS: Final = 8 * 2.0**-149
 
 
 def agrees(theirs: Tensor, exact_NK: NDArray[np.float64], *, stored: float) -> bool:
-    """Whether a library's weight [N, K] is the exact float64 one, within the rounding of its FP32 arithmetic.
+    """Return whether a library's weight [N, K] is the exact float64 one, within the rounding of its FP32 arithmetic.
 
     `stored` is the global scale as the file has it.
     """

@@ -35,7 +35,7 @@ class Shards:
 
     @property
     def is_remote(self) -> bool:
-        """Whether result or source is on the Hub."""
+        """Return whether result or source is on the Hub."""
         return self.result is not None or self.source is not None
 
     @property
@@ -100,7 +100,7 @@ class Shards:
 
 
 Needs = list[tuple[RemoteShards, Ranges]]
-"""What is to be fetched from each side that is on the Hub."""
+"""Files to fetch from each side that is on the Hub."""
 Around = Callable[[str], AbstractContextManager[object]]
 """Makes the context in which a result shard is read."""
 

@@ -29,7 +29,7 @@ SCALED_DTYPES: Final = frozenset(_BITS)
 
 @dataclass(frozen=True, slots=True)
 class ScalingProblem:
-    """What is wrong with the exponents of a layer, or, if it is None, of all of them."""
+    """Problem of the exponents of a layer, or, if it is None, of all of them."""
 
     layer: int | None
     name: str

@@ -52,7 +52,7 @@ MAX_HELD: Final = 4  # sets that wait for a tensor
 
 @dataclass(slots=True)
 class ShardsFound:
-    """What the pass found: by the scan, and on each converted module, in the order of the shards.
+    """Findings of the pass: by the scan, and on each converted module, in the order of the shards.
 
     `recorded` are the conversion's records of the modules. `decoder_mismatches` are modules that the layout's own
     library decodes to other weights, if it decoded them (`with_library`).
@@ -79,7 +79,7 @@ class ShardsFound:
 
     @property
     def doubts(self) -> dict[str, str]:
-        """What makes the source's codes doubtful, by module."""
+        """Doubts about the source's codes, by module."""
         return {module: found.doubt for module, found in self.checked.items() if found.doubt}
 
     def figures(self, result: Result) -> dict[str, Figures]:
@@ -275,7 +275,7 @@ class _Measurer:
 
     @property
     def is_between_modules(self) -> bool:
-        """Whether no module has tensors in the shards read so far and in later ones."""
+        """Return whether no module has tensors in the shards read so far and in later ones."""
         return not self._parts
 
     def restore(self, kept: "KeptShards") -> dict[str, ScanResult]:
@@ -295,7 +295,7 @@ class _Measurer:
 
 @dataclass(frozen=True, slots=True)
 class ShardFound:
-    """What was found on one shard: DEST/.k2convert/validation/SHARD.json, sealed, until the validation ends.
+    """Findings on one shard: DEST/.k2convert/validation/SHARD.json, sealed, until the validation ends.
 
     `identity` is that of the validation. The scan's scalars are apart, as hex.
     """

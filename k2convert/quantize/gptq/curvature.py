@@ -24,7 +24,7 @@ DAMPING: Final = (0.01, 0.1, 1.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curvature:
-    """What rounding has to know of K columns, contiguous f32 tensors on one device.
+    """Curvature of the loss in K input channels, contiguous f32 tensors on one device.
 
     form           H_s over the mean of the diagonal of H, [K, K]
     factor         the upper triangular U with U^T U = form^-1, [K, K]

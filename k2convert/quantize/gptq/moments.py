@@ -45,7 +45,7 @@ The strengths are compared on the same sums. Without this, choosing one for 7168
 
 @dataclass(frozen=True, slots=True)
 class Ridge:
-    """How a correction was found.
+    """Strength of a correction, and what it gained.
 
     strength  lambda, None if there is no correction
     gain      the share of sum of w * |missing|^2 that the corrections of each half remove on the other half, 0..1
@@ -123,7 +123,7 @@ class Moments:
 
     @property
     def can_correct(self) -> bool:
-        """Whether there are tokens enough, of both halves, for a correction."""
+        """Return whether there are tokens enough, of both halves, for a correction."""
         return self.tokens >= MIN_TOKENS and min(self.weights) > 0
 
 

@@ -32,7 +32,7 @@ class GlobalScale(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuleArithmetic:
-    """What defines a rule.
+    """Definition of a rule.
 
     `quantize` gets a weight, the global scale, and the importance uint8 [K] of its columns, 1..255, or None: then every
     column counts the same. A rule that does not use it ignores it.
@@ -43,16 +43,16 @@ class RuleArithmetic:
     global_scale: GlobalScale
     quantize: Callable[[SourceWeight, float, NDArray[np.uint8] | None], Nvfp4Weight]
     uses_importance: bool = False
-    """Whether the rule knows the importance of channels, which comes from a statistics file."""
+    """Set if the rule knows the importance of channels, which comes from a statistics file."""
     has_power_of_two_scale: bool = False
-    """Whether the global scale is always a power of two."""
+    """Set if the global scale is always a power of two."""
     needs_walk: bool = False
-    """Whether the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
+    """Set if the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
     regenerate them, so they are measured; the fields above are for all other weights."""
     casts_mxfp4: bool = False
-    """Whether MXFP4 weights are cast: their codes are copied, and their scales relabeled."""
+    """Set if MXFP4 weights are cast: their codes are copied, and their scales relabeled."""
     is_modelopt: bool = False
-    """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
+    """Set if ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
 
 def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001

@@ -42,7 +42,7 @@ class EngineModule:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine names modules and reads the list. `may_exclude` is the widest reading among its versions.
+    """Names that an engine gives modules, and its reading of the list. `may_exclude` is the widest one of its versions.
 
     `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
     `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.

@@ -42,7 +42,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What headers and JSON files say about a folder, and the source it was converted from, if given.
+    """Contents of a folder by its headers and JSON files, and the source it was converted from, if given.
 
     config, index, ledger      None if the file is missing or damaged; `*_problem` has the reason
     source                     as the ledger's list of kept experts asks for it; if it is None, no_source has the reason
@@ -123,12 +123,12 @@ class Result:
 
     @property
     def is_int4(self) -> bool:
-        """Whether the ledger says that the weights are the source's own (--to int4), so that every tensor is a copy."""
+        """Return whether the ledger says that the weights are the source's own (--to int4): every tensor is a copy."""
         return states_int4(self.ledger)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
+        """Return whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
         if self.ledger is not None or self.ledger_problem != "missing" or self._has_job:
             return False
         producer = mapping_or_empty(self.declared.get("producer"))
@@ -145,18 +145,18 @@ class Result:
 
     @property
     def is_quark(self) -> bool:
-        """Whether AMD Quark's loader is named, whose configs no engine of this contract reads."""
+        """Return whether AMD Quark's loader is named, whose configs no engine of this contract reads."""
         return self.declared.get("quant_method") == "quark"
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether the ledger states smoothing."""
+        """Return whether the ledger states smoothing."""
         record = None if self.ledger is None else self.ledger.calibration
         return record is not None and record.exponents_digest is not None
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the ledger has a list of kept experts."""
+        """Return whether the ledger has a list of kept experts."""
         return self.ledger is not None and self.ledger.pruning is not None
 
     @property
@@ -165,7 +165,7 @@ class Result:
         return [module for module in self.modules.values() if module.is_converted]
 
     def is_in_source(self, module: Module) -> bool:
-        """Whether the source has a weight of this module; true without a source."""
+        """Return whether the source has a weight of this module; true without a source."""
         source = self.source
         return source is None or any(f"{module.name}.{name}" in source.tensors for name in (WEIGHT, WEIGHT_PACKED))
 
@@ -270,7 +270,7 @@ def _from_headers(
 
 
 def states_int4(ledger: Ledger | None) -> bool:
-    """Whether a ledger says that the weights are the source's own."""
+    """Return whether a ledger says that the weights are the source's own."""
     return ledger is not None and ledger.recipe.target == "int4"
 
 

@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass found, by the names that tensors should have (see Result).
+    """Findings of the pass, by the names that tensors should have (see Result).
 
     `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
     `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing

@@ -205,7 +205,7 @@ def check_expert_counts(result: Result) -> Findings:
 
 
 def _is_reported(result: Result, fault: Fault) -> bool:
-    """Whether rule 1, 3, 7 or 8 reports a fault. Routers are this rule's too."""
+    """Return whether rule 1, 3, 7 or 8 reports a fault. Routers are this rule's too."""
     name = fault.name.rpartition(".")[0]
     module = result.modules.get(name)
     before = None if result.source is None else result.source.tensors.get(fault.name)

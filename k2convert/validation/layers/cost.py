@@ -1,4 +1,4 @@
-"""What a check of reference layers costs, said before it starts: layers, experts, bytes to read, time.
+"""Cost of a check of reference layers, said before it starts: layers, experts, bytes to read, time.
 
 The time is an estimate: one expert is read and computed now, in one thread, and every core is to do as well. Real text
 needs the layers below too: their experts are computed once, from the source's weights.

@@ -73,7 +73,7 @@ class VariantError:
 
 @dataclass(frozen=True, slots=True)
 class LayerPruning:
-    """How many experts the source's layer has, and the share of its router's weight that the dropped ones get."""
+    """Number of experts in the source's layer, and the share of its router's weight that the dropped ones get."""
 
     num_source_experts: int
     router_weight_left_out: float
@@ -123,7 +123,7 @@ class LayersReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every layer kept its router and stayed within the budget."""
+        """Return whether every layer kept its router and stayed within the budget."""
         return not any(layer.failures for layer in self.layers)
 
     @property
