@@ -46,7 +46,7 @@ class LedgerShard:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSource:
-    """Source that was converted: a folder, or a commit of a repository. `headers` are its shards' digests of headers."""
+    """Source that was converted: a folder, or a commit on the Hub. `headers` are digests of its shards' headers."""
 
     family: str | None
     repo: str | None
