@@ -10,7 +10,7 @@ for GPUs only.
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from scripts.bench.gpu_rates import FLOPS, gpu_time, pass_work, walk_work
 TOKENS = 1024
 WINDOW = 2048
 CORES = (16, 64, 192)
-NUM_GPUS = (1, 8)
+GPU, NUM_GPUS = "h200", (1, 8)
 ROUNDED_ROWS = 192
 FACTORS = 1 + 2 * len(SHRINKAGES)
 """The factors of an input with few tokens, one of which is timed."""
@@ -100,29 +100,16 @@ def measured_rates(model: ModelSizes) -> dict[str, float]:
     return {name: operations(step) / seconds[name] if name in seconds else product for name, step in work.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class PassSeconds:
-    """Processor seconds of `calibrate`: of all cores, and of the few that search smoothing exponents."""
+def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[float, float]:
+    """Return the core-seconds of `calibrate` without the search of exponents, and of that search, which few cores do.
 
-    shared: float
-    search: float
-
-    def on(self, cores: int) -> float:
-        """Return the seconds on so many cores that are always busy."""
-        return self.shared / cores + self.search_on(cores)
-
-    def search_on(self, cores: int) -> float:
-        """Return the seconds of the search on so many cores."""
-        return self.search / min(len(STEPS), cores)
-
-
-def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> PassSeconds:
-    """Time an expert and a try of exponents; `product` is the operations a second of one core in a matrix product."""
+    `product` is the operations a second of one core in a matrix product.
+    """
     tokens = -(-size.chunk_windows * size.window * model.experts_per_token // model.num_experts)
     expert = seconds_of(made_up_expert(model, tokens, "cpu"))
     experts = model.num_moe(size) * model.num_experts * -(-size.num_windows // size.chunk) * expert
     search, tries = exponent_search(model.hidden)
-    return PassSeconds(experts + other_flops(model, size) / product, model.num_moe(size) * seconds_of(search) * tries)
+    return experts + other_flops(model, size) / product, model.num_moe(size) * seconds_of(search) * tries
 
 
 def duration(seconds: float) -> str:
@@ -130,18 +117,19 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def show_machines(model: ModelSizes, size: PassSize, one: PassSeconds, walk: float, gpu_name: str) -> None:
-    """Print what a calibration takes on machines that are not here; `walk` is core-seconds of rule gptq."""
+def show_machines(model: ModelSizes, size: PassSize, one: float, search: float, walk: float) -> None:
+    """Print what a calibration takes on machines that are not here, from core-seconds: see `pass_seconds`, and of gptq."""
     print("\n| machine | `calibrate`, rule `imatrix` | `run --calibrate`, rule `gptq` |\n|---|---:|---:|")
     for cores in CORES:
-        print(f"| {cores} cores that are always busy | {duration(one.on(cores))} | {duration(walk / cores)} |")
-    gpu, flops = find_gpu(gpu_name), FLOPS[gpu_name]
+        seconds = one / cores + search / min(len(STEPS), cores)
+        print(f"| {cores} cores that are always busy | {duration(seconds)} | {duration(walk / cores)} |")
+    gpu = find_gpu(GPU)
     for number in NUM_GPUS:
         spans: list[str] = []
         on_gpus = replace(size, devices=("cuda:0",), chunk=size.num_windows)
-        search = one.search_on(THREADS_PER_GPU * number)
+        searching = search / min(len(STEPS), THREADS_PER_GPU * number)
         for work in (pass_work(model, on_gpus).dealt(number), walk_work(model, on_gpus, gpus=number)):
-            time = gpu_time(work, gpu, flops, search=search)
+            time = gpu_time(work, gpu, FLOPS[GPU], search=searching)
             spans.append(f"{duration(time.least)} to {duration(time.most)}")
         print(f"| {number} {gpu.title}, from its data sheet | {' | '.join(spans)} |")
 
@@ -150,13 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("headers", type=Path)
     parser.add_argument("--tokens", type=int, default=196_608)
-    parser.add_argument("--gpu", choices=FLOPS, default="h200")
     arguments = parser.parse_args()
     model, windows = read_sizes(open_checkpoint(arguments.headers)), arguments.tokens // WINDOW
     size = PassSize(windows, WINDOW, 2, ("cpu",), 1, model.num_layers)
     with torch.no_grad(), one_torch_thread():
         rates = measured_rates(model)
-        one = pass_seconds(model, size, rates["experts, converted"])
+        one, search = pass_seconds(model, size, rates["experts, converted"])
     steps, num_moe = walk_steps(model, size), model.num_moe(size)
     product = rates["experts, converted"]
     streams = pass_flops(model, size) + other_flops(model, size)
@@ -169,9 +156,8 @@ def main() -> None:
         work = operations(steps[name]) if name in steps else streams / model.num_layers
         rate = rates.get(name, product)
         print(f"| {name} | {work / 1e12:,.1f} T | {rate / 1e9:.0f} | {spent:,.1f} | {100 * spent / total:.0f} % |")
-    whole, search = (one.shared + one.search) / 3600, one.search / 3600
-    print(f"\n{total:,.0f} core-hours by rule gptq; {whole:,.0f} of `calibrate`, of them {search:.1f} for exponents.")
-    show_machines(model, size, one, total * 3600, arguments.gpu)
+    print(f"\n{total:,.0f} core-hours by rule gptq; {(one + search) / 3600:,.0f} of `calibrate`.")
+    show_machines(model, size, one, search, total * 3600)
 
 
 if __name__ == "__main__":
