@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def show_machines(model: ModelSizes, size: PassSize, one: float, search: float, walk: float) -> None:
-    """Print what a calibration takes on machines that are not here, from core-seconds: see `pass_seconds`, and of gptq."""
+    """Print what a calibration takes on other machines. The core-seconds are of a pass, its search, and rule gptq."""
     print("\n| machine | `calibrate`, rule `imatrix` | `run --calibrate`, rule `gptq` |\n|---|---:|---:|")
     for cores in CORES:
         seconds = one / cores + search / min(len(STEPS), cores)
