@@ -9,21 +9,19 @@ expert's weights are made up, so nothing is read and a source on the Hub can be 
 (attention, router, shared experts, dense MLPs, the moments and the factors of a walk) counts as matrix products. The
 search of smoothing exponents, which CPUs do, is measured on a few columns. Reading is not measured.
 
-For a GPU that is not here the work is counted, and divided by the rates of its data sheet. Rounding starts small
-kernels one after the other. That, not arithmetic, is most of a walk on a GPU.
+Progress counts the same operations.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
-from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.gptq_layer import SAMPLED_ROWS as JUDGED_ROWS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
@@ -31,7 +29,6 @@ from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Pro
 from k2convert.calibration.text import HELD_OUT_EVERY
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
-from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, one_torch_thread
 from k2convert.forward.weights import LinearLayer, exact_weight
@@ -52,44 +49,27 @@ from k2convert.quantize.gptq.rounding import (
 MEASURED_SHARE: Final = 2 / HELD_OUT_EVERY
 """The share of the tokens on which a walk measures errors."""
 
-_DECODED_BYTES: Final = 20  # moved for a weight that is decoded
-_ROUNDED_BYTES: Final = 16_000  # moved for a column of a row: 16 scales of a block, three times
-_SEARCH_KERNELS: Final = 330  # started to search the scales of a block
-_ROUND_KERNELS: Final = 1500  # started for a block in all: a search, and two sweeps
-_EXPERT_KERNELS: Final = 60
-_INT4_BYTES: Final = 0.5625  # of a weight, with its part of the scales
-
 _MEASURED_STEPS: Final = ("experts, converted", "codes of gate and up", "codes of down")
-
-_BEST: Final = (0.7, 4e-6, 5e9)  # share of the peak rates, seconds to start a kernel, bytes a second of the disk
-_WORST: Final = (0.2, 12e-6, 0.5e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating-point operations by kind, bytes that a GPU moves in its memory, kernels started, bytes read or written.
+    """Floating-point operations of a step, in FP32 and in FP64."""
 
-    The bytes of the disk are those of the source; `read` may be raised by what else a job reads and writes.
-    """
-
-    tf32: float = 0.0
     fp32: float = 0.0
     fp64: float = 0.0
-    moved: float = 0.0
-    kernels: float = 0.0
-    read: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Work(self.fp32 + other.fp32, self.fp64 + other.fp64)
 
     @property
     def operations(self) -> float:
         """All operations, in those of FP32: one in FP64 takes as long as two."""
-        return self.tf32 + self.fp32 + 2 * self.fp64
+        return self.fp32 + 2 * self.fp64
 
     def times(self, count: float) -> Work:
         """Return this work so many times."""
-        return Work(*(getattr(self, field.name) * count for field in fields(self)))
+        return Work(self.fp32 * count, self.fp64 * count)
 
 
 def other_flops(model: ModelSizes, size: PassSize) -> float:
@@ -106,24 +86,9 @@ def _expert_flops(model: ModelSizes, size: PassSize) -> float:
     return 6.0 * size.num_tokens * model.experts_per_token * model.hidden * model.width
 
 
-def pass_work(model: ModelSizes, size: PassSize) -> Work:
-    """Return the work of a pass."""
-    num_moe, num_chunks = model.num_moe(size), -(-size.num_windows // size.chunk)
-    weights = 3 * model.num_experts * model.hidden * model.width
-    moe = Work(
-        tf32=_expert_flops(model, size),
-        moved=num_chunks * weights * _DECODED_BYTES,
-        kernels=num_chunks * model.num_experts * _EXPERT_KERNELS,
-        read=num_chunks * weights * _INT4_BYTES,
-    )
-    others = 2.0 * sum(model.other_weights[layer] for layer in model.layers(size))
-    return moe.times(num_moe) + Work(tf32=other_flops(model, size), read=others)
-
-
-def walk_work(model: ModelSizes, size: PassSize) -> Work:
-    """Return the work of a walk of rule gptq."""
-    layer = sum(walk_steps(model, size).values(), Work())
-    return pass_work(model, size) + Work(tf32=other_flops(model, size)) + layer.times(model.num_moe(size))
+def pass_flops(model: ModelSizes, size: PassSize) -> float:
+    """Return the operations of a pass."""
+    return model.num_moe(size) * _expert_flops(model, size) + other_flops(model, size)
 
 
 def layer_operations(model: ModelSizes, size: PassSize, *, is_walk: bool) -> tuple[float, ...]:
@@ -150,21 +115,14 @@ def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]
 def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
     """Return the work of each step that a walk of rule gptq does in a MoE layer beyond the two streams."""
     hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
-    weights, groups = 3 * experts * hidden * width, -(-experts // GROUPED_EXPERTS)
     routed = tokens * model.experts_per_token // max(experts, 1)
-    again = Work(
-        fp32=(1 + 2 * MEASURED_SHARE) * _expert_flops(model, size),
-        moved=3 * weights * _DECODED_BYTES,
-        kernels=3 * experts * _EXPERT_KERNELS,
-        read=weights * _INT4_BYTES,
-    )
     added = Work(fp32=4.0 * width * experts * hidden**2)
     return {
-        "experts, converted": again,
+        "experts, converted": Work(fp32=(1 + 2 * MEASURED_SHARE) * _expert_flops(model, size)),
         "moments of gate and up": _summed(hidden, hidden, tokens),
         "shrinkage and factor of gate and up": _trusted(hidden, tokens),
         "correction of gate and up": _corrected(hidden, hidden, tokens, judged=JUDGED_ROWS),
-        "codes of gate and up": _rounded(hidden, 2 * width * experts, calls=groups) + added,
+        "codes of gate and up": _rounded(hidden, 2 * width * experts) + added,
         "moments of down": _summed(width, hidden, routed).times(experts),
         "shrinkage and factor of down": _trusted(width, routed).times(experts),
         "correction of down": _corrected(width, hidden, routed, judged=0).times(experts),
@@ -177,14 +135,17 @@ def _summed(columns: int, rows: int, tokens: int) -> Work:
     return Work(fp32=float(tokens) * columns * (columns + 2 * rows) if tokens >= MIN_TOKENS else 0.0)
 
 
+def shrinkage_tries(columns: int, tokens: int) -> int:
+    """Return how many curvatures are factored to choose the shrinkage of an input."""
+    is_open = MIN_TOKENS <= tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns)
+    return 2 * len(SHRINKAGES) if is_open else 0
+
+
 def _trusted(columns: int, tokens: int) -> Work:
     """Return the work to choose a shrinkage, and to factor."""
     if tokens < MIN_TOKENS:
         return Work()
-    is_open = tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns)
-    tries = 2 * len(SHRINKAGES) if is_open else 0
-    starts = (tries + (1 if tries else 0)) * columns / BLOCK_SIZE * _SEARCH_KERNELS
-    return Work(fp64=(1 + tries) * 2 / 3 * float(columns) ** 3, kernels=starts)
+    return Work(fp64=(1 + shrinkage_tries(columns, tokens)) * 2 / 3 * float(columns) ** 3)
 
 
 def _corrected(columns: int, rows: int, tokens: int, *, judged: int) -> Work:
@@ -198,24 +159,9 @@ def _corrected(columns: int, rows: int, tokens: int, *, judged: int) -> Work:
     return Work(fp32=factors + seen + losses + 2 * rows * square)
 
 
-def _rounded(columns: int, rows: int, *, calls: int = 1) -> Work:
+def _rounded(columns: int, rows: int) -> Work:
     """Return the work to round rows by rule gptq."""
-    return Work(
-        fp32=7.0 * rows * columns**2,
-        moved=float(_ROUNDED_BYTES) * rows * columns,
-        kernels=calls * columns / BLOCK_SIZE * _ROUND_KERNELS,
-    )
-
-
-def gpu_seconds(work: Work, gpu: Gpu, flops: Flops, *, search: float) -> tuple[float, float]:
-    """Return the least and the most seconds that one GPU takes; `search` seconds of it are the CPU's."""
-    bandwidth = gpu.bandwidth or 0.0
-    found: list[float] = []
-    for share, start, disk in (_BEST, _WORST):
-        compute = work.tf32 / flops.tf32 + work.fp32 / flops.fp32 + work.fp64 / flops.fp64
-        moving = max(work.moved / bandwidth / share, work.kernels * start)
-        found.append(compute / share + moving + work.read / disk + search)
-    return found[0], found[1]
+    return Work(fp32=7.0 * rows * columns**2)
 
 
 LEAST_SHARE: Final = 0.7
@@ -279,17 +225,6 @@ def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
     return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds)
 
 
-def computed_time(
-    source: Checkpoint, size: PassSize, *, is_walk: bool, gpu: Gpu, flops: Flops, disk_bytes: int
-) -> Time:
-    """Compute the time on one GPU that is not here; `disk_bytes` more are read and written. Only CPUs are measured."""
-    model = read_sizes(source)
-    work = (walk_work if is_walk else pass_work)(model, size) + Work(read=disk_bytes)
-    with torch.no_grad(), one_torch_thread():
-        search = model.num_moe(size) * _search_seconds(model.hidden) / min(len(STEPS), size.workers)
-    return Time(*gpu_seconds(work, gpu, flops, search=search))
-
-
 def pass_cost(model: ModelSizes, size: PassSize, *, extra_flops: float = 0.0) -> Cost:
     """Measure what a pass takes; `extra_flops` more are of matrix products."""
     devices, num_moe = size.devices, model.num_moe(size)
@@ -325,11 +260,16 @@ def _rounding_seconds(columns: int, device: str) -> float:
 
 def _expert_seconds(model: ModelSizes, tokens: int, device: str) -> float:
     """Return the seconds that one thread or GPU takes for an expert with this many tokens; its weights are moved."""
+    return _seconds(made_up_expert(model, tokens, device), device)
+
+
+def made_up_expert(model: ModelSizes, tokens: int, device: str) -> Callable[[], torch.Tensor]:
+    """Return what decodes and computes an expert with this many tokens."""
     hidden, width = model.hidden, model.width
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     layers = [LinearLayer(exact_weight(_made_up(rows, columns))) for rows, columns in shapes]
     states = torch.ones(tokens, hidden, device=device)
-    return _seconds(lambda: Mlp(*(layer.to(device) for layer in layers))(states), device)
+    return lambda: Mlp(*(layer.to(device) for layer in layers))(states)
 
 
 def _made_up(rows: int, columns: int) -> Int4Weight:
@@ -338,14 +278,19 @@ def _made_up(rows: int, columns: int) -> Int4Weight:
     return Int4Weight(packed=packed, scale_bits=scales)
 
 
-def _search_seconds(hidden_size: int) -> float:
+def _search_seconds(hidden: int) -> float:
     """Return the seconds that one thread takes for the smoothing exponents of a layer."""
+    search, tries = exponent_search(hidden)
+    return _seconds(search, "cpu") * tries
+
+
+def exponent_search(hidden: int) -> tuple[Callable[[], object], float]:
+    """Return one try of smoothing exponents, and how many of them the search in a layer takes."""
     columns = _MOST_COLUMNS
     rows = GateUpRows(np.ones(columns), (_made_up(SAMPLED_ROWS, columns),))
     proxy = Proxy(torch.ones(SAMPLED_TOKENS, columns), np.ones(columns, dtype=np.float32), rows)
     exponents = (np.arange(columns) % 2).astype(np.int8)
-    tries = 1 + BLOCK_SIZE * len(STEPS)
-    return _seconds(lambda: proxy.errors(exponents), "cpu") * tries * hidden_size / columns
+    return lambda: proxy.errors(exponents), (1 + BLOCK_SIZE * len(STEPS)) * hidden / columns
 
 
 def _product_rate(device: str, dtype: torch.dtype = torch.float32) -> float:

@@ -100,7 +100,7 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
     ),
     (
         CalibrateOptions,
-        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
+        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run",
         "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
     ),
     (StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),

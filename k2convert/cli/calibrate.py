@@ -10,10 +10,8 @@ from k2convert.calibration.statistics import open_statistics
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
-    Computer,
     Forecast,
     check_time,
-    choose_computer,
     expert_tokens_line,
     forecast,
     plan_document,
@@ -25,7 +23,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.job.opening import open_calibration
+from k2convert.job.opening import open_calibration, text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
@@ -40,13 +38,13 @@ def calibrate(options: CalibrateOptions) -> None:
     """Plan a calibration, then show it (--dry-run) or do it."""
     if options.max_disk is not None and not options.source.startswith(SCHEME):
         raise typer.BadParameter("--max-disk only applies to hf:// sources")
-    computer, statistics = choose_computer(options.device, dry_run=options.dry_run), options.statistics
+    statistics = options.statistics
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_calibration(
             options.source,
             statistics,
-            computer.text_files(options.text),
+            text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics),
             hub=Hub(notify=console.notifier(quiet=options.quiet)),
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -60,27 +58,25 @@ def calibrate(options: CalibrateOptions) -> None:
             console.print_note(f"{statistics}: already complete")
             _show_result(plan, finished, options)
             return
-        _check_and_do(plan, options, computer)
+        _check_and_do(plan, options)
 
 
-def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions, computer: Computer) -> None:
+def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     """Show what the rest of a calibration needs, refuse it if that is not there, and do it unless this is a dry run."""
-    found = forecast(plan, computer, layers=plan.num_layers - plan.num_finished)
+    found = forecast(plan, layers=plan.num_layers - plan.num_finished)
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert", quiet=options.quiet):
         time = found.time()
     if options.dry_run:
         _show_plan(plan, options, found, needed, time)
     found.check(options.source, needed=needed)
-    if not computer.elsewhere:
-        plan.check_room()
-        check_time(time, source=options.source, yes=options.yes)
+    plan.check_room()
+    check_time(time, source=options.source, may_be_long=options.long)
     if not options.dry_run:
         command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
         _do(replace(plan, command=command), options, time)
     elif not options.as_json:
-        device = ("--device",) if computer.elsewhere else ()
-        console.print_next(console.own_command(without="--dry-run", options=device))
+        console.print_next(console.own_command(without="--dry-run"))
 
 
 def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Forecast, needed: int, time: "Time") -> None:

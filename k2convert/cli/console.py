@@ -204,15 +204,9 @@ def command(*words: object) -> str:
     return shell_line(map(str, words))
 
 
-def own_command(*, without: str, options: Sequence[str] = ()) -> str:
-    """Return the command line of this process without one flag, and without these options and their values."""
-    words, kept = iter(sys.argv[1:]), list[str]()
-    for word in words:
-        if word in options:
-            next(words, None)
-        elif word != without and word.partition("=")[0] not in options:
-            kept.append(word)
-    return command("k2convert", *kept)
+def own_command(*, without: str) -> str:
+    """Return the command line of this process without one flag."""
+    return command("k2convert", *(word for word in sys.argv[1:] if word != without))
 
 
 def print_next(command: str) -> None:

@@ -9,7 +9,7 @@ import typer
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
-from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
+from k2convert.cli.forecast import Forecast, check_time, forecast_evaluation
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import command_words
 from k2convert.cli.progress import Display, Waiting
@@ -17,6 +17,7 @@ from k2convert.cli.proof_verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+from k2convert.job.opening import text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
@@ -33,15 +34,14 @@ def evaluate(options: EvaluateOptions) -> None:
     places = [options.reference, *options.checkpoints]
     if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
         raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
-    computer = choose_computer(options.device, dry_run=options.dry_run)
     with (
         Waiting(f"reads the headers of {', '.join(places)}", quiet=options.quiet) as waiting,
         open_evaluation(
             options.reference,
             options.checkpoints,
-            computer.text_files(options.text),
+            text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
-            EvaluationOptions(options.activations, options.kv_cache, options.out, options.yes, options.replace),
+            EvaluationOptions(options.activations, options.kv_cache, options.out, options.any_text, options.replace),
             hub=Hub(notify=console.notifier(quiet=options.quiet)),
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
@@ -53,29 +53,27 @@ def evaluate(options: EvaluateOptions) -> None:
             console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
             _show_result(plan, finished, options)
             return
-        _check_and_do(plan, options, computer)
+        _check_and_do(plan, options)
 
 
-def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions, computer: Computer) -> None:
+def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
     left = max(plan.num_layers - plan.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    found = forecast_evaluation(source, plan.text, computer, layers=left, models=len(plan.models))
+    found = forecast_evaluation(source, plan.text, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert", quiet=options.quiet):
         time = found.time()
     if options.dry_run:
         _show_plan(plan, options, found, needed, time)
     found.check(options.reference, needed=needed)
-    if not computer.elsewhere:
-        plan.check_room()
-        check_time(time, source=options.reference, yes=options.yes, what="evaluation")
+    plan.check_room()
+    check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
         command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
         _do(replace(plan, command=command), options, time)
     elif not options.as_json:
-        device = ("--device",) if computer.elsewhere else ()
-        console.print_next(console.own_command(without="--dry-run", options=device))
+        console.print_next(console.own_command(without="--dry-run"))
 
 
 def plan_line(plan: "EvaluationPlan") -> str:

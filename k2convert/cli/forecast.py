@@ -1,29 +1,18 @@
-"""What a calibration needs, here or on another machine: memory and time. `calibrate` and `run --calibrate` share it."""
+"""What a calibration or an evaluation needs on this machine: memory and time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-import typer
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
-from k2convert.cli.options import parse_device
 from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, FitError, PlanError, counted, format_bytes
+from k2convert.errors import CalibrationError, counted, format_bytes
 from k2convert.job.estimate import Estimate
-from k2convert.job.opening import TextFiles
 from k2convert.job.prepare import Job
-from k2convert.job.resources import (
-    THREADS_PER_GPU,
-    check_memory,
-    choose_devices,
-    gpu_memory,
-    layer_threads,
-)
+from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
 from k2convert.models import read_architecture
 from k2convert.quantize.rules import IMATRIX_NOTE
@@ -33,50 +22,8 @@ if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
     from k2convert.calibration.plan import CalibrationPlan, CalibrationText
     from k2convert.calibration.sizes import Memory, PassSize
-    from k2convert.fit.gpus import Gpu
 
 MAX_HOURS: Final = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Computer:
-    """What computes: this machine's devices, or one `gpu` or some CPU cores that are `elsewhere`."""
-
-    devices: tuple[str, ...]
-    threads: int
-    gpu: Gpu | None = None
-    elsewhere: str = ""
-
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """The devices that a text here is planned for."""
-        return ("cpu",) if self.elsewhere else self.devices
-
-    def text_files(self, files: Sequence[Path]) -> TextFiles:
-        """Return the files of a text, to be computed here."""
-        gpu_bytes = gpu_memory(self.devices)[1] if self.gpu is None else self.gpu.memory_bytes
-        return TextFiles(files, self.planned, self.threads, gpu_bytes)
-
-
-def choose_computer(name: str, *, dry_run: bool) -> Computer:
-    """Return the computer that --device names; raises BadParameter for one elsewhere without a dry run, PlanError."""
-    device, gpu, cores = parse_device(name)
-    if device is None and not dry_run:
-        raise typer.BadParameter(f"--device {name}: expected auto, cpu or cuda; other machines only with --dry-run")
-    if gpu is not None:
-        from k2convert.fit.gpus import find_gpu
-
-        try:
-            found = find_gpu(gpu)
-        except FitError as error:
-            raise FitError(f"--device {error} For a CPU, name its cores, such as 64-cores.") from None
-        if found.flops is None or found.bandwidth is None:
-            raise PlanError(f"--device {found.name}: its data sheet does not say its speed. Use another GPU.")
-        return Computer(("cuda:0",), THREADS_PER_GPU, found, f"one {found.title}")
-    if cores is not None:
-        return Computer(("cpu",), cores, None, f"{cores} core{'s' if cores > 1 else ''}")
-    devices = choose_devices(device or "auto")
-    return Computer(devices, layer_threads(devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,57 +36,46 @@ class Forecast:
     source: Checkpoint
     size: PassSize
     is_walk: bool
-    computer: Computer
     memory: Memory
     num_models: int = 0
 
     def check(self, place: str, *, needed: int) -> None:
-        """Refuse if this machine, or the GPU that is not here, lacks memory; raises PlanError."""
-        if not self.computer.elsewhere:
-            check_memory(place, needed=needed, available=available_memory() + peak_bytes())
+        """Refuse if this machine lacks memory; raises PlanError."""
+        check_memory(place, needed=needed, available=available_memory() + peak_bytes())
         check_memory(place, needed=self.memory.gpu, available=self._free_of_gpu(), of_gpu=True)
 
     def _free_of_gpu(self) -> int:
-        gpu = self.computer.gpu
-        return gpu_memory(self.computer.devices)[0] if gpu is None else gpu.memory_bytes
+        return gpu_memory(self.size.devices)[0]
 
-    def time(self, *, disk_bytes: int = 0) -> Time:
-        """Measure or compute the time. `disk_bytes` more are read and written."""
-        from k2convert.calibration.cost import Time, computed_time, measured_time
+    def time(self) -> Time:
+        """Measure this machine."""
+        from k2convert.calibration.cost import Time, measured_time
 
         if self.size.num_layers == 0:
             return Time(0.0, 0.0)
-        gpu, source, size, is_walk = self.computer.gpu, self.source, self.size, self.is_walk
         if self.num_models:
             from k2convert.evaluation.needs import evaluation_time
 
-            return evaluation_time(source, size, models=self.num_models, gpu=gpu)
-        if gpu is None or gpu.flops is None:
-            return measured_time(source, size, is_walk=is_walk)
-        return computed_time(source, size, is_walk=is_walk, gpu=gpu, flops=gpu.flops, disk_bytes=disk_bytes)
+            return evaluation_time(self.source, self.size, models=self.num_models)
+        return measured_time(self.source, self.size, is_walk=self.is_walk)
 
     def memory_lines(self, needed: int) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
-        gpu, text = self.computer.gpu, f"memory: needs about {format_bytes(needed)}"
-        lines = [text if self.computer.elsewhere else f"{text}, available {format_bytes(available_memory())}"]
+        lines = [f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"]
         if self.memory.gpu:
-            word = "free" if gpu is None else f"{gpu.title} has"
-            needs, has = format_bytes(self.memory.gpu), format_bytes(self._free_of_gpu())
-            lines.append(f"memory of the GPU: needs about {needs}, {word} {has}")
+            needs, free = format_bytes(self.memory.gpu), format_bytes(self._free_of_gpu())
+            lines.append(f"memory of the GPU: needs about {needs}, free {free}")
         return lines
 
     def time_line(self, time: Time, *, of: str = "") -> str:
         """Return the time in a line, and where the estimate comes from."""
-        elsewhere, span = self.computer.elsewhere, console.format_span(time.least, time.most)
-        if not elsewhere:
-            return f"time{of}: {span}, an estimate from one expert on this machine{self._advice(time)}"
-        if self.computer.gpu is not None:
-            source = "its data sheet and a disk of 0.5 to 5 GB/s"
-            return f"time{of} on {elsewhere}: {span}, computed from {source}, not measured"
-        return f"time{of} on {elsewhere}: {span}, computed from one core here, not measured{self._advice(time)}"
+        span = console.format_span(time.least, time.most)
+        return f"time{of}: {span}, an estimate from one expert on this machine{self._advice(time)}"
 
     def _advice(self, time: Time) -> str:
-        return "; use a GPU" if self.size.on_cpu and time.middle > 24 * 3600 else ""
+        if not self.size.on_cpu or time.middle <= 24 * 3600:
+            return ""
+        return "; use a server with many cores" if self.is_walk else "; use a GPU"
 
     def document(self, time: Time, needed: int) -> dict[str, object]:
         """Return everything as plain data."""
@@ -147,32 +83,34 @@ class Forecast:
             "seconds": [round(time.least), round(time.most)],
             "memory_bytes": needed,
             "gpu_memory_bytes": self.memory.gpu,
-            "computed_for": self.computer.elsewhere or None,
         }
 
 
-def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forecast:
+def forecast(plan: CalibrationPlan, *, layers: int) -> Forecast:
     """Count what the last `layers` layers of a calibration need."""
-    from k2convert.calibration.sizes import PassSize, pass_memory, read_sizes, walk_memory
+    from k2convert.calibration.sizes import pass_memory, read_sizes, walk_memory
 
-    windows, is_walk = plan.text.windows.ids.shape, plan.needs is not None
-    size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, layers)
+    size, is_walk = _pass_size(plan.text, layers), plan.needs is not None
     held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
-    return Forecast(plan.source, size, is_walk, computer, held)
+    return Forecast(plan.source, size, is_walk, held)
 
 
-def forecast_evaluation(
-    source: Checkpoint, text: CalibrationText, computer: Computer, *, layers: int, models: int
-) -> Forecast:
+def forecast_evaluation(source: Checkpoint, text: CalibrationText, *, layers: int, models: int) -> Forecast:
     """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
-    from k2convert.calibration.sizes import PassSize, read_sizes
+    from k2convert.calibration.sizes import read_sizes
     from k2convert.evaluation.needs import evaluation_memory
 
-    windows = text.windows.ids.shape
-    size = PassSize(windows[0], windows[1], text.chunk, computer.devices, computer.threads, layers)
-    return Forecast(
-        source, size, False, computer, evaluation_memory(read_sizes(source), size, models=models), num_models=models
-    )
+    size = _pass_size(text, layers)
+    held = evaluation_memory(read_sizes(source), size, models=models)
+    return Forecast(source, size, False, held, num_models=models)
+
+
+def _pass_size(text: CalibrationText, layers: int) -> PassSize:
+    """Return the size of the last `layers` layers of a pass over a text."""
+    from k2convert.calibration.sizes import PassSize
+
+    num_windows, window = text.windows.ids.shape
+    return PassSize(num_windows, window, text.chunk, text.devices, text.threads, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +122,16 @@ class FinalEvaluation:
     needed: int
     line: str
 
-    def check(self, source: str, *, yes: bool) -> None:
+    def check(self, source: str, *, may_be_long: bool) -> None:
         """Refuse it if it is too long (CalibrationError) or the memory is not there (PlanError)."""
         self.found.check(source, needed=self.needed)
-        check_time(self.time, source=source, yes=yes, what="evaluation")
+        check_time(self.time, source=source, may_be_long=may_be_long, what="evaluation")
 
 
 def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
     """Count and measure what the evaluation at the end of a job needs."""
-    whole, computer = job.source.whole or job.source.checkpoint, Computer(text.devices, text.threads)
-    found = forecast_evaluation(whole, text, computer, layers=read_architecture(whole).num_layers, models=2)
+    whole = job.source.whole or job.source.checkpoint
+    found = forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
     needed = peak_bytes() + found.memory.main
     time = found.time()
     size, names = text.windows.ids.shape, ", ".join(name for name, _ in text.windows.texts)
@@ -202,12 +140,12 @@ def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
     return FinalEvaluation(found, time, needed, line)
 
 
-def check_time(time: Time, *, source: str, yes: bool, what: str = "calibration") -> None:
-    """Refuse what would take more than half a day, unless the user agreed; raises CalibrationError."""
-    if time.middle > MAX_HOURS * 3600 and not yes:
+def check_time(time: Time, *, source: str, may_be_long: bool, what: str = "calibration") -> None:
+    """Refuse what would take more than half a day, unless the user asked for it; raises CalibrationError."""
+    if time.middle > MAX_HOURS * 3600 and not may_be_long:
         raise CalibrationError(
             f"{source}: the {what} would take {console.format_span(time.least, time.most)} on this machine, more "
-            f"than {MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
+            f"than {MAX_HOURS} hours. Use a faster machine, or fewer tokens, or repeat the command with --long."
         )
 
 
@@ -276,9 +214,6 @@ def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) 
         console.print_line(line)
     if not walk.size.num_layers:
         console.print_line("time of the calibration: every layer is done")
-    elif walk.computer.elsewhere:
-        console.print_line(walk.time_line(time))
-        return
     else:
         console.print_line(walk.time_line(time, of=" of the calibration"))
     console.print_line(f"time of the conversion: {conversion_span(converting)}")

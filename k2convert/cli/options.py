@@ -18,7 +18,7 @@ import typer
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import Device, parse_size
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import ArgumentError, HubError, shortened
+from k2convert.errors import ArgumentError, HubError, quoted, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
 TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
@@ -186,27 +186,33 @@ StatisticsOption = Annotated[
     str | None,
     option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics),
 ]
+YesOption = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
 PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDiskOption = Annotated[
     str | None,
     option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
 ]
+
+
+def _device(text: str) -> Device:
+    """Accept a device of this machine; raises BadParameter."""
+    if text not in get_args(Device):
+        raise typer.BadParameter(
+            f"{quoted(text)} is not auto, cpu or cuda. For what other machines take, see `k2convert guide calibrate`."
+        )
+    return cast(Device, text)
+
+
 DeviceOption = Annotated[
-    str,
-    option(
-        "auto, cpu or cuda. To estimate time and memory elsewhere with --dry-run: a GPU such as h200, or 64-cores.",
-        "DEVICE",
-        MACHINE,
+    Device,
+    typer.Option(
+        help="What computes a text: auto, cpu or cuda.", metavar="DEVICE", rich_help_panel=MACHINE, parser=_device
     ),
 ]
-
-
-def parse_device(text: str) -> tuple[Device | None, str | None, int | None]:
-    """Return a device of this machine, the GPU of another one, or how many CPU cores another one has."""
-    if text in get_args(Device):
-        return cast(Device, text), None, None
-    cores = re.fullmatch(r"([1-9][0-9]{0,3})-cores?", text)
-    return (None, None, int(cores[1])) if cores else (None, text, None)
+LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", CALIBRATION)]
+AnyTextOption = Annotated[
+    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CALIBRATION)
+]
 
 
 def verb(options: type) -> Callable[..., None]:

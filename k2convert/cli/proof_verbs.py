@@ -8,8 +8,10 @@ from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, MAX_SEED, As
 from k2convert.cli.options import (
     ADDRESS,
     TEXT_FORMS,
+    AnyTextOption,
     DeviceOption,
     JsonOption,
+    LongOption,
     MaxDiskOption,
     QuietOption,
     argument,
@@ -55,9 +57,8 @@ class EvaluateOptions:
         option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
     ] = None
     replace: Annotated[bool, flag("--replace", "Replace an evaluation of something else in the file.")] = False
-    yes: Annotated[bool, flag("--yes", "Accept the text of a calibration, and more than 12 hours of computing.")] = (
-        False
-    )
+    long: LongOption = False
+    any_text: AnyTextOption = False
     dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
     as_json: JsonOption = False
     quiet: QuietOption = False

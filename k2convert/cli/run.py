@@ -15,9 +15,7 @@ from k2convert.checkpoint.index import missing_sidecars
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
-    Computer,
     check_time,
-    choose_computer,
     final_evaluation,
     forecast,
     job_document,
@@ -27,7 +25,7 @@ from k2convert.cli.forecast import (
     show_walk,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words, parse_device
+from k2convert.cli.options import command_words
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -78,8 +76,7 @@ def run(options: RunOptions) -> None:
         from k2convert.job.parts import read_part
 
         part = read_part(options.part, os.environ)
-    computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
-    overrides, device = _recipe_overrides(options), parse_device(options.device)[0] or "cpu"
+    overrides = _recipe_overrides(options)
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
@@ -94,7 +91,7 @@ def run(options: RunOptions) -> None:
             recipe=options.recipe,
             settings=overrides,
             statistics=options.statistics,
-            text=None if computer is None else computer.text_files(options.calibrate or ()),
+            text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
             work_folder=options.work_dir,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -104,7 +101,8 @@ def run(options: RunOptions) -> None:
         if options.evaluate:
             from k2convert.job.final_evaluation import with_evaluation
 
-            job = with_evaluation(job, text_files(options.evaluate, device=device), any_text=options.yes)
+            text = text_files(options.evaluate, device=options.device)
+            job = with_evaluation(job, text, any_text=options.any_text)
         waiting.end()
         if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
             options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
@@ -117,7 +115,7 @@ def run(options: RunOptions) -> None:
         if options.device == "cuda" and not (options.calibrate or options.evaluate):
             console.print_note(_NO_USE_OF_GPU)
         if options.dry_run:
-            _show_plan(job, options, computer)
+            _show_plan(job, options)
         elif part is not None:
             _do_part(job, part, options)
         elif job.target is not None and job.is_published:
@@ -141,7 +139,7 @@ def _settle(job: Job, target: "Target", options: RunOptions) -> None:
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     """The options of machines and Hub that do not fit together, each with its remedy; see settle_recipe for others."""
     from_hub, to_hub = (place.startswith(SCHEME) for place in (options.source, options.destination))
-    statistics, device = options.statistics, options.device
+    statistics = options.statistics
     in_order = "--calibrate goes through the layers in order: leave out"
     yield options.part and (from_hub or to_hub), "--part needs folders that every task of the array sees, not hf://"
     yield options.part and options.calibrate, f"{in_order} --part"
@@ -163,10 +161,6 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
         options.max_disk and not (from_hub or to_hub),
         "--max-disk only applies to hf:// sources or destinations: leave it out",
     )
-    yield (
-        parse_device(device)[0] is None and not (options.calibrate and options.dry_run),
-        f"--device {device}: expected auto, cpu or cuda; other machines only with --calibrate and --dry-run",
-    )
 
 
 def _recipe_overrides(options: RunOptions) -> dict[str, object]:
@@ -185,21 +179,20 @@ def _recipe_overrides(options: RunOptions) -> dict[str, object]:
     return overrides | named
 
 
-def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None:
+def _show_plan(job: Job, options: RunOptions) -> None:
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
     walk = last = None
-    if job.gptq is not None and computer is not None:
-        walk = forecast(job.gptq, computer, layers=layers_left(job, job.gptq))
-    elsewhere = walk is not None and walk.computer.elsewhere
+    if job.gptq is not None:
+        walk = forecast(job.gptq, layers=layers_left(job, job.gptq))
     needed = converting = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
-    if job.evaluation is not None and not elsewhere:
+    if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         needed = max(converting, last.needed)
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job, memory=needed)
-        time = None if walk is None else walk.time(disk_bytes=estimated.bytes_in + estimated.bytes_out)
+        time = None if walk is None else walk.time()
     if options.as_json:
         document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
         if job.gptq is not None and walk is not None and time is not None:
@@ -219,17 +212,16 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         show_network(job, estimated)
     if last is not None:
         (console.print_note if options.as_json else console.print_line)(last.line)
-    if not elsewhere:
-        check_room(job)
-        check_job_memory(job)
+    check_room(job)
+    check_job_memory(job)
     if walk is not None:
         walk.check(options.source, needed=converting)
     if last is not None:
-        last.check(options.source, yes=options.yes)
-    if time is not None and not elsewhere:
-        check_time(time, source=options.source, yes=options.yes)
+        last.check(options.source, may_be_long=options.long)
+    if time is not None:
+        check_time(time, source=options.source, may_be_long=options.long)
     if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
+        console.print_next(console.own_command(without="--dry-run"))
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
@@ -291,7 +283,7 @@ def _do(job: Job, options: RunOptions) -> None:
         _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
-        last.check(options.source, yes=options.yes)
+        last.check(options.source, may_be_long=options.long)
         if not options.quiet:
             console.print_event(last.line)
     own_process()
@@ -331,13 +323,13 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
     check_room(job)
-    walk = forecast(plan, Computer(plan.text.devices, plan.text.threads), layers=layers_left(job, plan))
+    walk = forecast(plan, layers=layers_left(job, plan))
     if walk.size.num_layers == 0:
         return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
     with Waiting("measures one expert", quiet=options.quiet):
         time = walk.time()
-    check_time(time, source=options.source, yes=options.yes)
+    check_time(time, source=options.source, may_be_long=options.long)
     if not options.quiet:
         show_text(plan, time)
 

@@ -22,8 +22,10 @@ from k2convert.cli.options import (
     RESULT,
     STATISTICS,
     TEXT_FORMS,
+    AnyTextOption,
     DeviceOption,
     JsonOption,
+    LongOption,
     MaxDiskOption,
     PublicOption,
     QuietOption,
@@ -31,6 +33,7 @@ from k2convert.cli.options import (
     SourceArgument,
     SourceOption,
     StatisticsOption,
+    YesOption,
     argument,
     check_folder,
     check_new_place,
@@ -103,6 +106,8 @@ class RunOptions:
         list[Path] | None,
         option(f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION),
     ] = None
+    long: LongOption = False
+    any_text: AnyTextOption = False
     device: DeviceOption = "auto"
     workers: Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)] = (
         None
@@ -126,9 +131,7 @@ class RunOptions:
             check=check_folder,
         ),
     ] = None
-    yes: Annotated[bool, flag("--yes", "Publish without asking; compute for more than 12 hours; on any text.", HUB)] = (
-        False
-    )
+    yes: YesOption = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ class CalibrateOptions:
     seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
     device: DeviceOption = "auto"
     max_disk: MaxDiskOption = None
-    yes: Annotated[bool, flag("--yes", "Calibrate for more than 12 hours too.")] = False
+    long: LongOption = False
     dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
     as_json: JsonOption = False
     quiet: QuietOption = False
@@ -218,7 +221,7 @@ class PublishOptions:
     folder: Annotated[Path, argument("FOLDER", "Folder of the converted checkpoint.", check_folder)]
     repo: Annotated[str, option("Repository to publish on.", "owner/name[@branch]", check=check_not_address)]
     public: PublicOption = False
-    yes: Annotated[bool, flag("--yes", "Publish without asking.")] = False
+    yes: YesOption = False
     base_model: Annotated[
         str | None,
         option(

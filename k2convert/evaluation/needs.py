@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 
 from k2convert.calibration import cost
-from k2convert.calibration.cost import LEAST_SHARE, MOST_SHARE, Time, Work, gpu_seconds, pass_cost, pass_work
+from k2convert.calibration.cost import LEAST_SHARE, MOST_SHARE, Time, pass_cost, pass_flops
 from k2convert.calibration.sizes import Memory, ModelSizes, PassSize, pass_memory, read_sizes
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.evaluation.checkpoints import head_names
 from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS
-from k2convert.fit.gpus import Gpu
 from k2convert.forward.moe import one_torch_thread
 
 
@@ -41,14 +40,12 @@ def layer_operations(source: Checkpoint, size: PassSize) -> tuple[float, ...]:
 
 def evaluation_flop(source: Checkpoint, size: PassSize, *, models: int) -> float:
     """Return about how many floating-point operations an evaluation needs."""
-    return models * (pass_work(read_sizes(source), size).tf32 + _head_flop(source, size))
+    return models * (pass_flops(read_sizes(source), size) + _head_flop(source, size))
 
 
-def evaluation_time(source: Checkpoint, size: PassSize, *, models: int, gpu: Gpu | None) -> Time:
-    """Measure this machine for a second, or compute the time on one GPU that is not here."""
+def evaluation_time(source: Checkpoint, size: PassSize, *, models: int) -> Time:
+    """Measure this machine for a second; the time on `size.workers` of its cores, or on its GPUs."""
     model, head = read_sizes(source), _head_flop(source, size)
-    if gpu is not None and gpu.flops is not None:
-        return Time(*gpu_seconds((pass_work(model, size) + Work(fp32=head)).times(models), gpu, gpu.flops, search=0.0))
     with torch.no_grad(), one_torch_thread():
         one = pass_cost(model, size, extra_flops=head)
     seconds = models * (one.experts + one.others) / (size.workers if size.on_cpu else len(size.devices))

@@ -3,10 +3,6 @@
 Memory and bandwidth are those of the system files of aiconfigurator-core 0.12.0 (Apache-2.0, PyPI), which take them
 from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
 (github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
-
-FLOP/s are dense, as pages that quote NVIDIA's tables give them: glennklockwood.com/garden/processors for H100, H200,
-B200 and GB200, hmc-tech.com for B200 and GB200, itkb.uw.cz (2026-06-22) for B300. The other ones are NVIDIA's published
-figures, not looked up again; they only serve estimates. NVIDIA names only FP4 for DGX Spark.
 """
 
 import re
@@ -23,20 +19,8 @@ GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Flops:
-    """Floating-point operations a second: TF32 on tensor cores, dense; FP32 and FP64 on ordinary cores."""
-
-    tf32: float
-    fp32: float
-    fp64: float
-
-
-_HOPPER: Final = Flops(494.7e12, 67e12, 34e12)
-
-
-@dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known, and so is `flops`.
+    """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
 
     `counts` are usual numbers of GPUs, smallest first; a machine has `per_machine`.
     """
@@ -47,20 +31,19 @@ class Gpu:
     bandwidth: float | None = None
     nvfp4: Nvfp4Kind = "unknown"
     counts: tuple[int, ...] = (1, 2, 4, 8, 16)
-    flops: Flops | None = None
     per_machine: int = 8
 
 
 _ALL: Final = (
-    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", flops=Flops(1100e12, 75e12, 37e12)),
-    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", flops=Flops(1125e12, 75e12, 1.25e12)),
-    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 40e12), per_machine=4),
-    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 1.3e12), per_machine=4),
-    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", flops=Flops(251.9e12, 125e12, 1.97e12)),
+    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native"),
+    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native"),
+    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", per_machine=4),
+    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", per_machine=4),
+    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow"),
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", per_machine=1),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", flops=_HOPPER),
-    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", flops=_HOPPER),
-    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", flops=Flops(156e12, 19.5e12, 9.7e12)),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin"),
+    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin"),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin"),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 

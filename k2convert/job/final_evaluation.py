@@ -42,7 +42,7 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
         if not any_text and digest in {found for _, found in used}:
             raise CalibrationError(
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
-                "text with --evaluate, or repeat the command with --yes."
+                "text with --evaluate, or repeat the command with --any-text."
             )
     from k2convert.evaluation.streamed import evaluated_text, states_bytes
 

@@ -2,7 +2,9 @@
 
 `python -m scripts.bench.gptq_steps HEADERS --tokens N`: HEADERS is a folder with the headers of the model
 (`scripts/fixtures k2-thinking-headers`). Each step runs on the model's own shapes in one thread, once to warm up and
-once to be timed in processor seconds. A GPU is not measured: its time is computed from its data sheet.
+once to be timed in processor seconds. A pass of `calibrate` is timed by one expert, one product and one try of
+smoothing exponents. A GPU is not measured: its time is computed from its data sheet (gpu_rates.py). Reading is counted
+for GPUs only.
 """
 
 import argparse
@@ -14,17 +16,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from k2convert.calibration.cost import Work, computed_time, pass_work, walk_steps, walk_work
+from k2convert.calibration.cost import (
+    Work,
+    exponent_search,
+    made_up_expert,
+    other_flops,
+    pass_flops,
+    walk_steps,
+)
 from k2convert.calibration.gptq_layer import SAMPLED_ROWS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
+from k2convert.calibration.smoothing import STEPS
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import find_gpu
 from k2convert.forward.moe import one_torch_thread
+from k2convert.job.resources import THREADS_PER_GPU
 from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import SHRINKAGES, kernel_for, round_gptq
+from scripts.bench.gpu_rates import FLOPS, gpu_time, pass_work, walk_work
 
-TOKENS, WINDOW, CORES = 1024, 2048, 64
+TOKENS = 1024
+WINDOW = 2048
+CORES = (16, 64, 192)
+GPU, NUM_GPUS = "h200", (1, 8)
 ROUNDED_ROWS = 192
 FACTORS = 1 + 2 * len(SHRINKAGES)
 """The factors of an input with few tokens, one of which is timed."""
@@ -40,7 +55,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def operations(work: Work) -> float:
-    return work.tf32 + work.fp32 + work.fp64
+    return work.fp32 + work.fp64
 
 
 def input_seconds(kind: str, columns: int, rows: int, outputs: int) -> dict[str, float]:
@@ -85,20 +100,53 @@ def measured_rates(model: ModelSizes) -> dict[str, float]:
     return {name: operations(step) / seconds[name] if name in seconds else product for name, step in work.items()}
 
 
+def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[float, float]:
+    """Return the core-seconds of `calibrate` without the search of exponents, and of that search, which few cores do.
+
+    `product` is the operations a second of one core in a matrix product.
+    """
+    tokens = -(-size.chunk_windows * size.window * model.experts_per_token // model.num_experts)
+    expert = seconds_of(made_up_expert(model, tokens, "cpu"))
+    experts = model.num_moe(size) * model.num_experts * -(-size.num_windows // size.chunk) * expert
+    search, tries = exponent_search(model.hidden)
+    return experts + other_flops(model, size) / product, model.num_moe(size) * seconds_of(search) * tries
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in minutes or hours."""
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show_machines(model: ModelSizes, size: PassSize, one: float, search: float, walk: float) -> None:
+    """Print what a calibration takes on other machines. The core-seconds are of a pass, its search, and rule gptq."""
+    print("\n| machine | `calibrate`, rule `imatrix` | `run --calibrate`, rule `gptq` |\n|---|---:|---:|")
+    for cores in CORES:
+        seconds = one / cores + search / min(len(STEPS), cores)
+        print(f"| {cores} cores that are always busy | {duration(seconds)} | {duration(walk / cores)} |")
+    gpu = find_gpu(GPU)
+    for number in NUM_GPUS:
+        spans: list[str] = []
+        on_gpus = replace(size, devices=("cuda:0",), chunk=size.num_windows)
+        searching = search / min(len(STEPS), THREADS_PER_GPU * number)
+        for work in (pass_work(model, on_gpus).dealt(number), walk_work(model, on_gpus, gpus=number)):
+            time = gpu_time(work, gpu, FLOPS[GPU], search=searching)
+            spans.append(f"{duration(time.least)} to {duration(time.most)}")
+        print(f"| {number} {gpu.title}, from its data sheet | {' | '.join(spans)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("headers", type=Path)
     parser.add_argument("--tokens", type=int, default=196_608)
     arguments = parser.parse_args()
-    source = open_checkpoint(arguments.headers)
-    model, windows = read_sizes(source), arguments.tokens // WINDOW
-    size = PassSize(windows, WINDOW, 2, ("cpu",), CORES, model.num_layers)
+    model, windows = read_sizes(open_checkpoint(arguments.headers)), arguments.tokens // WINDOW
+    size = PassSize(windows, WINDOW, 2, ("cpu",), 1, model.num_layers)
     with torch.no_grad(), one_torch_thread():
         rates = measured_rates(model)
+        one, search = pass_seconds(model, size, rates["experts, converted"])
     steps, num_moe = walk_steps(model, size), model.num_moe(size)
     product = rates["experts, converted"]
-    whole = operations(walk_work(model, size) + pass_work(model, replace(size, num_layers=0)))
-    streams = whole - num_moe * sum(map(operations, steps.values()))
+    streams = pass_flops(model, size) + other_flops(model, size)
     print("| step | operations per layer | GFLOP/s of one core | core-hours, all layers | share |")
     print("|---|---:|---:|---:|---:|")
     hours = {name: num_moe * operations(step) / rates[name] / 3600 for name, step in steps.items()}
@@ -108,12 +156,8 @@ def main() -> None:
         work = operations(steps[name]) if name in steps else streams / model.num_layers
         rate = rates.get(name, product)
         print(f"| {name} | {work / 1e12:,.1f} T | {rate / 1e9:.0f} | {spent:,.1f} | {100 * spent / total:.0f} % |")
-    print(f"\n{total:,.0f} core-hours; {total / CORES:.1f} hours on {CORES} cores that are always busy.")
-    gpu = find_gpu("h200")
-    assert gpu.flops is not None
-    on_gpu = replace(size, devices=("cuda:0",), chunk=windows)
-    span = computed_time(source, on_gpu, is_walk=True, gpu=gpu, flops=gpu.flops, disk_bytes=0)
-    print(f"One {gpu.title}, from its data sheet: {span.least / 3600:.0f} to {span.most / 3600:.0f} hours.")
+    print(f"\n{total:,.0f} core-hours by rule gptq; {(one + search) / 3600:,.0f} of `calibrate`.")
+    show_machines(model, size, one, search, total * 3600)
 
 
 if __name__ == "__main__":

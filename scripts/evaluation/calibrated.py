@@ -163,7 +163,7 @@ class Tokens:
         use: list[object] = ["--tokens", self.count, "--window", window]
         if text == "--calibrate":
             use = ["--set", f"calibration={{tokens: {self.count}, window: {window}}}"]
-        return [text, self.path, *use, "--quiet", "--yes"]
+        return [text, self.path, *use, "--quiet", "--long"]
 
 
 def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:
@@ -230,7 +230,7 @@ def scores_of(
     ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
     out.unlink(missing_ok=True)
     use = ("--text", ids, "--tokens", windows.numel(), "--window", WINDOW, "--activations", "both", "--out", out)
-    _k2convert("evaluate", subject.source, *folders.values(), *use, "--yes")
+    _k2convert("evaluate", subject.source, *folders.values(), *use, "--long", "--any-text")
     modes = {conversion.weights: conversion.modes for conversion in CONVERSIONS}
     names = {folder.name: weights for weights, folder in folders.items()}
     found, scores = find_evaluation(out), Scores()

@@ -37,7 +37,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: Run
 
 
 def test_a_seed_that_no_file_can_hold_is_refused(text: Path, cut: Path, run_cli: RunCli) -> None:
-    more = ("--device", "cpu", "--yes")
+    more = ("--device", "cpu")
     calibrate = ("calibrate", cut, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
     convert = ("run", cut, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")
     for words, code in (((*calibrate, str(10**18)), 2), ((*convert, f"calibration.seed={10**18}"), 1)):

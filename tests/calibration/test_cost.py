@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from k2convert.calibration import cost
-from k2convert.calibration.cost import Work, gpu_seconds, other_flops, pass_work, walk_work
+from k2convert.calibration.cost import layer_operations, other_flops, pass_flops, walk_steps
 from k2convert.calibration.sizes import PassSize, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.fit.gpus import GPUS, Flops, find_gpu
 from k2convert.forward.walk import DENSE_TOKENS, Walk
 
 
@@ -33,17 +32,16 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
 
 
 def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
-    """The experts once more, some tokens twice more, a second stream, and every decision, in each layer left."""
-    model = read_sizes(open_checkpoint(tiny))
-    whole, last = (PassSize(16, 256, 16, ("cpu",), 2, layers) for layers in (4, 1))
-    one, found = pass_work(model, whole), walk_work(model, whole)
-    assert found.tf32 == one.tf32 + other_flops(model, whole)
-    assert found.fp32 > 1.25 * (one.tf32 - other_flops(model, whole))
-    assert found.fp64 > 0
-    assert one.fp32 == one.fp64 == 0
-    assert found.read > one.read
-    assert found.kernels > one.kernels
-    assert walk_work(model, last).fp32 == pytest.approx(found.fp32 / 3), "one of three layers with experts"
+    """The experts once more, some tokens twice more, a second stream, and every decision, in each MoE layer."""
+    model, size = read_sizes(open_checkpoint(tiny)), PassSize(16, 256, 16, ("cpu",), 2, 4)
+    one, walk = (layer_operations(model, size, is_walk=is_walk) for is_walk in (False, True))
+    assert sum(one) == pytest.approx(pass_flops(model, size))
+    steps = list(walk_steps(model, size).values())
+    experts = pass_flops(model, size) - other_flops(model, size)
+    assert 3 * sum(step.fp32 for step in steps) > 1.25 * experts, "three of four layers have experts"
+    assert sum(step.fp64 for step in steps) > 0
+    more = 3 * sum(step.operations for step in steps)
+    assert sum(walk) == pytest.approx(sum(one) + other_flops(model, size) + more)
 
 
 def test_all_work_but_the_search_of_exponents_gets_faster_with_every_core(
@@ -54,22 +52,6 @@ def test_all_work_but_the_search_of_exponents_gets_faster_with_every_core(
     one, many = (cost.measured_time(open_checkpoint(tiny), size, is_walk=True) for size in sizes)
     assert one.least / cost.LEAST_SHARE == pytest.approx(648)
     assert many.most / cost.MOST_SHARE == pytest.approx(10 + 2), "four candidates are searched at a time"
-
-
-def test_the_time_on_a_gpu_follows_from_its_rates() -> None:
-    gpu, flops = find_gpu("h200"), Flops(tf32=1e12, fp32=1e11, fp64=1e10)
-    assert gpu.bandwidth is not None
-    least, most = gpu_seconds(Work(tf32=7e11, fp32=7e10, fp64=7e9), gpu, flops, search=5)
-    assert (least, most) == (pytest.approx(3 * 0.7 / 0.7 + 5), pytest.approx(3 * 0.7 / 0.2 + 5))
-    least, most = gpu_seconds(Work(moved=gpu.bandwidth, kernels=1e6, read=5e9), gpu, flops, search=0)
-    assert (least, most) == (pytest.approx(4 + 1), pytest.approx(12 + 10)), "starting kernels takes longer than moving"
-
-
-def test_each_gpu_has_rates_or_is_refused() -> None:
-    assert {name for name, gpu in GPUS.items() if gpu.flops is None} == {"dgx-spark"}
-    for gpu in GPUS.values():
-        if gpu.flops is not None:
-            assert gpu.flops.tf32 > gpu.flops.fp32 > gpu.flops.fp64
 
 
 def walk(*, window: int, chunk: int, device: str) -> Walk:

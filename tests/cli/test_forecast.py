@@ -1,6 +1,7 @@
-"""What a calibration will need: said for this machine and for others, and refused when it is not there."""
+"""What a calibration will need: said before it starts, and refused when it is not there."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -132,35 +133,40 @@ def test_what_needs_more_memory_than_there_is_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "run"])
-def test_a_machine_that_is_not_here_is_estimated_from_counted_work(
-    tiny: Path, ids: Path, tmp_path: Path, verb: str
-) -> None:
-    words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--dry-run")
-    shown = run_here(*words, "--device", "h200")
-    assert shown.returncode == 0
-    for part in ("memory of the GPU: needs about", ", H200 has 151.40 GB", "disk: needs", "on one H200: "):
-        assert part in shown.stdout
-    assert ", computed from its data sheet and a disk of 0.5 to 5 GB/s, not measured\n" in shown.stdout
-    assert "--device" not in shown.stderr
-    assert "h200" not in shown.stderr
-    shown = run_here(*words, "--device", "64-cores")
-    assert shown.returncode == 0
-    assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.stdout
-    assert "--device" not in shown.stderr
+@pytest.mark.parametrize("name", ["h200", "64-cores", "gpu", "cuda:0", ""])
+def test_a_device_that_is_not_here_is_refused_in_one_line(tiny: Path, ids: Path, tmp_path: Path, name: str) -> None:
+    words = ("--device", name, "--dry-run")
+    for verb, *more in (
+        ("calibrate", tiny, tmp_path / "out", "--text", ids),
+        ("run", tiny, tmp_path / "out", "--calibrate", ids),
+        ("run", tiny, tmp_path / "out"),
+        ("evaluate", tiny, tiny, "--text", ids, "--out", tmp_path / "out.json"),
+    ):
+        done = run_here(verb, *more, *words, code=2)
+        error = done.stderr.splitlines()[-1]
+        assert f"'--device': '{name}' is not auto, cpu or cuda." in error
+        assert error.endswith("see `k2convert guide calibrate`.")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_that_is_not_here_needs_a_dry_run(tiny: Path, ids: Path, tmp_path: Path) -> None:
-    for words in (
-        ("calibrate", "--text", ids, "--device", "h200"),
-        ("run", "--calibrate", ids, "--device", "64-cores"),
-        ("run", "--dry-run", "--device", "h200"),
-    ):
-        done = run_here(words[0], tiny, tmp_path / "out", *words[1:])
-        assert done.returncode == 2
-        assert "expected auto, cpu or cuda; other machines only with" in " ".join(done.stderr.split())
-    for name, says in (("dgx-spark", "does not say its speed"), ("h300", "64-cores"), ("mi355", "--device 'mi355'")):
-        done = run_here("calibrate", tiny, tmp_path / "out", "--text", ids, "--dry-run", "--device", name)
-        assert (done.returncode, says in done.stderr) == (1, True)
-        assert "--memory" not in done.stderr
+@pytest.mark.parametrize("verb", ["calibrate", "run", "evaluate"])
+def test_a_long_computation_needs_long_and_the_next_command_has_it(
+    cut: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
+    if verb == "evaluate":
+        run_here("run", cut, tmp_path / "out", "--quiet", code=0)
+    words = (verb, cut, tmp_path / "out", *text_words(verb, ids, tokens=128, window=64))
+    for more in ((), ("--dry-run",)):
+        refused = run_here(*words, "--device", "cpu", *more, code=1)
+        assert "fewer tokens, or repeat the command with --long." in refused.stderr.splitlines()[-1]
+        assert "next: " not in refused.stderr
+    shown = run_here(*words, "--device", "cpu", "--dry-run", "--long", code=0)
+    [following] = [line for line in shown.stderr.splitlines() if line.startswith("next: ")]
+    run_here(*shlex.split(following.removeprefix("next: k2convert ")), "--quiet", code=0)
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "evaluate"])
+def test_yes_is_for_publishing_alone(tiny: Path, ids: Path, tmp_path: Path, verb: str) -> None:
+    done = run_here(verb, tiny, tmp_path / "out", "--text", ids, "--yes", code=2)
+    assert "--yes" in done.stderr

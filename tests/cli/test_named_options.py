@@ -49,7 +49,6 @@ VERBS = {
     "calibration/text.py": {"calibrate", "run", "evaluate", "compare"},
     "evaluation/": {"evaluate", "compare"},
     "fit/": {"fit"},
-    "fit/gpus.py": set(),  # `--device` of other verbs names a GPU too
     "plan/": {"run"},
 }
 """The verbs whose options a file or a wing may name. What its messages suggest to run is another command."""

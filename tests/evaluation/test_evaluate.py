@@ -294,18 +294,20 @@ def test_checkpoints_that_do_not_compare_are_one_line(
     assert_refused(evaluate(cut, result, "--text", ids, *SMALL, "--out", cut / "x.json"), "is inside the source")
 
 
-def test_the_text_of_the_calibration_needs_yes(short: Path, text: Path, tmp_path: Path) -> None:
+def test_the_text_of_the_calibration_needs_any_text(short: Path, text: Path, tmp_path: Path) -> None:
     out, use = tmp_path / "out", "calibration={tokens: 320, window: 64}"
     run_here("run", short, out, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
-    assert_refused(evaluate(short, out, "--text", text, *SMALL), "was calibrated on this text")
-    assert evaluate(short, out, "--text", text, *SMALL, "--yes").returncode == 0
+    refused = evaluate(short, out, "--text", text, *SMALL, "--long")
+    assert_refused(refused, "was calibrated on this text")
+    assert "repeat the command with --any-text." in refused.stderr
+    assert evaluate(short, out, "--text", text, *SMALL, "--any-text").returncode == 0
 
 
-def test_a_long_evaluation_needs_yes(
+def test_a_long_evaluation_needs_long(
     cut: Path, result: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
     words = (cut, result, "--text", ids, *SMALL, "--out", tmp_path / "out.json")
-    assert_refused(evaluate(*words), "the evaluation would take")
-    assert evaluate(*words, "--yes", "--dry-run").returncode == 0
+    assert_refused(evaluate(*words, "--any-text"), "the evaluation would take")
+    assert evaluate(*words, "--long", "--dry-run").returncode == 0
     assert list(tmp_path.iterdir()) == []

@@ -84,7 +84,7 @@ def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, byt
     if not out.exists():
         run_here("calibrate", source, saved, "--text", text, *SMALL, "--quiet", code=0)
         run_here("run", source, out, "--statistics", saved, "--quiet", code=0)
-        run_here("evaluate", source, out, "--text", text, "--yes", *SMALL, "--quiet", code=0)
+        run_here("evaluate", source, out, "--text", text, "--any-text", *SMALL, "--quiet", code=0)
     return [result(out), {"saved": saved.read_bytes()}]
 
 

@@ -217,7 +217,7 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monke
     assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
     assert len(found["seconds"]) == 2
     monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
-    assert "repeat the command with --yes" in run_here(*words, code=1).stderr
+    assert "repeat the command with --long" in run_here(*words, "--yes", code=1).stderr
     assert run(*words[:-1], "--quiet") == 1
     assert not (tmp_path / "out").exists()
 
