@@ -1,4 +1,4 @@
-"""How long a calibration will take: an estimate, before it starts.
+"""Estimate of the time of a calibration, before it starts.
 
     pass   experts, and what every token passes, in TF32; every weight decoded once for each chunk
     walk   a pass by rule gptq: a second stream, the experts once more, all decisions in FP32, the curvature in FP64,

@@ -1,4 +1,4 @@
-"""What a calibration or an evaluation needs on this machine: memory and time."""
+"""Needs of a calibration or an evaluation on this machine: memory and time."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _pass_size(text: CalibrationText, layers: int) -> PassSize:
 
 @dataclass(frozen=True, slots=True)
 class FinalEvaluation:
-    """What the evaluation at the end of a job needs; `line` says it. `needed` is the memory of the whole process."""
+    """Needs of the evaluation at the end of a job; `line` says it. `needed` is the memory of the whole process."""
 
     found: Forecast
     time: Time

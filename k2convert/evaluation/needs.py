@@ -1,4 +1,4 @@
-"""What an evaluation needs: memory, counted from headers, and time, measured on one expert before it starts.
+"""Needs of an evaluation: memory, counted from headers, and time, measured on one expert before it starts.
 
 Every model costs a pass over the text (calibration/cost.py) without the search of smoothing exponents, and the output
 matrix. Reading is not measured.
