@@ -91,7 +91,13 @@ def read_command(destination: Path) -> JobCommand | None:
         kept = read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
-    return replace(kept, folder=os.path.normpath(destination.resolve() / kept.folder))
+    return replace(kept, words=_renamed(kept.words), folder=os.path.normpath(destination.resolve() / kept.folder))
+
+
+def _renamed(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a command with today's options: in 0.2, --yes agreed to a long calibration or evaluation."""
+    is_renamed = words[1:2] in (("calibrate",), ("evaluate",))
+    return tuple("--long" if is_renamed and word == "--yes" else word for word in words)
 
 
 def _path(destination: Path) -> Path:

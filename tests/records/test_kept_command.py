@@ -31,11 +31,18 @@ def test_a_command_is_read_with_the_folder_it_was_given_in(tmp_path: Path, given
     assert read_command(tmp_path / "out") == kept
 
 
-def test_a_command_kept_by_an_earlier_version_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["run", "S", "out", "--yes"], ["run", "S", "out", "--yes"]),
+        (["calibrate", "S", "out", "--yes"], ["calibrate", "S", "out", "--long"]),
+    ],
+)
+def test_a_command_kept_by_an_earlier_version_is_read(words: list[str], now: list[str], tmp_path: Path) -> None:
     (tmp_path / ".k2convert").mkdir()
-    kept = {"words": ["k2convert", "run", "S", "out"], "folder": "/data/jobs"}
+    kept = {"words": ["k2convert", *words], "folder": "/data/jobs"}
     (tmp_path / ".k2convert/command.json").write_text(json.dumps(kept))
-    assert read_command(tmp_path) == JobCommand(("k2convert", "run", "S", "out"), "/data/jobs")
+    assert read_command(tmp_path) == JobCommand(("k2convert", *now), "/data/jobs")
 
 
 def test_a_gitignore_that_is_there_stays(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
