@@ -26,7 +26,7 @@ from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import DestinationError, DiskFullError, format_bytes, quoted
+from k2convert.errors import CalibrationError, CheckpointError, DestinationError, DiskFullError, format_bytes, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import Hub
@@ -242,7 +242,13 @@ class CalibrationPlan:
         path, header = self.text.saved, self.header
         if path is None or not path.exists():
             return None
-        found = open_statistics(path)
+        try:
+            found = open_statistics(path)
+        except (CalibrationError, CheckpointError) as error:
+            raise DestinationError(
+                f"{path}: is not a statistics file, so it is not replaced ({str(error).rstrip('.')}). Remove it, or "
+                "choose a different name."
+            ) from None
         for name in ("source_headers", "texts", "tokens", "window", "windows", "seed", "kept_experts"):
             if getattr(found, name) != (now := getattr(header, name)):
                 raise DestinationError(

@@ -257,14 +257,27 @@ _WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
 
 def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
     """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, code that a config names."""
-    missing: list[tuple[str, str]] = []
-    if not any((folder / name).exists() for name in _TOKENIZERS):
+    there = [name for name in _TOKENIZERS if (folder / name).exists()]
+    missing = [(name, problem) for name in there if (problem := _damage_of(folder / name))]
+    if not there:
         missing.append((TOKENIZER_NAME, f"missing, and {TIKTOKEN_NAME} too: engines need the tokenizer"))
     users: dict[str, str] = {}
     for name in _WITH_CODE:
         users |= dict.fromkeys(_named_code(folder / name), name)
     lacking = {module: name for module, name in users.items() if not (folder / module).exists()}
     return missing + [(module, f"missing, but auto_map of {name} names it") for module, name in lacking.items()]
+
+
+def _damage_of(path: Path) -> str:
+    """Return why no engine can read a tokenizer's file; empty if one may."""
+    if path.stat().st_size == 0:
+        return "empty: engines need the tokenizer"
+    if path.suffix == ".json":
+        try:
+            read_json_file(path)
+        except CheckpointError:
+            return "not a JSON object: engines need the tokenizer"
+    return ""
 
 
 def _named_code(path: Path) -> list[str]:

@@ -223,7 +223,8 @@ def verb(options: type) -> Callable[..., None]:
     name = options.__name__.removesuffix("Options").lower()
 
     def command(**values: Any) -> None:
-        say_when_interrupted(lambda: _INTERRUPTED.get(name, ""), resumes=name in _INTERRUPTED and name != "validate")
+        said = "" if values.get("dry_run") else _INTERRUPTED.get(name, "")
+        say_when_interrupted(lambda: said, resumes=bool(said) and name != "validate")
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
     hints = get_type_hints(options, include_extras=True)

@@ -8,7 +8,14 @@ from typing import Any, Final
 from k2convert.calibration.layer_files import conversion_work, statistics_work
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME, WORK_SUFFIX
+from k2convert.checkpoint.names import (
+    EVALUATION_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+    WORK_SUFFIX,
+)
 from k2convert.cli import console
 from k2convert.cli.progress import format_layer_rate
 from k2convert.cli.verbs import StatusOptions
@@ -206,6 +213,11 @@ def _say_other(folder: Path) -> str:
     if (folder / LEDGER_NAME).is_file():
         command = console.command("k2convert", "validate", folder)
         return f"{folder}: is a finished result without the records of its job. `{command}` checks it."
+    if any(folder.glob(f"*{SHARD_SUFFIX}")) and not (folder / INDEX_NAME).exists():
+        return (
+            f"{folder}: has shards, but neither {INDEX_NAME} nor {WORK_FOLDER}, which says what is finished. "
+            f"If it is a copy: `cp -r FOLDER/*` leaves {WORK_FOLDER} out, and `cp -a FOLDER/. {folder}` does not."
+        )
     try:
         found = inspect_checkpoint(open_checkpoint(folder), shown_as=str(folder))
     except (K2ConvertError, OSError):

@@ -89,7 +89,7 @@ def check_memory(
     if needed > available:
         kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
         raise PlanError(
-            f"{place}: needs about {needed / 1e9:,.1f} GB of {kind}, but {available / 1e9:,.1f} GB is available. "
+            f"{place}: needs about {format_bytes(needed)} of {kind}, but {format_bytes(available)} is available. "
             f"Use {use}a {other} with more memory."
         )
 
@@ -398,7 +398,7 @@ def plan_limits(
     shrunk = None
     if inflight < wanted:
         shrunk = (
-            f"{memory / 1e9:,.1f} GB of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
+            f"{format_bytes(memory)} of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
             f"time, not {wanted / 1e6:,.0f} MB"
         )
     small_bytes += layer_room

@@ -79,6 +79,8 @@ class DecodedError:
 ALL_ZERO: Final = "all weights are zero"
 MOST_MINUS_EIGHT: Final = 0.1
 """More codes of -8 than this are a doubt. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
+MOST_OF_ZEROS: Final = 0.2
+"""More codes of -8 than this are a range of zero bytes, not another code."""
 
 
 def is_weight(name: str) -> bool:
@@ -92,7 +94,7 @@ def doubt_of(metrics: WeightMetrics) -> str:
     if count is None or not total or count <= MOST_MINUS_EIGHT * total:
         return ""
     share = f"{100 * count / total:.0f} % of the codes are -8, which Moonshot's training never writes"
-    return f"{share}: a range of zeros in the file?" if count == total else f"{share}: two's complement?"
+    return f"{share}: a range of zeros in the file?" if count > MOST_OF_ZEROS * total else f"{share}: two's complement?"
 
 
 def proven(metrics: WeightMetrics, decoded: DecodedError) -> WeightMetrics:

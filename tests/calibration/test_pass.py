@@ -115,6 +115,11 @@ def test_a_finished_pass_is_not_made_again_and_another_one_is_refused(
     assert "dropped" not in done.stdout
     done = calibrate(cut, out, "--text", text, *SMALL, "--seed", "1")
     assert_refused(done, f"error: {out}: exists, made from something else: seed was 0, now 1. ")
+    for file in (Path(copy(cut / "config.json", tmp_path)), Path(copy(text, tmp_path / "text.txt"))):
+        content = file.read_bytes()
+        done = calibrate(cut, file, "--text", text, *SMALL)
+        assert_refused(done, f"error: {file}: is not a statistics file, so it is not replaced (")
+        assert file.read_bytes() == content
 
 
 def test_a_dry_run_says_what_the_pass_takes_and_writes_nothing(cut: Path, text: Path, tmp_path: Path) -> None:

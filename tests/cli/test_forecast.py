@@ -129,7 +129,7 @@ def test_what_needs_more_memory_than_there_is_is_refused(
         error = done.stderr
         assert (done.returncode, error.count("\n")) == (1, 1)
         assert error.startswith(f"error: {tiny}: needs about ")
-        assert "GB is available. Use fewer tokens, a shorter window, or a machine with more memory." in error
+        assert "B is available. Use fewer tokens, a shorter window, or a machine with more memory." in error
     assert not list(tmp_path.iterdir())
 
 

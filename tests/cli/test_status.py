@@ -13,6 +13,7 @@ from statistics_makers import random_statistics
 
 from k2convert.calibration.layer_files import statistics_work
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli import interrupts
 from k2convert.cli.tally import Tally
 from k2convert.records.command import read_command
 from k2convert.records.events import Extent
@@ -212,3 +213,24 @@ def test_status_of_a_run_does_not_forget_its_evaluation(
     assert "evaluate: 3 of 3 layers are done" in shown.stdout
     run_here("run", short, out, "--evaluate", text, code=0)
     assert "validate" in following(run_here("status", out, code=0))
+
+
+def test_status_of_a_copy_without_its_work_folder_says_what_is_missing(
+    run_cli: RunCli, cut: Path, tmp_path: Path
+) -> None:
+    run_cli("run", cut, tmp_path / "half", "--part", "1/2", "--quiet", code=0)
+    copied = Path(shutil.copytree(tmp_path / "half", tmp_path / "copied"))
+    shutil.rmtree(copied / ".k2convert")
+    for said in (run_cli("status", copied, code=1).stderr, run_cli("run", cut, copied, code=1).stderr):
+        assert f"`cp -a FOLDER/. {copied}`" in said
+
+
+@pytest.mark.parametrize(("dry", "said"), [((), "finished work is kept"), (("--dry-run",), "")])
+def test_an_interrupted_dry_run_keeps_nothing(
+    dry: tuple[str, ...], said: str, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("k2convert.cli.run.run", lambda _: seen.append(interrupts._command.state()))
+    run_here("run", cut, tmp_path / "out", *dry, code=0)
+    assert seen[0].startswith(said)
+    assert bool(seen[0]) == bool(said)

@@ -132,9 +132,19 @@ def as_twos_complement(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.view(torch.uint8) ^ 0x88).view(torch.int32)
 
 
+def a_quarter_minus_eight(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.view(torch.uint8).clone()
+    changed[: len(changed) // 4] = 0
+    return changed.view(torch.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(all_minus_eight, "100 % of the codes are -8"), (as_twos_complement, "two's complement?")],
+    [
+        (all_minus_eight, "100 % of the codes are -8"),
+        (a_quarter_minus_eight, "a range of zeros in the file?"),
+        (as_twos_complement, "two's complement?"),
+    ],
 )
 def test_codes_of_minus_eight_are_named(
     change: Callable[[torch.Tensor], torch.Tensor], words: str, damaged: Path, tmp_path: Path, run_cli: RunCli

@@ -55,7 +55,33 @@ def without_tokenizer_code(source: Path) -> str:
     return "tokenization_kimi.py: missing, but auto_map of tokenizer_config.json names it"
 
 
-@pytest.mark.parametrize("damage", [without_tokenizer, without_code, without_tokenizer_code])
+def empty_tokenizer(source: Path) -> str:
+    (source / "tokenizer.json").write_bytes(b"")
+    return "tokenizer.json: empty: engines need the tokenizer"
+
+
+def page_as_tokenizer(source: Path) -> str:
+    (source / "tokenizer.json").write_text("<html>404</html>")
+    return "tokenizer.json: not a JSON object: engines need the tokenizer"
+
+
+def cut_tokenizer(source: Path) -> str:
+    with (source / "tokenizer.json").open("r+b") as file:
+        file.truncate(1000)
+    return "tokenizer.json: not a JSON object: engines need the tokenizer"
+
+
+DAMAGES = [
+    without_tokenizer,
+    without_code,
+    without_tokenizer_code,
+    empty_tokenizer,
+    page_as_tokenizer,
+    cut_tokenizer,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_an_engine_lacks_is_said(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
