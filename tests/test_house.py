@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from house import ROOT, TINY, num_lines, traced
 
-BUDGET = {"k2convert": 45_050, "tests": 34_300, "scripts": 8_050}
+BUDGET = {"k2convert": 45_070, "tests": 34_350, "scripts": 8_050}
 """The most lines of code. A change that raises one says what it deletes instead, or why nothing can go."""
 
 
