@@ -93,7 +93,7 @@ def test_the_ledger_names_the_versions_of_what_computed(
     [
         (None, "'k2convert[torch]'"),
         ({"url": "file:///my%20work/k2", "dir_info": {"editable": True}}, "-e '/my work/k2[torch]'"),
-        ({"url": "file:///work/k2", "dir_info": {}}, "'/work/k2[torch]'"),
+        ({"url": "file:///srv/k2", "dir_info": {}}, "'/srv/k2[torch]'"),
         (
             {"url": "https://host/k2.git", "vcs_info": {"vcs": "git", "commit_id": "0123"}},
             "'k2convert[torch] @ git+https://host/k2.git@0123'",

@@ -6,7 +6,7 @@ import pytest
 from house import ROOT, TINY, num_lines, traced
 
 BUDGET = {"k2convert": 45_070, "tests": 34_350, "scripts": 8_050}
-"""The most lines of code. A change that raises one says what it deletes instead, or why nothing can go."""
+"""The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 
 def test_the_readme_is_short() -> None:

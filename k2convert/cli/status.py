@@ -215,7 +215,7 @@ def _say_other(folder: Path) -> str:
         return f"{folder}: is a finished result without the records of its job. `{command}` checks it."
     if any(folder.glob(f"*{SHARD_SUFFIX}")) and not (folder / INDEX_NAME).exists():
         return (
-            f"{folder}: has shards, but neither {INDEX_NAME} nor {WORK_FOLDER}, which says what is finished. "
+            f"{folder}: has shards, but neither {INDEX_NAME} nor {WORK_FOLDER}, which lists finished shards. "
             f"If it is a copy: `cp -r FOLDER/*` leaves {WORK_FOLDER} out, and `cp -a FOLDER/. {folder}` does not."
         )
     try:

@@ -129,7 +129,7 @@ def _is_missing(name: str, value: object, made: Mapping[str, Any], fields: Mappi
 
 
 def _extended(matter: str, added: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """Return front matter with more fields: as it was, with new lines, or written anew where that is not possible."""
+    """Return front matter with more fields: as it was, with new lines, or rewritten where that is not possible."""
     if not added:
         return matter
     lines = yaml.safe_dump(dict(added), sort_keys=False, allow_unicode=True).rstrip()

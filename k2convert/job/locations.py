@@ -222,9 +222,9 @@ def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars:
     found_shards = [relative for _, relative in refused if relative in shards]
     if found_shards and all(_is_written(destination / one, shards[one]) for one in found_shards):
         raise DestinationError(
-            f"{destination}: has shards of this job, such as {found_shards[0]}, but not {WORK_FOLDER}, which says what "
-            f"is finished. `cp -r FOLDER/*` leaves it out. Copy it too: `cp -a FOLDER/. {destination}`. Or choose a "
-            "different folder."
+            f"{destination}: has shards of this job, such as {found_shards[0]}, but not {WORK_FOLDER}, which lists "
+            f"finished shards. `cp -r FOLDER/*` leaves it out. Copy it too: `cp -a FOLDER/. {destination}`. Or choose "
+            "a different folder."
         )
     for path, relative in refused:
         is_own = relative in own or relative in around

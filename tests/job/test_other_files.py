@@ -152,7 +152,7 @@ def test_a_copy_without_the_work_folder_is_called_that(
     shutil.copytree(half, copy, ignore=shutil.ignore_patterns(".*"))
     error = said(run_here("run", small, copy, code=1).stderr)
     assert f"{copy}: has shards of this job, such as model-00001" in error
-    assert "but not .k2convert, which says what is finished" in error
+    assert "but not .k2convert, which lists finished shards" in error
     assert f"`cp -a FOLDER/. {copy}`" in error
     shutil.copytree(half, copy, dirs_exist_ok=True)
     assert "resuming" in (done := run_here("run", small, copy, code=0).stderr) or "already complete" in done
