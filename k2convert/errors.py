@@ -228,7 +228,9 @@ def _own_requirement(name: str, extra: str) -> list[str]:
         kept: Any = json.loads(distribution("k2convert").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, OSError, ValueError):
         return [name]
-    url, folder, source = str(kept.get("url", "")), kept.get("dir_info"), kept.get("vcs_info")
+    url = str(kept.get("url", ""))
+    folder = kept.get("dir_info")
+    source = kept.get("vcs_info")
     if folder is not None:
         place = unquote(url.removeprefix("file://")) + extra
         return ["-e", place] if folder.get("editable") else [place]

@@ -183,7 +183,8 @@ def compare(name: str, real: Matcher, ours: Matcher, engine: str, fuzz: int) -> 
         pool = modules + modules_of("checkpoint", wrapped=wrapped)
         for entries in (*LISTS.values(), *random_lists(1 + wrapped, fuzz, pool)):
             for module in modules:
-                theirs, mine = outcome(real, module, entries, wrapped), outcome(ours, module, entries, wrapped)
+                theirs = outcome(real, module, entries, wrapped)
+                mine = outcome(ours, module, entries, wrapped)
                 tally[f"{theirs}"] += 1
                 if theirs != mine:
                     tally["DISAGREE"] += 1

@@ -26,7 +26,8 @@ LISTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "engine-options
 
 def read_vllm(read: Read) -> dict[str, Kind]:
     """Return the options of `vllm serve` and what they take."""
-    engine, frontend = "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py"
+    engine = "vllm/engine/arg_utils.py"
+    frontend = "vllm/entrypoints/common/cli_args.py"
     modules = [ast.parse(read(module)) for module in (*_config_modules(read, engine), frontend)]
     classes = {node.name: node for tree in modules for node in tree.body if isinstance(node, ast.ClassDef)}
     literals = {name: choices for tree in modules for name, choices in _literals(tree)}
@@ -46,7 +47,8 @@ def read_vllm(read: Read) -> dict[str, Kind]:
 
 def read_sglang(read: Read) -> dict[str, Kind]:
     """Return the options of SGLang's server and what they take."""
-    folder, server = "sglang/srt/arg_groups", "sglang/srt/server_args.py"
+    folder = "sglang/srt/arg_groups"
+    server = "sglang/srt/server_args.py"
     constants = dict(_constants(ast.parse(read(f"{folder}/choices.py"))))
     spaces = re.findall(r"^from sglang\.srt\.arg_groups\.fields\.(\w+) import", read(server), flags=re.MULTILINE)
     options: dict[str, Kind] = {}
@@ -97,7 +99,8 @@ def _literals(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield the module's names for literal types, such as `CacheDType = Literal["auto", ...]`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
-            target, value = node.targets[0], node.value
+            target = node.targets[0]
+            value = node.value
             if isinstance(target, ast.Name) and ast.unparse(value.value) == "Literal":
                 yield target.id, _strings(value.slice)
 
@@ -105,7 +108,8 @@ def _literals(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
 def _kwargs_variables(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            target, call = node.targets[0], node.value
+            target = node.targets[0]
+            call = node.value
             if isinstance(target, ast.Name) and ast.unparse(call.func) == "get_kwargs":
                 yield target.id, ast.unparse(call.args[0])
 

@@ -29,12 +29,15 @@ def hostile_columns(seed: int, rows: int = 256) -> tuple[Int4Weight, np.ndarray]
 
     Their importance can all but ignore most elements.
     """
-    rng, columns, blocks = np.random.default_rng(seed), 256, 16
+    rng = np.random.default_rng(seed)
+    columns = 256
+    blocks = 16
 
     def per_block(*choices: float) -> np.ndarray:
         return rng.choice(choices, blocks).repeat(16)
 
-    reach, common = rng.integers(0, 5, blocks).repeat(16), rng.integers(-4, 5, blocks).repeat(16)
+    reach = rng.integers(0, 5, blocks).repeat(16)
+    common = rng.integers(-4, 5, blocks).repeat(16)
     exponents = np.where(rng.random(columns) < per_block(0.1, 0.3, 1), rng.integers(-reach, reach + 1), 0)
     exponents = np.where(per_block(0, 0, 0, 1) == 1, common, exponents)
     importance = np.where(rng.random(columns) < per_block(0.1, 0.5, 1), rng.integers(1, 256, columns), 1)

@@ -68,7 +68,8 @@ def peak_of(*args: object) -> int:
 
 def run_here(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command in this process; its exit code must be `code` if that is given."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended = run(*args)
     assert code in (None, ended), err.getvalue()
@@ -85,7 +86,8 @@ def run(*args: object) -> int:
     from k2convert.cli.app import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    words, before = [str(argument) for argument in args], sys.argv
+    words = [str(argument) for argument in args]
+    before = sys.argv
     sys.argv = ["k2convert", *words]
     try:
         main(words)

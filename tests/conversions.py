@@ -13,6 +13,7 @@ from k2convert.job.run import execute
 def convert(source: Path | Source, folder: Path, *, statistics: Statistics | None = None, **recipe: Any) -> Path:
     """Convert a source on the CPU; the keywords are its recipe's. Returns the result's folder."""
     opened = source if isinstance(source, Source) else Source(open_checkpoint(source))
-    chosen, out = choose_recipe(opened.checkpoint, None, recipe), Destination(folder)
+    chosen = choose_recipe(opened.checkpoint, None, recipe)
+    out = Destination(folder)
     execute(prepare(source=opened, destination=out, recipe=chosen, statistics=statistics))
     return folder

@@ -41,7 +41,8 @@ def damaged_weight(source: Path, name: str) -> Iterator[None]:
     """Make a number of a BF16 tensor NaN during the block. The identity of the shard does not show it."""
     info = open_checkpoint(source).tensors[name]
     shard = source / info.shard
-    times, before = shard.stat(), shard.read_bytes()
+    times = shard.stat()
+    before = shard.read_bytes()
 
     def write(content: bytes) -> str:
         shard.write_bytes(content)

@@ -21,7 +21,9 @@ from k2convert.records.evaluation import (
 )
 from k2convert.records.ledger import read_ledger
 
-WINDOWS, TOKENS, WORDS = 6, 257, 64
+WINDOWS = 6
+TOKENS = 257
+WORDS = 64
 TEXT = EvaluationText((("texts/emma.txt", "2" * 64),), "3" * 64, WINDOWS * TOKENS, TOKENS, WINDOWS, 0)
 WORD = ["\n", " the", "\x1b[31m", "  ", "\u202eabc", "<b>|`x`", "é", "null"]
 
@@ -35,7 +37,8 @@ def token_scores(noise: float, *, seed: int = 0) -> TokenScores:
     """Scores of a model whose logits are the reference's plus noise, over windows of random tokens."""
     random = np.random.default_rng(seed)
     logits = 3 * random.standard_normal((WINDOWS, TOKENS - 1, WORDS))
-    reference, model = log_softmax(logits), log_softmax(logits + noise * random.standard_normal(logits.shape))
+    reference = log_softmax(logits)
+    model = log_softmax(logits + noise * random.standard_normal(logits.shape))
     text = random.integers(0, WORDS, (WINDOWS, TOKENS - 1, 1))
     chosen = reference.argmax(axis=-1)
     top5 = np.argsort(-model, axis=-1)[..., :5]

@@ -23,7 +23,8 @@ NORMAL_BYTES = range(0x08, 0x7F)
 
 def e4m3_value(byte: int) -> Fraction:
     """The value of a positive E4M3 byte, from the format's definition."""
-    exponent, mantissa = byte >> 3, byte & 7
+    exponent = byte >> 3
+    mantissa = byte & 7
     if exponent == 0:
         return Fraction(mantissa) * Fraction(2) ** -9
     return Fraction(8 + mantissa) * Fraction(2) ** (exponent - 10)
@@ -85,7 +86,8 @@ def blocks_of(weight: Int4Weight, importance: Sequence[int]) -> list[list[Elemen
     """The blocks of an INT4 weight, in row-major order."""
     rows, columns = weight.shape
     exponents = [0] * columns if weight.channel_exponents is None else weight.channel_exponents.tolist()
-    codes, scales = codes_of(weight).tolist(), scales_of(weight).tolist()
+    codes = codes_of(weight).tolist()
+    scales = scales_of(weight).tolist()
     steps = {
         (s, a): Fraction(abs(s)) / Fraction(2) ** a for s in scales_of(weight).unique().tolist() for a in set(exponents)
     }
@@ -103,7 +105,8 @@ def assert_is_best(weight: Int4Weight, importance: Sequence[int], result: Nvfp4W
     nibbles = np.stack([result.packed & 15, result.packed >> 4], axis=-1).reshape(-1, 16).tolist()
     blocks = blocks_of(weight, importance)
     for block, byte, written in zip(blocks, result.block_scales.reshape(-1).tolist(), nibbles, strict=True):
-        best, expected = 0x38, [0] * 16
+        best = 0x38
+        expected = [0] * 16
         if some := live(block):
             errors, _ = errors_of(some, g)
             best = min(NORMAL_BYTES, key=lambda byte: (errors[byte], -byte))

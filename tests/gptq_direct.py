@@ -56,7 +56,8 @@ def ridge_target(tokens: Tokens, root_gram: Array) -> tuple[Array, float | None,
     def removed(strength: float, root: Array) -> float:
         total = 0.0
         for a in (0, 1):
-            other, correction = tokens.half(1 - a), ridge(tokens, tokens.half(a).cross, strength)
+            other = tokens.half(1 - a)
+            correction = ridge(tokens, tokens.half(a).cross, strength)
             left = other.missing - other.inputs @ correction.T
             total += other.mean_square(other.missing, root) - other.mean_square(left, root)
         return total
@@ -79,7 +80,8 @@ def compensated(row: Array, values: Array, form: Array) -> Array:
 def nearest(scaled: float) -> float:
     """E2M1's nearest value, ties to the even code."""
     midpoints = [(low + high) / 2 for low, high in pairwise(E2M1_VALUES)]
-    size, code = abs(scaled), 0
+    size = abs(scaled)
+    code = 0
     for index, midpoint in enumerate(midpoints):
         if size > midpoint or (size == midpoint and index % 2):
             code = index + 1

@@ -82,7 +82,8 @@ def main() -> None:
         run = traced("run", TINY, out / "run", "--quiet")
         validate = traced("validate", out / "run", "--source", TINY, "--quiet")
         calibrated = traced("run", TINY, out / "calibrated", "--calibrate", text, "--quiet", *sys.argv[1:])
-    package, tests = ROOT / "k2convert", ROOT / "tests"
+    package = ROOT / "k2convert"
+    tests = ROOT / "tests"
     for what, figure in (
         ("files that `run` enters", len(run["entered"])),
         ("files that `run --calibrate` enters", len(calibrated["entered"])),

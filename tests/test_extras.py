@@ -57,7 +57,8 @@ def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
 
 
 def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp_path: Path) -> None:
-    out, validate = tmp_path / "out", ("validate", converted, "--source", TINY)
+    out = tmp_path / "out"
+    validate = ("validate", converted, "--source", TINY)
     commands: dict[tuple[str | Path, ...], str] = {
         ("run", TINY, out, "--set", "quantizer=reference"): "reference",
         ("calibrate", TINY, out, "--text", TINY / "eval.txt"): "calibrate",

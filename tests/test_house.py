@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from house import ROOT, TINY, num_lines, traced
 
-BUDGET = {"k2convert": 45_070, "tests": 34_350, "scripts": 8_050}
+BUDGET = {"k2convert": 45_570, "tests": 34_700, "scripts": 8_170}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 

@@ -66,7 +66,8 @@ def test_lowered_limit_and_clearing_let_go_of_what_is_free() -> None:
 
 def test_memory_in_use_is_the_last_to_leave_the_pool() -> None:
     pool = BufferPool(16 * MEGABYTE)
-    used, free = pool.empty(4 * MEGABYTE), pool.empty(3 * MEGABYTE)
+    used = pool.empty(4 * MEGABYTE)
+    free = pool.empty(3 * MEGABYTE)
     address = used.ctypes.data
     del free
     others = [pool.empty(4 * MEGABYTE - 1) for _ in range(2)], pool.empty(2 * MEGABYTE)

@@ -231,7 +231,8 @@ def test_a_toy_family_is_converted_and_validated(package: Path, toy: Path, tiny:
     assert (inspected["family"], inspected["recipe"], inspected["int4_projections"]) == ("toy", "toy-nvfp4", 144)
     in_copy(package, COMMAND, "run", tiny, tmp_path / "k2")
     for shard in tiny.glob("*.safetensors"):
-        ours, toys = load_file(tmp_path / "k2" / shard.name), load_file(tmp_path / "toy" / shard.name)
+        ours = load_file(tmp_path / "k2" / shard.name)
+        toys = load_file(tmp_path / "toy" / shard.name)
         assert {toy_name(name) for name in ours} == set(toys)
         for name, tensor in ours.items():
             assert tensor.reshape(-1).view(torch.uint8).equal(toys[toy_name(name)].reshape(-1).view(torch.uint8))

@@ -72,7 +72,9 @@ def calibrate(plan: CalibrationPlan, *, events: Events = SILENT) -> StatisticsHe
     Raises any K2ConvertError.
     """
     plan.check_room()
-    work, text, num_layers = plan.work, plan.text, plan.num_layers
+    work = plan.work
+    text = plan.text
+    num_layers = plan.num_layers
     assert text.saved is not None
     with work.locked(events=events) as keep:
         was_begun = work.job() is not None
@@ -164,9 +166,12 @@ class LayerAccumulator:
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
         """Begin a chunk with the MLP's input f32 [T, K], and what a KV cache holds of its tokens."""
-        self._x, self._calls, self._cached_now = x_TK, [], cached
+        self._x = x_TK
+        self._calls = []
+        self._cached_now = cached
         if routing is not None:
-            self._is_moe, self._num_experts = True, routing.scores.shape[1]
+            self._is_moe = True
+            self._num_experts = routing.scores.shape[1]
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
@@ -186,16 +191,21 @@ class LayerAccumulator:
         self._sample.add(self._x, weights)
         for call in self._calls:
             sums = self._shared if call.expert is None else self._experts.setdefault(call.expert, _Sums())
-            own, norms, routed = weights[call.tokens], call.norms, float(call.tokens.numel())
+            own = weights[call.tokens]
+            norms = call.norms
+            routed = float(call.tokens.numel())
             if call.weights is not None:
                 p = call.weights.double()
-                own, norms, routed = own * p.square(), norms * p, float(p.sum())
+                own = own * p.square()
+                norms = norms * p
+                routed = float(p.sum())
             sums.add(call.inner, own)
             if call.expert in sampled:
                 self._hold_out(call.expert, call.inner, own, is_held_out[call.tokens])
             sums.router_weight += routed
             sums.saliency += float(norms.sum())
-        self._x, self._calls = torch.empty(0), []
+        self._x = torch.empty(0)
+        self._calls = []
         self._cached = add_cached((self._cached, self._cached_now))
 
     def _hold_out(self, expert: int | None, values: Tensor, weights: Tensor, is_held_out: Tensor) -> None:

@@ -81,14 +81,16 @@ class Calibration:
             return None
         assert parts.layer is not None
         assert parts.projection is not None
-        layer, in_down = self.statistics.layer(parts.layer), parts.projection == "down"
+        layer = self.statistics.layer(parts.layer)
+        in_down = parts.projection == "down"
         is_shared_down = in_down and parts.role is Role.SHARED_EXPERTS
         if ("down" if in_down else "gate_up") in layer.without_imatrix and not is_shared_down:
             columns = layer.down_mean_square.shape[1] if in_down else layer.gate_up_mean_square.size
             return np.full(columns, MAX_IMPORTANCE, dtype=np.uint8)
         if in_down:
             return block_importance(self._down(layer, parts))
-        mean_square, exponents = self._of_all_tokens(layer.gate_up_mean_square), self.exponents(parts.layer)
+        mean_square = self._of_all_tokens(layer.gate_up_mean_square)
+        exponents = self.exponents(parts.layer)
         if exponents is not None:
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(mean_square, 2 * exponents.astype(np.int32))
@@ -103,7 +105,8 @@ class Calibration:
         expert = parts.expert or 0
         if expert >= layer.num_experts:
             raise self._misfit(layer, f"{layer.num_experts} experts")
-        row, tokens = layer.down_mean_square[expert], int(layer.tokens[expert])
+        row = layer.down_mean_square[expert]
+        tokens = int(layer.tokens[expert])
         if layer.num_experts == 1:
             return self._of_all_tokens(row)
         return drawn_to_even(row, tokens) if tokens < MIN_TOKENS else row
@@ -158,7 +161,8 @@ class Calibration:
         exponents = self.exponents(scaling.layer)
         if exponents is None:
             return data
-        steps, name = -exponents if scaling.is_divided else exponents, f"{tensor.shard}: {tensor.name}"
+        steps = -exponents if scaling.is_divided else exponents
+        name = f"{tensor.shard}: {tensor.name}"
         with _exactly():
             if tensor.dtype == "BF16":
                 bits = data.view(np.uint16).reshape(-1, exponents.size)
@@ -181,7 +185,8 @@ class Calibration:
 
 def digest_of_exponents(exponents: Mapping[int, NDArray[np.int8]]) -> str | None:
     """Return the blake3 of the smoothing exponents int8 [K] by layer, in order, without layers of zeros, or None."""
-    digest, is_scaled = blake3(), False
+    digest = blake3()
+    is_scaled = False
     for layer, values in sorted(exponents.items()):
         if values.any():
             digest.update(f"{layer}\0".encode() + values.astype(np.int8).tobytes())

@@ -96,7 +96,8 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object
     chat_template.jinja comes before tokenizer_config.json's chat_template, which is one template or a list of named
     ones: `tool_use` is for conversations with tools, `default` for all others.
     """
-    config_path, path = folder / TOKENIZER_CONFIG_NAME, folder / CHAT_TEMPLATE_NAME
+    config_path = folder / TOKENIZER_CONFIG_NAME
+    path = folder / CHAT_TEMPLATE_NAME
     with remedy(_REMEDY):
         config = read_json_file(config_path) if is_there(config_path) else {}
         found = (read_text_file(path) if is_there(path) else "") or config.get("chat_template")

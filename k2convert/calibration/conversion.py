@@ -56,7 +56,8 @@ class OpenWalk:
 
         Raises CheckpointError if a file of a layer is damaged.
         """
-        plan, work = self.plan, self.plan.work
+        plan = self.plan
+        work = self.plan.work
         path = work.folder / f"statistics{SHARD_SUFFIX}"
         gather_statistics(work, path, plan.header, num_layers=plan.num_layers)
         if plan.text.saved is not None:
@@ -137,8 +138,12 @@ class ShardWalk:
             LayerFiles(opened.plan.work), weighted=True, smoothing=opened.smoothing, codes=codes
         )
         self.failure: BaseException | None = None
-        self._opened, self._plan, self._room = opened, opened.plan, room
-        self._codes, self._stop, self._events = codes, stop, events
+        self._opened = opened
+        self._plan = opened.plan
+        self._room = room
+        self._codes = codes
+        self._stop = stop
+        self._events = events
         self._thread = threading.Thread(target=self._guard, name="walk", daemon=True)
         self._changed = Condition()  # guards everything below
         assert self._plan.needs is not None

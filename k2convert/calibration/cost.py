@@ -94,7 +94,8 @@ def pass_flops(model: ModelSizes, size: PassSize) -> float:
 def layer_operations(model: ModelSizes, size: PassSize, *, is_walk: bool) -> tuple[float, ...]:
     """Return the operations of each layer of a pass or of a walk of rule gptq: what its progress counts."""
     steps = sum(walk_steps(model, size).values(), Work()).operations if is_walk else 0.0
-    expert, streams = _expert_flops(model, size) + steps, 2 if is_walk else 1
+    expert = _expert_flops(model, size) + steps
+    streams = 2 if is_walk else 1
     others = [streams * _other_flops(model, size, layer) for layer in range(model.num_layers)]
     return tuple(own + expert * (layer in model.moe_layers) for layer, own in enumerate(others))
 
@@ -114,7 +115,10 @@ def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]
 
 def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
     """Return the work of each step that a walk of rule gptq does in a MoE layer beyond the two streams."""
-    hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
+    hidden = model.hidden
+    width = model.width
+    experts = model.num_experts
+    tokens = size.num_tokens
     routed = tokens * model.experts_per_token // max(experts, 1)
     added = Work(fp32=4.0 * width * experts * hidden**2)
     return {
@@ -152,7 +156,8 @@ def _corrected(columns: int, rows: int, tokens: int, *, judged: int) -> Work:
     """Return the work to choose and to make a correction; `judged` rows of weights decide, or sums of outputs."""
     if tokens < FEW_TOKENS:
         return Work()
-    square, sums = float(columns) ** 2, min(rows, SKETCHED_ROWS)
+    square = float(columns) ** 2
+    sums = min(rows, SKETCHED_ROWS)
     factors = (len(STRENGTHS) + (2 if judged else 1)) * square * columns / 3
     seen = 4.0 * rows * columns * (judged + sums)
     losses = 8 * square * (len(STRENGTHS) * (judged or sums) + (sums if judged else 0))
@@ -192,12 +197,16 @@ def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
 
     Experts are computed with converted gate and up, and some tokens twice more, for the errors.
     """
-    device, steps, one = size.devices[0], walk_steps(model, size), pass_cost(model, size)
+    device = size.devices[0]
+    steps = walk_steps(model, size)
+    one = pass_cost(model, size)
     decided = sum((work for name, work in steps.items() if name not in _MEASURED_STEPS), Work())
-    fp32, fp64 = _product_rate(device), _product_rate(device, torch.float64)
+    fp32 = _product_rate(device)
+    fp64 = _product_rate(device, torch.float64)
     added = 4.0 * model.width * model.num_experts * model.hidden**2
     layer = (decided.fp32 + added) / fp32 + decided.fp64 / fp64
-    gate_up, down = _row_seconds(model.hidden, device), _row_seconds(model.width, device)
+    gate_up = _row_seconds(model.hidden, device)
+    down = _row_seconds(model.width, device)
     layer += model.num_experts * (2 * model.width * gate_up + model.hidden * down)
     return Cost((2 + 2 * MEASURED_SHARE) * one.experts + model.num_moe(size) * layer, 2 * one.others, one.search)
 
@@ -227,7 +236,8 @@ def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
 
 def pass_cost(model: ModelSizes, size: PassSize, *, extra_flops: float = 0.0) -> Cost:
     """Measure what a pass takes; `extra_flops` more are of matrix products."""
-    devices, num_moe = size.devices, model.num_moe(size)
+    devices = size.devices
+    num_moe = model.num_moe(size)
     chunk_tokens = size.chunk_windows * size.window
     tokens = -(-chunk_tokens * model.experts_per_token // max(model.num_experts, 1))
     with allowing_tf32(devices):
@@ -254,7 +264,8 @@ def _row_seconds(columns: int, device: str) -> float:
 
 def _rounding_seconds(columns: int, device: str) -> float:
     target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, columns, device=device)
-    curvature, kernel = make_curvature(torch.eye(columns, device=device), 0.5), kernel_for(device)
+    curvature = make_curvature(torch.eye(columns, device=device), 0.5)
+    kernel = kernel_for(device)
     return _seconds(lambda: round_gptq(target, 1.0, curvature, kernel), device) / target.shape[0]
 
 
@@ -265,7 +276,8 @@ def _expert_seconds(model: ModelSizes, tokens: int, device: str) -> float:
 
 def made_up_expert(model: ModelSizes, tokens: int, device: str) -> Callable[[], torch.Tensor]:
     """Return what decodes and computes an expert with this many tokens."""
-    hidden, width = model.hidden, model.width
+    hidden = model.hidden
+    width = model.width
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     layers = [LinearLayer(exact_weight(_made_up(rows, columns))) for rows, columns in shapes]
     states = torch.ones(tokens, hidden, device=device)

@@ -216,7 +216,8 @@ class LayerConverter:
         """Choose the shrinkage and the correction of a layer; returns them, and how gate and up are rounded."""
         rows, scales = self._sample(num_experts)
         step = max(1, rows.shape[0] // SHRINKAGE_ROWS)
-        few, shrinkage = rows[::step] / scales[::step, None], None
+        few = rows[::step] / scales[::step, None]
+        shrinkage = None
         moments.complete(self.team)
         if self.is_varied:
             shrinkage = choose_shrinkage(moments, few, 1.0, self._kernel(self.device), self.team)
@@ -261,13 +262,16 @@ class LayerConverter:
         mlp = Mlp(decoded(gate, device), decoded(up, device), exact[2])
         without_data.append(by_mse(down, *shared_scale([down])))
         others = (Mlp(*exact), Mlp(*(decoded(codes, device) for codes in without_data)))
-        inner, output = inputs.inner[number], self.scratch.empty(tokens.shape[0], inputs.x.shape[1])
+        inner = inputs.inner[number]
+        output = self.scratch.empty(tokens.shape[0], inputs.x.shape[1])
         for rows in self.scratch.pieces(tokens.shape[0]):
             x = self.scratch.take(inputs.x, tokens[rows]).to(device)
             activations = mlp.inner(x) * p[rows, None].to(device)
-            inner[rows], output[rows] = activations, mlp.outer(activations)
+            inner[rows] = activations
+            output[rows] = mlp.outer(activations)
         last = slice(int((tokens < inputs.first_measured).sum()), None)
-        x, weights = self.scratch.take(inputs.x, tokens[last]).to(device), p[last, None].to(device)
+        x = self.scratch.take(inputs.x, tokens[last]).to(device)
+        weights = p[last, None].to(device)
         of_source, of_mse = ((other(x) * weights).to(self.device) for other in others)
         return _Expert(gate, up, _Routed(tokens, inner), output, (of_source, of_mse))
 
@@ -299,7 +303,8 @@ class LayerConverter:
             moments, _, curvature = down.trusted
             missing = Missing.start(moments.forms.shape[1], residual_TK.shape[1], device=self.device)
             for rows in self.scratch.pieces(_fitted(expert, inputs)):
-                left, halves = self.scratch.take(residual_TK, expert.tokens[rows]), _halves(expert.tokens[rows], inputs)
+                left = self.scratch.take(residual_TK, expert.tokens[rows])
+                halves = _halves(expert.tokens[rows], inputs)
                 missing.add(expert.inner[rows], left, halves, self.team)
             correction, ridge = correct(moments, missing, team=self.team)
             strength = ridge.strength

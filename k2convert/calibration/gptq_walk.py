@@ -76,8 +76,12 @@ class _LayerConversion:
     """One layer of the walk."""
 
     def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events, team: Team) -> None:
-        self._layer, self._options, self._work, self._events = layer, options, work, events
-        self._walk, self._decoder = layer.walk, layer.decoder
+        self._layer = layer
+        self._options = options
+        self._work = work
+        self._events = events
+        self._walk = layer.walk
+        self._decoder = layer.decoder
         self._scratch = Scratch(work.folder, self._walk.devices[0])
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
@@ -136,7 +140,8 @@ class _LayerConversion:
         self, first: int, states: HiddenStates, converted: HiddenStates, collected: _CollectedTokens
     ) -> NDArray[np.bool_]:
         """Run a chunk and collect its tokens; returns which windows are kept. Its tensors are gone before the next."""
-        layer, tee = self._layer, self._tee(first)
+        layer = self._layer
+        tee = self._tee(first)
         layer.run(first, states, tee)
         kept = finite_windows(states)
         if not kept.any():
@@ -168,7 +173,8 @@ class _LayerConversion:
         """Convert the experts and keep their codes and what was decided; returns the residual f32 [T, K]."""
         return_free_memory()
         is_scaled = self._options.smoothing and statistics.smoothing_exponents.any()
-        path, record = self._work.path(CODES, self._layer.number), self._work.record
+        path = self._work.path(CODES, self._layer.number)
+        record = self._work.record
         with writing_quantized_layers(path, self._shapes(), record=record) as write:
             converter = LayerConverter(
                 weights=ExpertWeights(
@@ -208,14 +214,16 @@ class _LayerConversion:
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes [N, K] of the experts' projections in the order in which they are converted."""
         architecture = read_architecture(self._layer.reader.checkpoint)
-        hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+        hidden = architecture.hidden_size
+        width = architecture.moe_intermediate_size
         stems = [f"{self._mlp}.experts.{expert}" for expert in range(architecture.num_experts)]
         inner = {f"{stem}.{kind}": (width, hidden) for stem in stems for kind in (GATE, UP)}
         return inner | {f"{stem}.{DOWN}": (hidden, width) for stem in stems}
 
     def _write_missing(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
         """Write what the converted layer lacks, which the next layer reads; NaN for dropped windows."""
-        walk, done = self._walk, 0
+        walk = self._walk
+        done = 0
         with self._layer.writing(MISSING) as write:
             for is_kept in kept.tolist():
                 missing = np.full((1, *walk.shape[1:]), np.nan, dtype=np.float32)

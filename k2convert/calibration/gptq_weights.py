@@ -19,7 +19,9 @@ from k2convert.quantize.gptq.rounding import RoundingKernel, round_gptq
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.quantize.rules.max import Magnitude
 
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+GATE = "gate_proj"
+UP = "up_proj"
+DOWN = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +75,8 @@ def by_mse(weight: SourceProjection, magnitude: Magnitude, global_scale: float) 
 
 def decoded(weight: Nvfp4Weight, device: str) -> LinearLayer:
     """Return a converted projection as a layer on a device, its inputs not quantized."""
-    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
+    packed = torch.as_tensor(weight.packed)
+    scales = torch.as_tensor(weight.block_scales)
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale)).to(device)
 
 
@@ -96,7 +99,9 @@ class GateUpRule:
         targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
         if self.correction is not None:
             targets += targets @ self.correction
-        codes, found, done = round_gptq(targets, 1.0, self.curvature, kernel), list[Nvfp4Weight](), 0
+        codes = round_gptq(targets, 1.0, self.curvature, kernel)
+        found = list[Nvfp4Weight]()
+        done = 0
         for weight, _, global_scale in weights:
             rows = slice(done, done + weight.values.shape[0])
             found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))

@@ -145,7 +145,8 @@ def imatrix_gains(
 
 def _errors(weight: SourceWeight, importance: NDArray[np.uint8], inputs: Tensor) -> tuple[float, float]:
     """Return the squared errors of outputs by rule `mse` and by `imatrix`, for weighted inputs f32 [n, K]."""
-    values, found = weight_values(weight), list[float]()
+    values = weight_values(weight)
+    found = list[float]()
     for used in (np.full_like(importance, MAX_IMPORTANCE), importance):
         error = torch.as_tensor(dequantize_nvfp4(quantize_by_imatrix(weight, used)) - values).float()
         found.append(float((inputs @ error.T).double().square_().sum()))

@@ -48,7 +48,9 @@ CODES: Final = "codes"
 GPTQ: Final = "gptq.json"
 
 _OPEN_LAYERS: Final = 4
-_PACKED, _SCALES, _GLOBAL = "packed", "block_scales", "global_scale"
+_PACKED = "packed"
+_SCALES = "block_scales"
+_GLOBAL = "global_scale"
 _FP32_BYTES: Final = 4
 
 Write = Callable[[str, Nvfp4Weight], None]
@@ -122,7 +124,8 @@ def writing_quantized_layers(
     """
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     for module, (rows, columns) in shapes.items():
-        packed, scales = (rows, columns // 2), (rows, columns // BLOCK_SIZE)
+        packed = (rows, columns // 2)
+        scales = (rows, columns // BLOCK_SIZE)
         tensors.append((f"{module}.{_PACKED}", "U8", packed, rows * packed[1]))
         tensors.append((f"{module}.{_SCALES}", "U8", scales, rows * scales[1]))
         tensors.append((f"{module}.{_GLOBAL}", "F32", (1,), _FP32_BYTES))

@@ -147,7 +147,8 @@ def _problem(layer: LayerStatistics) -> str | None:
 
 def _shape_problem(layer: LayerStatistics) -> str | None:
     experts, width = layer.down_mean_square.shape
-    shared, shared_amax = layer.shared_down_mean_square, layer.shared_down_amax
+    shared = layer.shared_down_mean_square
+    shared_amax = layer.shared_down_amax
     if (shared is None) != (shared_amax is None):
         return "has one of shared_down.mean_square and shared_down.amax"
     columns = {"gate_up.mean_square": layer.gate_up_mean_square.size, "down.mean_square": width}

@@ -36,7 +36,8 @@ class Scratch:
     """Gives big tensors of one device; on a CPU they are in files in `folder`. Any thread may use it."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        self._folder, self._device = folder, device
+        self._folder = folder
+        self._device = device
         self._piece_rows, self._scattered_rows = (
             (PIECE_TOKENS, _SCATTERED_ROWS) if device == "cpu" else (CUDA_PIECE_TOKENS, CUDA_PIECE_TOKENS)
         )
@@ -121,14 +122,16 @@ class LayerInputs:
 
     def take_gate_up(self) -> tuple[Moments, Missing]:
         """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
-        taken, self.gate_up = self.gate_up, None
+        taken = self.gate_up
+        self.gate_up = None
         assert taken is not None
         return taken
 
 
 def output_errors(residual_mK: Tensor, inputs: LayerInputs, scratch: Scratch) -> tuple[float, float]:
     """Return the mean of ||R||^2 / ||h||^2 over the measured tokens that were fitted to, and over the others."""
-    weights, fitted = inputs.token_weights[inputs.first_measured :], inputs.halves.shape[0] - inputs.first_measured
+    weights = inputs.token_weights[inputs.first_measured :]
+    fitted = inputs.halves.shape[0] - inputs.first_measured
     parts = range(fitted), range(fitted, residual_mK.shape[0])
     first, second = (_error(residual_mK, weights, scratch, tokens) for tokens in parts)
     return first, second

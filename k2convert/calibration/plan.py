@@ -182,7 +182,8 @@ class CalibrationPlan:
 
     def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
         """Return the extent of the walk if the layers before `first` are done: its own, and all that is downloaded."""
-        fetched, phases = self.fetched, dict[Phase, tuple[int, int]]()
+        fetched = self.fetched
+        phases = dict[Phase, tuple[int, int]]()
         if self.shards is not None:
             total, done = others.get("download", (0, 0))
             phases["download"] = (total + sum(fetched), done + sum(fetched[:first]))
@@ -239,7 +240,8 @@ class CalibrationPlan:
 
         Raises DestinationError if the file was made from something else.
         """
-        path, header = self.text.saved, self.header
+        path = self.text.saved
+        header = self.header
         if path is None or not path.exists():
             return None
         try:
@@ -272,7 +274,8 @@ def plan_calibration(
     `identity` has every field that the results depend on, `disk_allowed` is what a walk without a conversion may use.
     """
     architecture = read_architecture(source.checkpoint)
-    num_layers, ids = architecture.num_layers, text.windows.ids
+    num_layers = architecture.num_layers
+    ids = text.windows.ids
     needs = None if shards is None else {shard.name: shard_needs(shard) for shard in shards}
     states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
     disk_bytes = (1 if needs is None else 2) * states + 2 * _statistics_bytes(architecture)
@@ -333,7 +336,8 @@ def shard_needs(shard: ShardJob) -> ShardNeeds:
 
     Copied tensors count too: whether smoothing changes them is asked of their layer.
     """
-    layers, codes = {-1}, dict[int, int]()
+    layers = {-1}
+    codes = dict[int, int]()
     for step in shard.steps:
         is_converted = isinstance(step, ConvertStep)
         module = step.members[0].module if is_converted else step.tensor.name.rpartition(".")[0]

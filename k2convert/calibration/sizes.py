@@ -119,7 +119,8 @@ class ModelSizes:
 
 def read_sizes(source: Checkpoint) -> ModelSizes:
     """Read config and headers."""
-    family, text = detect_family(source), text_config(source.config)
+    family = detect_family(source)
+    text = text_config(source.config)
     architecture = family.read_architecture(source.config, str(source.folder))
     weights = [0] * architecture.num_layers
     sizes = {role: [0] * architecture.num_layers for role in (Role.ATTENTION, Role.DENSE_MLP)}
@@ -176,18 +177,25 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     """Return what a walk of rule gptq holds at its peak, without the buffers for reading, which a conversion counts."""
-    square, part = 4 * model.hidden**2, model.width * model.hidden
+    square = 4 * model.hidden**2
+    part = model.width * model.hidden
     tried = min(size.workers, 2 * len(SHRINKAGES)) if model.hidden <= SMALL else 1
     states = 4 * size.chunk_windows * size.window * model.hidden
     chosen = size.num_tokens * model.experts_per_token // max(model.num_experts, 1)
     if size.on_cpu:
         tokens = inner = 0
-        chosen, mapped, copies = min(chosen, PIECE_TOKENS), 2 * states, _MAPPED_COPIES
-        experts, floats = 1, _EXPERT_FLOATS
+        chosen = min(chosen, PIECE_TOKENS)
+        mapped = 2 * states
+        copies = _MAPPED_COPIES
+        experts = 1
+        floats = _EXPERT_FLOATS
     else:
         tokens = 4 * size.num_tokens * model.hidden
-        inner, mapped, copies = 4 * size.num_tokens * model.experts_per_token * model.width, 0, _COPIES
-        experts, floats = GROUPED_EXPERTS, _CUDA_EXPERT_FLOATS
+        inner = 4 * size.num_tokens * model.experts_per_token * model.width
+        mapped = 0
+        copies = _COPIES
+        experts = GROUPED_EXPERTS
+        floats = _CUDA_EXPERT_FLOATS
     pieces = 4 * copies * chosen * model.hidden
     in_work = 4 * experts * (size.workers * floats * part) + experts * (size.workers + 1) * pieces
     phases = (

@@ -187,7 +187,8 @@ def _are_in_range(
     largest = magnitudes.max(axis=0)
     # The smallest that is not zero: minus one, zero is the largest number; back again, a column of zeros is zero.
     smallest = (magnitudes - kind(1)).min(axis=0) + kind(1)
-    below, above = (smallest >> mantissa).astype(np.int64), (largest >> mantissa).astype(np.int64)
+    below = (smallest >> mantissa).astype(np.int64)
+    above = (largest >> mantissa).astype(np.int64)
     is_zero = largest == 0
     return np.where(is_zero, zeros, (below - MAX_EXPONENT >= 1) & (above + MAX_EXPONENT < end))
 

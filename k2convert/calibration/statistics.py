@@ -104,7 +104,9 @@ class Statistics:
         self.layers = tuple(sorted(norms))
         self._norms = norms
         self._shard = shard
-        self._header, self._identity, self._pruning = header, identity, pruning
+        self._header = header
+        self._identity = identity
+        self._pruning = pruning
         self._read_once = lru_cache(_CACHED_LAYERS)(self._read)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,7 +232,9 @@ def open_statistics(path: Path) -> Statistics:
 def _read_digests(path: Path, shard: ShardHeader) -> tuple[str, str]:
     """Return the blake3 of a file, and that which it should state of everything else in it."""
     tensors = [(info.name, info.dtype, info.shape, info.num_bytes) for info in shard.tensors.values()]
-    checksum, digest, position = _begin_checksum(tensors, shard.metadata), blake3(), 0
+    checksum = _begin_checksum(tensors, shard.metadata)
+    digest = blake3()
+    position = 0
     for piece in pieces(path):
         digest.update(piece)
         checksum.update(memoryview(piece)[max(shard.data_begin - position, 0) :])

@@ -256,7 +256,8 @@ def read_windows(
     length = min(window, tokens, stream.size)
     if length == 0:
         raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")
-    wanted, available = tokens // length, stream.size // length
+    wanted = tokens // length
+    available = stream.size // length
     chosen = sorted(_shuffled(available, seed)[:wanted])
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8

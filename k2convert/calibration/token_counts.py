@@ -32,7 +32,8 @@ def default_tokens(source: Checkpoint, *, window: int) -> int:
 
     They fill whole windows, and are never few. Raises PlanError if the config has no counts.
     """
-    architecture, chosen = read_architecture(source), experts_per_token(source)
+    architecture = read_architecture(source)
+    chosen = experts_per_token(source)
     needed = -(-TOKENS_PER_INPUT * architecture.moe_intermediate_size * architecture.num_experts // chosen)
     tokens = min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
     return -(-tokens // window) * window
@@ -57,7 +58,8 @@ def tokens_for(architecture: Architecture, *, used: int, got: int, window: int) 
 
 def scratch_bytes(source: Checkpoint, *, tokens: int, workers: int) -> int:
     """Return the disk that layer_tokens.py uses for a layer next to a CPU; an estimate for very uneven experts."""
-    architecture, chosen = read_architecture(source), experts_per_token(source)
+    architecture = read_architecture(source)
+    chosen = experts_per_token(source)
     at_once = (workers + 1) * _UNEVEN * tokens * chosen // max(architecture.num_experts, 1)
     outputs = _OUTPUTS * min(at_once, tokens * chosen) * architecture.hidden_size
     inner = tokens * chosen * architecture.moe_intermediate_size

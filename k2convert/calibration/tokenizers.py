@@ -171,10 +171,12 @@ def _short_runs(text: str) -> Iterator[str]:
         if character.isspace() is is_space:
             run += 1
         else:
-            is_space, run = not is_space, 1
+            is_space = not is_space
+            run = 1
         if run > MAX_RUN_CHARS:
             yield text[start:i]
-            start, run = i, 1
+            start = i
+            run = 1
     yield text[start:]
 
 

@@ -247,7 +247,8 @@ def known_sha256(path: Path) -> str | None:
     In the Hub's cache it is the name of the file that a link leads to. `hf download --local-dir` writes three lines
     beside the files: commit, hash, time. Files that are not in LFS have a shorter hash, of git.
     """
-    blob, notes = path.resolve(), path.parent / ".cache" / "huggingface" / "download"
+    blob = path.resolve()
+    notes = path.parent / ".cache" / "huggingface" / "download"
     if blob.parent.name == BLOBS_FOLDER:
         return blob.name if _SHA256.fullmatch(blob.name) else None
     try:
@@ -369,12 +370,14 @@ def config_differences(
     before: Any, after: Any, path: str = "", *, unread: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (place, value before, value after) of each field that differs, except those called as in `unread`."""
-    left, right = mapping_or_empty(before), mapping_or_empty(after)
+    left = mapping_or_empty(before)
+    right = mapping_or_empty(after)
     for key in (*left, *(key for key in right if key not in left)):
         if key in unread:
             continue
         place = f"{path}.{shortened(key)}" if path else shortened(key)
-        one, other = left.get(key, ABSENT), right.get(key, ABSENT)
+        one = left.get(key, ABSENT)
+        other = right.get(key, ABSENT)
         if isinstance(one, dict) and isinstance(other, dict):
             yield from config_differences(cast(object, one), cast(object, other), place, unread=unread)
         elif one is ABSENT or other is ABSENT or not is_same_json(one, other):

@@ -86,7 +86,8 @@ def projection_tensors(
 ) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Return (parameter, dtype, shape, num_bytes) of a converted projection [num_rows, num_columns], in file order."""
     names = LAYOUTS[layout]
-    packed, blocks = (num_rows, num_columns // 2), (num_rows, num_columns // BLOCK_SIZE)
+    packed = (num_rows, num_columns // 2)
+    blocks = (num_rows, num_columns // BLOCK_SIZE)
     tensors = [
         (names.weight, "U8", packed, packed[0] * packed[1]),
         (names.block_scale, "F8_E4M3", blocks, blocks[0] * blocks[1]),

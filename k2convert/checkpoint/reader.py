@@ -45,18 +45,21 @@ class PageCache:
 
     def holds_most(self, begin: int, end: int) -> bool:
         """Return whether more than half of the pages of bytes [begin, end) are in memory."""
-        first, stop = begin // PAGE_BYTES * PAGE_BYTES, min(end, self._num_bytes)
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        stop = min(end, self._num_bytes)
         if stop <= first:
             return True
         resident = np.zeros(-(-(stop - first) // PAGE_BYTES), dtype=np.uint8)
-        where, length = ctypes.c_void_p(self._address + first), ctypes.c_size_t(stop - first)
+        where = ctypes.c_void_p(self._address + first)
+        length = ctypes.c_size_t(stop - first)
         failed = _libc.mincore(where, length, ctypes.c_void_p(resident.ctypes.data)) != 0
         return failed or 2 * int(np.count_nonzero(resident & 1)) > resident.size
 
 
 def start_writing(descriptor: int, position: int, num_bytes: int) -> None:
     """Ask the system to start writing a range to disk. Does not wait; a filesystem may ignore it."""
-    offset, length = ctypes.c_int64(position), ctypes.c_int64(num_bytes)
+    offset = ctypes.c_int64(position)
+    length = ctypes.c_int64(num_bytes)
     _libc.sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
@@ -135,7 +138,8 @@ class ShardReader:
             whole = self._bytes(tensor, tensor.begin, tensor.end)
             rows = whole.reshape(-1, tensor.num_bytes // len(tensor.rows))[list(tensor.rows)]
             return rows.reshape(-1)[begin:end]
-        begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
+        begin = tensor.begin + begin
+        end = tensor.begin + (tensor.num_bytes if end is None else end)
         return self._bytes(tensor, begin, end)
 
     def _bytes(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
@@ -156,14 +160,18 @@ class ShardReader:
         return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
 
     def _read(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
-        file, first = self._open(tensor.shard), begin - begin % PAGE_BYTES
+        file = self._open(tensor.shard)
+        first = begin - begin % PAGE_BYTES
         pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
         position = begin
-        descriptor, unit = file.buffered, 1
+        descriptor = file.buffered
+        unit = 1
         if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
-            descriptor, unit = file.direct, PAGE_BYTES
+            descriptor = file.direct
+            unit = PAGE_BYTES
         while position < end:
-            start, stop = position - position % unit, -(-end // unit) * unit
+            start = position - position % unit
+            stop = -(-end // unit) * unit
             count = os.preadv(descriptor, [pages[start - first : stop - first].data], start)
             if start + count <= position:
                 raise SourceReadError(

@@ -56,7 +56,9 @@ class ShardWriter:
         # Whole pages, as O_DIRECT requires. NumPy copies into them without the GIL.
         self._size = STAGING_BYTES_CACHED if for_upload else STAGING_BYTES
         self._staging = [BUFFERS.empty_pages(self._size)[: self._size] for _ in range(NUM_STAGING)]
-        self._current, self._filled, self._position = 0, 0, 0
+        self._current = 0
+        self._filled = 0
+        self._position = 0
         self._pending: deque[tuple[Future[None], Future[object]]] = deque()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")  # one: the order matters
@@ -126,11 +128,13 @@ class ShardWriter:
         return None if self._sha256 is None else self._sha256.hexdigest()
 
     def _flush(self) -> None:
-        filled, position = self._filled, self._position
+        filled = self._filled
+        position = self._position
         used = self._staging[self._current][:filled]
         stored = self._pool.submit(self._store, used, position)
         self._pending.append((stored, self._hasher.submit(self._update_hashes, used.data)))
-        self._position, self._filled = position + filled, 0
+        self._position = position + filled
+        self._filled = 0
         self._current = (self._current + 1) % NUM_STAGING
         while len(self._pending) >= NUM_STAGING:
             try:
@@ -162,7 +166,8 @@ class ShardWriter:
         for descriptor in (self._direct, self._descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-        self._direct, self._descriptor = None, -1
+        self._direct = None
+        self._descriptor = -1
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -179,7 +184,8 @@ class ShardWriter:
 def _write_all(descriptor: int, view: memoryview, position: int) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
+        view = view[count:]
+        position = position + count
 
 
 def _open_direct(name: str, folder: int) -> int | None:

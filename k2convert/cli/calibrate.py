@@ -85,7 +85,8 @@ def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Foreca
         console.print_json(document | found.document(time, needed))
     else:
         show_text(plan)
-        needs, allowed = format_bytes(plan.disk_needed), format_bytes(plan.disk_allowed)
+        needs = format_bytes(plan.disk_needed)
+        allowed = format_bytes(plan.disk_allowed)
         console.print_line(f"disk: needs {needs} at once, may use {allowed}")
         for line in (*found.memory_lines(needed), found.time_line(time)):
             console.print_line(line)

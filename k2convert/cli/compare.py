@@ -143,7 +143,8 @@ def _show(found: Evaluation, options: CompareOptions) -> None:
 
 def _show_figures(found: Evaluation) -> None:
     (row,) = found.rows
-    figures, text = row.figures, found.text
+    figures = row.figures
+    text = found.text
     divergence = figures.divergence
     console.print_table(
         f"{found.reference.name} against {row.model.name}: {text.windows * (text.window - 1):,} predictions in "

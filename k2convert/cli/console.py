@@ -186,7 +186,8 @@ def notifier(*, quiet: bool) -> Callable[[str], None]:
     last: dict[str, float] = {}
 
     def notify(line: str) -> None:
-        reason, now = line.partition("; ")[0], time.monotonic()
+        reason = line.partition("; ")[0]
+        now = time.monotonic()
         if now - last.get(reason, -math.inf) > _SAME_LINE_SECONDS:  # several connections fail together
             last[reason] = now
             print_event(line)

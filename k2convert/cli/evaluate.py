@@ -79,7 +79,8 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
 def plan_line(plan: "EvaluationPlan") -> str:
     """Return models, layers and text of an evaluation, in a line."""
     windows = plan.text.windows
-    names, models = ", ".join(name for name, _ in windows.texts), len(plan.models) - 1
+    names = ", ".join(name for name, _ in windows.texts)
+    models = len(plan.models) - 1
     size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
     return (
         f"{counted(models, 'model')} and the reference, {plan.num_layers} layers on {windows.ids.size:,} tokens of "
@@ -110,10 +111,12 @@ def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast
         console.print_json(document | found.document(time, needed))
         return
     console.print_line(plan_line(plan))
-    reads, fetches = format_bytes(plan.bytes_read), format_bytes(plan.bytes_fetched)
+    reads = format_bytes(plan.bytes_read)
+    fetches = format_bytes(plan.bytes_fetched)
     console.print_line(f"reads {reads}" + (f", fetches {fetches} from the Hub" if plan.bytes_fetched else ""))
     console.print_line(f"computes about {flop:.1e} floating-point operations")
-    needs, allowed = format_bytes(plan.disk_needed), format_bytes(plan.disk_allowed)
+    needs = format_bytes(plan.disk_needed)
+    allowed = format_bytes(plan.disk_allowed)
     console.print_line(f"disk: needs {needs} at once, may use {allowed}")
     for line in (*found.memory_lines(needed), found.time_line(time)):
         console.print_line(line)

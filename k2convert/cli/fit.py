@@ -110,7 +110,8 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
 
 def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
     """Show which GPUs, or which counts of one, hold the model. Return whether any do."""
-    model, settings = asked.model, asked.settings
+    model = asked.model
+    settings = asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
     holders = find_holders(model, settings=settings, gpus=gpus)
     if asked.options.as_json:
@@ -124,7 +125,9 @@ def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
 
 def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
     """Show the memory by role and the speed of a count of GPUs, or what would fit. Return whether it fits."""
-    options, settings, model = asked.options, asked.settings, asked.model
+    options = asked.options
+    settings = asked.settings
+    model = asked.model
     layout = complete_layout(
         count,
         model.shape,
@@ -172,7 +175,8 @@ def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, opti
     """
     if not holder.fit.holds:
         return {}
-    recipe, repo = model.recipe, parse_repo(options.checkpoint)
+    recipe = model.recipe
+    repo = parse_repo(options.checkpoint)
     scheme = nvfp4_scheme(checkpoint.config) if recipe is None else (recipe.layout, recipe.activations)
     place = options.checkpoint if repo is None else repo.repo
     longest = max_positions(checkpoint.config)

@@ -63,7 +63,8 @@ class Forecast:
         """Return the memory that is needed and the memory that is there, in lines."""
         lines = [f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"]
         if self.memory.gpu:
-            needs, free = format_bytes(self.memory.gpu), format_bytes(self._free_of_gpu())
+            needs = format_bytes(self.memory.gpu)
+            free = format_bytes(self._free_of_gpu())
             lines.append(f"memory of the GPU: needs about {needs}, free {free}")
         return lines
 
@@ -90,7 +91,8 @@ def forecast(plan: CalibrationPlan, *, layers: int) -> Forecast:
     """Count what the last `layers` layers of a calibration need."""
     from k2convert.calibration.sizes import pass_memory, read_sizes, walk_memory
 
-    size, is_walk = _pass_size(plan.text, layers), plan.needs is not None
+    size = _pass_size(plan.text, layers)
+    is_walk = plan.needs is not None
     held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
     return Forecast(plan.source, size, is_walk, held)
 
@@ -134,7 +136,8 @@ def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
     found = forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
     needed = peak_bytes() + found.memory.main
     time = found.time()
-    size, names = text.windows.ids.shape, ", ".join(name for name, _ in text.windows.texts)
+    size = text.windows.ids.shape
+    names = ", ".join(name for name, _ in text.windows.texts)
     line = f"evaluation at the end, on {text.windows.ids.size:,} tokens of {names}, in {counted(size[0], 'window')}"
     line += f" of {size[1]:,}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
     return FinalEvaluation(found, time, needed, line)
@@ -186,7 +189,8 @@ def _default_line(plan: CalibrationPlan) -> str | None:
         return None
     from k2convert.calibration.token_counts import TOKENS_PER_INPUT, experts_per_token
 
-    experts, inputs = plan.architecture.num_experts, plan.architecture.moe_intermediate_size
+    experts = plan.architecture.num_experts
+    inputs = plan.architecture.moe_intermediate_size
     each = plan.text.tokens * experts_per_token(plan.source) // max(experts, 1)
     return (
         f"{plan.text.tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
@@ -202,7 +206,8 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
     if got >= TOKENS_PER_INPUT * inputs:
         return line
-    used, window = plan.num_tokens, plan.text.windows.ids.shape[1]
+    used = plan.num_tokens
+    window = plan.text.windows.ids.shape[1]
     enough = tokens_for(plan.architecture, used=used, got=got, window=window)
     text = ", and a longer text" if used < plan.text.tokens else ""
     return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
@@ -223,7 +228,8 @@ def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) 
 
 def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
     """Return layers and text of a calibration, as plain data."""
-    text, windows = plan.text, plan.text.windows
+    text = plan.text
+    windows = plan.text.windows
     return {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
         "tokens": windows.ids.size,

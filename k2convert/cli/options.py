@@ -24,7 +24,10 @@ from k2convert.hub.client import SCHEME, parse_repo
 TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
 ADDRESS: Final = "hf://owner/name[@revision]"
 STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
-RESULT, CALIBRATION, MACHINE, HUB = "Source and result", "Calibration", "Machine", "Hub"
+RESULT = "Source and result"
+CALIBRATION = "Calibration"
+MACHINE = "Machine"
+HUB = "Hub"
 """The panels of `run --help`."""
 
 _MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
@@ -228,7 +231,9 @@ def verb(options: type) -> Callable[..., None]:
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
     hints = get_type_hints(options, include_extras=True)
-    command.__name__, command.__doc__, command.__annotations__ = name, options.__doc__, hints
+    command.__name__ = name
+    command.__doc__ = options.__doc__
+    command.__annotations__ = hints
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
             inspect.Parameter(

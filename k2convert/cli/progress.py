@@ -98,7 +98,8 @@ class _Lines:
 
     def print_now(self) -> None:
         """Print a line."""
-        self.has_printed, self.printed_at = True, self.tally.seconds
+        self.has_printed = True
+        self.printed_at = self.tally.seconds
         console.print_event(self.text())
 
     def text(self) -> str:
@@ -135,7 +136,8 @@ def _done_text(phase: str, meter: Meter) -> str:
         return f"{min(meter.done // meter.unit, total)} of {total} layers"
     if phase == "ask":
         return f"{meter.done:,} of {meter.total:,} tokens"
-    done, total = format_bytes(min(meter.done, meter.total)).split(" "), format_bytes(meter.total).split(" ")
+    done = format_bytes(min(meter.done, meter.total)).split(" ")
+    total = format_bytes(meter.total).split(" ")
     return f"{done[0] if done[1] == total[1] else ' '.join(done)} of {' '.join(total)}"
 
 

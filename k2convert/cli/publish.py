@@ -27,7 +27,10 @@ def publish(options: PublishOptions) -> None:
     """
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
-    folder, base_model, quiet, as_json = options.folder, options.base_model, options.quiet, options.as_json
+    folder = options.folder
+    base_model = options.base_model
+    quiet = options.quiet
+    as_json = options.as_json
     ref = _parse_repo(options.repo)
     revision = target_revision(ref)
     if has_left(folder):
@@ -44,7 +47,8 @@ def publish(options: PublishOptions) -> None:
         base_model=None if base_model is None else base_model_name(_parse_repo(base_model)),
         hub=hub,
     )
-    target, ledger = publication.target, publication.ledger
+    target = publication.target
+    ledger = publication.ledger
     if publication.base_model is None:
         console.print_note("note: the card names no model that this was made from: add --base-model owner/name")
     for notice in target.notices:

@@ -13,7 +13,8 @@ def recipes(*, as_json: bool) -> None:
         console.print_json([recipe.document() | {"purpose": recipe.purpose} for recipe in found])
         return
     for recipe in found:
-        family, roles = recipe.family or "any family", ", ".join(recipe.roles)
+        family = recipe.family or "any family"
+        roles = ", ".join(recipe.roles)
         terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
         console.print_line(recipe.name)
         for text in (recipe.purpose, terms):

@@ -39,15 +39,18 @@ def report(options: ReportOptions) -> None:
         raise typer.BadParameter("--statistics needs --source")
     hub = Hub(notify=console.notifier(quiet=options.quiet))
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
-        folder, is_remote = opened.folder, opened.shards.result is not None
+        folder = opened.folder
+        is_remote = opened.shards.result is not None
         read_records(folder)  # raises if there is nothing to report on
         out = Path() if options.out is None and is_remote else options.out
         with nullcontext() if options.validation is None else remedy(_VALIDATION_REMEDY):
-            document, measured = None, None
+            document = None
+            measured = None
             if options.validation is not None:
                 document = read_json_file(options.validation)
             elif (found := _validate(opened, options)) is not None:
-                document, measured = validation_document(found), found.weights and found.weights.errors
+                document = validation_document(found)
+                measured = found.weights and found.weights.errors
             tensors = None if document is None else _tensors(opened)
             files = write_report(folder=folder, out=out, validation=document, measured=measured, tensors=tensors)
     is_servable = _show(files, options.as_json)

@@ -246,7 +246,8 @@ def _open_cluster(options: RunOptions) -> "Generator[Cluster]":
     assert options.ray is not None
     from k2convert.job.ray import connect
 
-    max_disk, cpus = None if options.max_disk is None else parse_size(options.max_disk), options.cpus_per_shard
+    max_disk = None if options.max_disk is None else parse_size(options.max_disk)
+    cpus = options.cpus_per_shard
     with connect(options.ray, cpus=cpus, max_disk=max_disk) as cluster:
         yield cluster
 

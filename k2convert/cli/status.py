@@ -46,7 +46,8 @@ STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 def status(options: StatusOptions) -> None:
     """Show how far the work in a folder is, or the contents of a repository or a file."""
-    place, as_json = options.destination, options.as_json
+    place = options.destination
+    as_json = options.as_json
     path = Path(place)
     if place.startswith(SCHEME):
         show_repository(place, as_json=as_json)
@@ -69,7 +70,8 @@ def _show_statistics(path: Path, *, as_json: bool) -> None:
     if as_json:
         console.print_json({"complete": True, "layers": len(found.layers), "tokens": found.tokens})
         return
-    size, texts = format_bytes(path.stat().st_size), ", ".join(name for name, _ in found.texts)
+    size = format_bytes(path.stat().st_size)
+    texts = ", ".join(name for name, _ in found.texts)
     contents = f"{len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
     console.print_line(f"{path}: complete statistics: {contents}")
     console.print_line(f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}")
@@ -139,7 +141,8 @@ def _opened_walk(what: str, place: Path, work: WorkFolder) -> _Walk | None:
     begun = work.job()
     if begun is None:
         return None
-    layers, tokens = begun.identity.get("layers"), begun.identity.get("tokens")
+    layers = begun.identity.get("layers")
+    tokens = begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
     return _Walk(what, place, work, layers, tokens)
@@ -175,7 +178,9 @@ def _show_job(folder: Path, *, as_json: bool) -> None:
             return
         if other := _say_other(folder):
             raise DestinationError(other)
-    state, work, walk = journal.state(), conversion_work(folder), None
+    state = journal.state()
+    work = conversion_work(folder)
+    walk = None
     if (begun := work.job()) is not None:
         walk = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
     if as_json:
@@ -233,7 +238,9 @@ def _show_next(folder: Path, state: JobState) -> None:
         if not state.is_running:
             _show_resume(state.command, "run")
     elif state.job.recipe.target == "nvfp4":
-        command, here, given = state.command, str(Path.cwd()), list[str]()
+        command = state.command
+        here = str(Path.cwd())
+        given = list[str]()
         if command is not None and len(command.words) >= 4:
             given += ["--source", command.place(command.words[2], here=here)]
             if (statistics := command.value("--statistics")) is not None:
@@ -279,7 +286,9 @@ def show_status(destination: Path, state: JobState) -> None:
 def show_progress(progress: Mapping[str, Any], age: float) -> None:
     """Print what the running process last said about its phases."""
     for name, phase in progress["phases"].items():
-        done, total, rate = phase["done"], phase["total"], phase["rate"]
+        done = phase["done"]
+        total = phase["total"]
+        rate = phase["rate"]
         if unit := phase.get("unit"):
             speed = format_layer_rate(rate or 0)
             amount = f"layer {min(done // unit + 1, total // unit)} of {total // unit} on {unit:,} tokens"
@@ -295,7 +304,8 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
 
 def show_repository(text: str, *, as_json: bool) -> None:
     """Show the result at hf://owner/name[@revision]; raises HubError if it is not a result of k2convert."""
-    hub, ref = Hub(notify=console.print_note), parse_repo(text)
+    hub = Hub(notify=console.print_note)
+    ref = parse_repo(text)
     assert ref is not None  # with the scheme it is a repository or an error
     repo = resolve_source(hub, ref)
     ledger = _read_ledger(hub, repo, text)
@@ -316,7 +326,8 @@ def show_repository(text: str, *, as_json: bool) -> None:
         console.print_json(document)
         return
     kind = "private" if repo.private else "public"
-    count, size = len(ledger.shards), format_bytes(ledger.num_bytes)
+    count = len(ledger.shards)
+    size = format_bytes(ledger.num_bytes)
     word = "complete" if is_complete else "not complete"
     console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {counted(count, 'shard')}, {size}")
     if missing:
@@ -346,7 +357,8 @@ def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
 
 def show_published(folder: Path) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
-    found, left = find_published(folder), has_left(folder)
+    found = find_published(folder)
+    left = has_left(folder)
     if found is not None:
         console.print_line(f"published as {found}")
         if left:

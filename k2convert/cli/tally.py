@@ -176,7 +176,8 @@ class Tally:
                 meter.can_wait = False
                 meter.layers = Layers(extent.layer_costs or (1.0,) * (total // meter.unit))
             self.meters[phase] = meter
-        self.num_shards, self.shards = extent.shards, extent.finished_shards
+        self.num_shards = extent.shards
+        self.shards = extent.finished_shards
         if extent.num_experts:
             self.meters["layers"] = Meter(extent.num_experts, 0, self._clock)
 
@@ -234,7 +235,8 @@ class Tally:
     def take_new_shards(self) -> list[str]:
         """Return the shards that were finished since the last call."""
         with self._lock:
-            names, self.new_shards = self.new_shards, []
+            names = self.new_shards
+            self.new_shards = []
             return names
 
     @property

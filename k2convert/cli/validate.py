@@ -44,7 +44,9 @@ TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
 
 def validate(options: ValidateOptions) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails."""
-    layers, against, text = _check_options(options), options.against, options.text
+    layers = _check_options(options)
+    against = options.against
+    text = options.text
     request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
     hub = Hub(notify=console.notifier(quiet=options.quiet))
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
@@ -88,7 +90,10 @@ def _how_far(folder: Path) -> str:
 
 def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     """Return the layers to compute: () for all, None for none; raises BadParameter for options that contradict."""
-    layers, hidden_states, text, against = options.layers, options.hidden_states, options.text, options.against
+    layers = options.layers
+    hidden_states = options.hidden_states
+    text = options.text
+    against = options.against
     uses_hub = any(str(place).startswith(SCHEME) for place in (options.destination, options.source))
     if options.source is None and (layers or against or options.reference or options.statistics):
         raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")

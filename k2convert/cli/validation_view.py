@@ -60,7 +60,8 @@ def _show_contract(contract: ContractReport) -> None:
 def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
     equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
     steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
-    plain, weighted = _decibels(error.sqnr_db), _decibels(error.weighted_sqnr_db)
+    plain = _decibels(error.sqnr_db)
+    weighted = _decibels(error.weighted_sqnr_db)
     return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal, weighted
 
 
@@ -150,7 +151,8 @@ def print_serve(model: str, *, folder: Path, revision: str | None = None) -> Non
     """Print how to serve a folder or a repository. `folder` has the result's config.json, and its ledger if any."""
     from k2convert.fit.serving import result_deployment, serve_command
 
-    config, ledger = read_json_file(folder / CONFIG_NAME), find_ledger(folder)
+    config = read_json_file(folder / CONFIG_NAME)
+    ledger = find_ledger(folder)
     family = expected_family(config, ()).name if ledger is None else str(ledger.source.family)
     kv_cache = None if ledger is None else ledger.recipe.kv_cache
     deployment = result_deployment(config, kv_cache, family=family, model=model, revision=revision)

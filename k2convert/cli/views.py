@@ -24,7 +24,8 @@ from k2convert.records.pruning import share_words
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
     """Return a plan as plain data. `source` is the source as the user wrote it."""
-    plan, limits = job.plan, job.limits
+    plan = job.plan
+    limits = job.limits
     document: dict[str, Any] = {
         "source": source,
         "destination": str(job.destination),
@@ -104,10 +105,13 @@ def _show_calibration(job: Job) -> None:
 
 def pruning_document(job: Job) -> dict[str, Any]:
     """Return which experts a job keeps and what that drops, as plain data; empty if it keeps all."""
-    pruning, whole, seen = job.source.pruning, job.source.whole, job.source.checkpoint
+    pruning = job.source.pruning
+    whole = job.source.whole
+    seen = job.source.checkpoint
     if pruning is None or whole is None:
         return {}
-    tensors, num_bytes = len(whole.tensors) - len(seen.tensors), whole.tensor_bytes - seen.tensor_bytes
+    tensors = len(whole.tensors) - len(seen.tensors)
+    num_bytes = whole.tensor_bytes - seen.tensor_bytes
     dropped = {"source_tensors": tensors, "bytes_in": num_bytes}
     return {"pruning": plain(pruning) | {"kept": pruning.kept.num_experts, "dropped": dropped}}
 
@@ -126,7 +130,8 @@ def show_pruning(job: Job) -> None:
 
 def show_plan(job: Job, *, source: str) -> None:
     """Print a dry run. `source` is the source as the user wrote it."""
-    document, recipe = plan_document(job, source=source), job.plan.recipe
+    document = plan_document(job, source=source)
+    recipe = job.plan.recipe
     print_line(
         f"{source} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule {recipe.rule}, "
         f"layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
@@ -158,7 +163,8 @@ def show_plan(job: Job, *, source: str) -> None:
     _show_calibration(job)
     if job.uses_hub:
         _show_hub(job)
-    needs, free = format_bytes(job.limits.disk_needed), format_bytes(job.limits.disk_free)
+    needs = format_bytes(job.limits.disk_needed)
+    free = format_bytes(job.limits.disk_free)
     allowed = f" at once, may use {format_bytes(job.limits.disk_allowed)}" if job.uses_hub else ""
     print_line(f"disk: needs {needs}{allowed}, free {free}")
 

@@ -83,7 +83,9 @@ def collect(rows: Sequence[Row | None], ids: Sequence[int], *, top_k: int) -> An
     if len(rows) != len(ids):
         what = "cuts the text off" if len(rows) < len(ids) else "adds tokens"
         raise ValueError(f"answers for {len(rows):,} of {len(ids):,} tokens: it {what}. Serve it without that option.")
-    found_ids, found_log_p, token = list[list[int]](), list[list[float]](), list[float]()
+    found_ids = list[list[int]]()
+    found_log_p = list[list[float]]()
+    token = list[float]()
     words: dict[str, str] = {}
     for row, wanted in zip(rows[1:], ids[1:], strict=True):
         if row is None or wanted not in row:

@@ -104,7 +104,8 @@ def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint)
 
 def check_computable(found: EvaluatedCheckpoint) -> None:
     """Refuse a checkpoint with a part that is missing or in a form that cannot be computed (CheckpointError)."""
-    checkpoint, family = found.checkpoint, detect_family(found.checkpoint)
+    checkpoint = found.checkpoint
+    family = detect_family(found.checkpoint)
     check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
     for name, tensor in checkpoint.tensors.items():

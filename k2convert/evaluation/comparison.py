@@ -106,8 +106,10 @@ class LayerComparison:
 
     def run(self, number: int, layer: Layer, source: EvaluatedCheckpoint) -> None:
         """Run another model through the layer, and compare it."""
-        observer, numbers = _Choices(), self._expert_numbers(layer, source)
-        shape, after = layer.walk.shape, layer.number + 1
+        observer = _Choices()
+        numbers = self._expert_numbers(layer, source)
+        shape = layer.walk.shape
+        after = layer.number + 1
         with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
             for chunk in layer.chunks():
                 (states,) = chunk.streams
@@ -179,8 +181,10 @@ def kept_windows(arrays: Arrays) -> NDArray[np.bool_]:
 
 def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> LayerFigures:
     """Return the figures of one model and layer over the windows that were kept until the end."""
-    agreeing, choices = arrays["agreeing"][number, kept], int(arrays["choices"][0])
+    agreeing = arrays["agreeing"][number, kept]
+    choices = int(arrays["choices"][0])
     is_known = choices > 0 and bool((agreeing >= 0).all())
-    norm, error = float(arrays["norm"][kept].sum()), float(arrays["error"][number, kept].sum())
+    norm = float(arrays["norm"][kept].sum())
+    error = float(arrays["error"][number, kept].sum())
     agreement = float(agreeing.sum()) / (choices * agreeing.size) if is_known else None
     return LayerFigures(error / norm if norm else 0.0, agreement)

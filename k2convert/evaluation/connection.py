@@ -81,9 +81,12 @@ def parse_address(text: str) -> Address:
     """Read http(s)://HOST[:PORT][/PATH][/v1]; raises EndpointError, which repeats no password."""
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
-        parts, host, port = SplitResult("", "", "", "", ""), None, None
+        parts = SplitResult("", "", "", "", "")
+        host = None
+        port = None
     if "@" in text:
         raise EndpointError(
             f"an address has a user or a password in it, which histories and logs keep. Set {KEY_NAME} instead."
@@ -114,7 +117,8 @@ class Connection:
 
     def __init__(self, address: Address, *, key: str | None, notify: Callable[[str], None]) -> None:
         self.address = address
-        self._key, self._notify = key, notify
+        self._key = key
+        self._notify = notify
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
         self._sockets = set[socket.socket]()
         self._stopped = threading.Event()
@@ -201,7 +205,8 @@ class Connection:
         return data
 
     def _refused(self, response: http.client.HTTPResponse, data: bytes, path: str) -> RequestError:
-        status, headers = response.status, response.headers
+        status = response.status
+        headers = response.headers
         words = cut(redacted(data.decode(errors="replace")))
         said = f"{self.address.shown}: answers {status}" + (f" ({words})" if words else "")
         if 300 <= status < 400:

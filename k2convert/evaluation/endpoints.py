@@ -52,7 +52,8 @@ class Endpoint:
 
     def ask(self, ids: Sequence[int], *, top_k: int) -> Answer:
         """Return the log-probabilities of a window; raises EndpointError."""
-        where, limit = self.connection.address.shown, _MODELS_BYTES + len(ids) * (top_k + 1) * _ENTRY_BYTES
+        where = self.connection.address.shown
+        limit = _MODELS_BYTES + len(ids) * (top_k + 1) * _ENTRY_BYTES
         path, request = self._request(list(ids), top_k)
         try:
             data = self.connection.request(path, json.dumps(request).encode(), limit=limit)
@@ -100,7 +101,8 @@ def open_endpoint(connection: Connection, *, model: str | None, option: str) -> 
         names = redacted(", ".join(shortened(name) for name in list(cards)[:5]))
         raise EndpointError(f"{where}: serves {names}. Choose one of them with {option}.")
     name = next(iter(cards)) if model is None else model
-    room, root = cards[name].get("max_model_len"), cards[name].get("root")
+    room = cards[name].get("max_model_len")
+    root = cards[name].get("root")
     return Endpoint(
         connection,
         "sglang" if cards[name].get("owned_by") == "sglang" else "vllm",
@@ -136,7 +138,8 @@ def _vllm_rows(document: Mapping[str, Any]) -> list[Row | None]:
 
 def _sglang_rows(document: Mapping[str, Any]) -> list[Row | None]:
     information = document["meta_info"]
-    tokens, tops = information["input_token_logprobs"], information["input_top_logprobs"]
+    tokens = information["input_token_logprobs"]
+    tops = information["input_top_logprobs"]
     rows: list[Row | None] = []
     for token, top in zip(tokens, tops, strict=True):
         if token[0] is None or top is None:

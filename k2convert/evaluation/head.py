@@ -96,11 +96,13 @@ class _Sums:
     def add(self, tokens: slice, part: _Sums) -> tuple[Tensor, Tensor]:
         """Add the sums over more rows, without `cross`; returns the factors f64 [t] of both for the new peak."""
         peak = torch.maximum(self.peak[tokens], part.peak)
-        before, after = (self.peak[tokens] - peak).exp(), (part.peak - peak).exp()
+        before = (self.peak[tokens] - peak).exp()
+        after = (part.peak - peak).exp()
         self.peak[tokens] = peak
         self.total[tokens] = self.total[tokens] * before + part.total * after
         self.target[tokens] += part.target
-        values, ids = torch.cat([self.top[tokens], part.top], 1), torch.cat([self.top_ids[tokens], part.top_ids], 1)
+        values = torch.cat([self.top[tokens], part.top], 1)
+        ids = torch.cat([self.top_ids[tokens], part.top_ids], 1)
         self.top[tokens], places = values.topk(TOP, dim=1)
         self.top_ids[tokens] = ids.gather(1, places)
         return before, after
@@ -127,7 +129,8 @@ def _compute(piece: _Piece) -> tuple[slice, list[_Sums]]:
     targets = piece.targets[piece.tokens] - piece.first
     is_here = (targets >= 0) & (targets < logits[0].shape[1])
     places = torch.where(is_here, targets, 0)[:, None]
-    of_reference, found = torch.empty(0), list[_Sums]()
+    of_reference = torch.empty(0)
+    found = list[_Sums]()
     for own in logits:
         peak = own.amax(dim=1)
         weights = (own - peak[:, None]).exp()

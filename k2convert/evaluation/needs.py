@@ -45,7 +45,8 @@ def evaluation_flop(source: Checkpoint, size: PassSize, *, models: int) -> float
 
 def evaluation_time(source: Checkpoint, size: PassSize, *, models: int) -> Time:
     """Measure this machine for a second; the time on `size.workers` of its cores, or on its GPUs."""
-    model, head = read_sizes(source), _head_flop(source, size)
+    model = read_sizes(source)
+    head = _head_flop(source, size)
     with torch.no_grad(), one_torch_thread():
         one = pass_cost(model, size, extra_flops=head)
     seconds = models * (one.experts + one.others) / (size.workers if size.on_cpu else len(size.devices))

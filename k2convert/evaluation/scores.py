@@ -125,7 +125,8 @@ def describe_worst(
 
     worst: list[WorstToken] = []
     for window, position in worst_tokens(divergence, WORST_TOKENS):
-        text, predicted = ids[window], position + 1
+        text = ids[window]
+        predicted = position + 1
         worst.append(
             WorstToken(
                 window=int(windows[window]),

@@ -180,7 +180,8 @@ def _row(reference: AnswerFolder, model: AnswerFolder) -> EvaluationRow:
 
 
 def _worst(reference: AnswerFolder, model: AnswerFolder, window: int, position: int, divergence: float) -> WorstToken:
-    first, second = reference.need(window), model.need(window)
+    first = reference.need(window)
+    second = model.need(window)
     ids: list[int] = reference.windows[window].tolist()
     before = ids[max(position + 1 - _BEFORE, 0) : position + 1]
     return WorstToken(

@@ -126,7 +126,8 @@ class EvaluationPlan:
     @property
     def bytes_read(self) -> int:
         """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
-        heads, parts = len(self.checkpoints), self.shards.parts
+        heads = len(self.checkpoints)
+        parts = self.shards.parts
         sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
         modes = [sum(planned.checkpoint == number for planned in self.models) for number in range(heads)]
         windows, length = self.text.windows.ids.shape
@@ -142,7 +143,8 @@ class EvaluationPlan:
     @property
     def fetched_at_once(self) -> int:
         """The most bytes of the Hub that are needed at a time: a layer of one checkpoint, or the heads of all."""
-        fetched, heads = [part.num_bytes for part in self.shards.parts], len(self.checkpoints)
+        fetched = [part.num_bytes for part in self.shards.parts]
+        heads = len(self.checkpoints)
         return max(*fetched[:-heads], sum(fetched[-heads:]))
 
     @property
@@ -161,7 +163,8 @@ class EvaluationPlan:
 
     def extent(self, first: int) -> Extent:
         """Return how much there is to do if `first` layers are done. The head counts as a layer."""
-        unit, fetched = len(self.models) * self.text.windows.ids.size, [part.num_bytes for part in self.shards.parts]
+        unit = len(self.models) * self.text.windows.ids.size
+        fetched = [part.num_bytes for part in self.shards.parts]
         phases: dict[Any, tuple[int, int]] = {"evaluate": ((self.num_layers + 1) * unit, first * unit)}
         if any(fetched):
             phases["download"] = (sum(fetched), sum(fetched[: first * len(self.checkpoints)]))
@@ -263,7 +266,8 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
     `decode` makes text of token ids, for the tokens that are shown. Raises any K2ConvertError.
     """
     plan.check_room()
-    work, num_layers = plan.work, plan.num_layers
+    work = plan.work
+    num_layers = plan.num_layers
     with work.locked(events=events) as keep:
         was_begun = work.job() is not None
         begun = work.begin(plan.job, events=events)
@@ -306,7 +310,9 @@ def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
 
 def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
     """Score the tokens of every model after the last layer, and declare that done."""
-    work, last, length = plan.work, walk.num_layers, walk.shape[1]
+    work = plan.work
+    last = walk.num_layers
+    length = walk.shape[1]
     kept = kept_windows(_claim(plan, last - 1))
     progress = Progress(events, share=len(walk.models))
     found: list[HeadScores] = []
@@ -316,7 +322,8 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
             checkpoint = stack.enter_context(walk.around(last * walk.num_checkpoints + number))
             heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
         reads = [stack.enter_context(work.reading(model.stream, last, walk.shape)) for model in walk.models]
-        step, of_models = max(1, TILE_TOKENS // length), [model.checkpoint for model in walk.models]
+        step = max(1, TILE_TOKENS // length)
+        of_models = [model.checkpoint for model in walk.models]
         for start in range(0, walk.shape[0], step):
             stop = min(start + step, walk.shape[0])
             if (chosen := kept[start:stop]).any():
@@ -349,8 +356,10 @@ def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
 def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     """Return the document of what the work folder has."""
     layers = [_claim(plan, number) for number in range(plan.num_layers)]
-    scores, kept = HeadScores(**_claim(plan, plan.num_layers)), kept_windows(layers[-1])
-    ids, windows = plan.text.windows.ids, np.flatnonzero(kept)
+    scores = HeadScores(**_claim(plan, plan.num_layers))
+    kept = kept_windows(layers[-1])
+    ids = plan.text.windows.ids
+    windows = np.flatnonzero(kept)
     rows: list[EvaluationRow] = []
     for number, planned in enumerate(plan.models[1:], start=1):
         figures = summarize(

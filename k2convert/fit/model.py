@@ -126,11 +126,15 @@ def _linear_layers(linear: Mapping[str, Any], num_layers: int, where: str) -> fr
 def _state_bytes(linear: Mapping[str, Any], where: str) -> int:
     """Return what one request keeps in one layer."""
     size = partial(_size, linear, where=f"{where}: linear_attn_config")
-    heads, width, kernel = size("num_heads"), size("head_dim"), size("short_conv_kernel_size")
+    heads = size("num_heads")
+    width = size("head_dim")
+    kernel = size("short_conv_kernel_size")
     return heads * width * (width * _FP32_BYTES + _CONVOLUTIONS * (kernel - 1) * _BF16_BYTES)
 
 
-_FP32_BYTES, _BF16_BYTES, _CONVOLUTIONS = 4, 2, 3
+_FP32_BYTES = 4
+_BF16_BYTES = 2
+_CONVOLUTIONS = 3
 _DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # the bytes of a source's projection count for its codes
 
 
@@ -275,7 +279,8 @@ def read_model(checkpoint: Checkpoint) -> Model:
 
 def _is_source(checkpoint: Checkpoint, family: Family) -> bool:
     """Return whether a projection is stored as the family's sources have it. An NVFP4 result may have U8 codes too."""
-    known, tensors = family.source_format, checkpoint.tensors
+    known = family.source_format
+    tensors = checkpoint.tensors
     ending = f".{WEIGHT_PACKED}"
     packed = (tensor for name, tensor in tensors.items() if name.endswith(ending))
     scale_of = (tensors.get(f"{tensor.name.removesuffix(ending)}.{WEIGHT_SCALE}") for tensor in packed)

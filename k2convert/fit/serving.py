@@ -134,7 +134,8 @@ def result_deployment(
     config: Mapping[str, Any], kv_cache: ServedKvCache | None, *, family: str, model: str, revision: str | None = None
 ) -> Deployment:
     """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
-    facts, layout = find_family(family).card, usual_parallelism(config)
+    facts = find_family(family).card
+    layout = usual_parallelism(config)
     return Deployment(model, *nvfp4_scheme(config), facts, layout, kv_cache=kv_cache, revision=revision)
 
 

@@ -67,7 +67,8 @@ _SYSTEMS: Final = {
     "gb300": "gb300",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
-_INPUT_TOKENS, _OUTPUT_TOKENS = 1000, 1000
+_INPUT_TOKENS = 1000
+_OUTPUT_TOKENS = 1000
 
 
 def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list[EstimatedSpeed]:
@@ -88,7 +89,8 @@ def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list
 def _estimate(engine: Engine, gpu: Gpu, layout: Parallelism) -> EstimatedSpeed:
     sdk: Any = import_module("aiconfigurator_core.sdk")
     database: Any = import_module("aiconfigurator_core.sdk.perf_database")
-    system, backend = _SYSTEMS[gpu.name], _BACKENDS[engine]
+    system = _SYSTEMS[gpu.name]
+    backend = _BACKENDS[engine]
     version = str(database.get_latest_database_version(system=system, backend=backend))
     try:
         handle = sdk.EngineHandle.compile(_MODEL, system, backend, backend_version=version, **_widths(layout))

@@ -16,7 +16,10 @@ from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
 from k2convert.quantize.gptq.tiles import TILE
 
-_TOKENS, _COLUMNS, _ROWS, _HEADS = 96, TILE + 128, 48, 4
+_TOKENS = 96
+_COLUMNS = TILE + 128
+_ROWS = 48
+_HEADS = 4
 
 
 @torch.no_grad()

@@ -39,7 +39,8 @@ class _Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._weight, self._bias = DenseWeight(weight), bias
+        self._weight = DenseWeight(weight)
+        self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         result = self._weight.linear(x.flatten(0, -2)).view(*x.shape[:-1], -1)
@@ -96,7 +97,8 @@ class _Cache:
 
     def take(self) -> CachedValues:
         """Return what was held since the last call."""
-        seen, self._seen = self._seen, []
+        seen = self._seen
+        self._seen = []
         parts = [CachedPart(), CachedPart()]
         for part, count, numbers in seen:
             amax, subnormal, saturated = (number.item() for number in numbers)
@@ -124,7 +126,8 @@ class Attention:
 
     def __call__(self, hidden_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Map the hidden states f32 [T, K] of one window to (h + attention, its norm: the MLP's input), f32 [T, K]."""
-        modules, hidden = self._modules, hidden_TK.to(self._device)[None]
+        modules = self._modules
+        hidden = hidden_TK.to(self._device)[None]
         places = self._rotary(hidden, torch.arange(hidden.shape[1], device=self._device)[None])
         attended, _ = modules.self_attn(
             hidden_states=modules.input_layernorm(hidden), position_embeddings=places, attention_mask=None
@@ -258,7 +261,8 @@ def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:
     """Give the modules their weights: norms in FP32, those of linear layers as they are stored."""
     for module in {name.rpartition(".")[0] for name in state}:
         place = modules.get_submodule(module)
-        weight, bias = state[f"{module}.weight"], state.get(f"{module}.bias")
+        weight = state[f"{module}.weight"]
+        bias = state.get(f"{module}.bias")
         if isinstance(place, nn.Linear):
             parent, _, attribute = module.rpartition(".")
             setattr(modules.get_submodule(parent), attribute, _Linear(weight, bias))

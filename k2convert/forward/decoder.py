@@ -199,7 +199,8 @@ class DecoderLayer:
         What a KV cache holds of its tokens is in `cached` afterwards.
         """
         after = torch.empty_like(hidden, device=self._devices[0])
-        x, windows = torch.empty_like(after), range(hidden.shape[0])
+        x = torch.empty_like(after)
+        windows = range(hidden.shape[0])
 
         def attend(window: int) -> None:
             attention = self._attentions[window % len(self._attentions)]

@@ -91,7 +91,8 @@ class LayerShards:
     @contextmanager
     def around(self, number: int) -> Generator[Checkpoint]:
         """Bring what a part needs, and drop it after the block; yields the checkpoint to read it from."""
-        part, folder = self.parts[number], self.folder / _FOLDER.format(number)
+        part = self.parts[number]
+        folder = self.folder / _FOLDER.format(number)
         if part.remote is None:
             yield part.checkpoint
             return

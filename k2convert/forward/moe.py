@@ -280,7 +280,8 @@ class Router:
 
 def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
     """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
-    weight, bias = source.read(f"{stem}.gate.weight"), source.read(f"{stem}.gate.e_score_correction_bias")
+    weight = source.read(f"{stem}.gate.weight")
+    bias = source.read(f"{stem}.gate.e_score_correction_bias")
     folder = source.checkpoint.folder
     config = read_router_config(source.checkpoint.config, where=str(folder), num_experts=weight.shape[0])
     return Router(weight.float().to(device), bias.float().to(device), config)

@@ -141,7 +141,11 @@ class Layer:
     def __init__(
         self, walk: Walk, states: States, reader: WeightReader, number: int, events: Events, model: WalkedModel
     ) -> None:
-        self.walk, self.states, self.reader, self.number, self.model = walk, states, reader, number, model
+        self.walk = walk
+        self.states = states
+        self.reader = reader
+        self.number = number
+        self.model = model
         self.decoder = DecoderLayer(reader, number, walk.devices, walk.workers, model.rounding)
         self.progress = Progress(events)
         self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
@@ -180,7 +184,8 @@ class Layer:
         No chunk has windows of both kinds: the last `apart` ones, and the others.
         """
         num_windows = self.walk.shape[0]
-        border, step = num_windows - apart, self.walk.windows_at_once(dense=self.decoder.is_dense)
+        border = num_windows - apart
+        step = self.walk.windows_at_once(dense=self.decoder.is_dense)
         with self.opened as opened:
             read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
             for first in (*range(0, border, step), *range(border, num_windows, step)):

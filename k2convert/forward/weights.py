@@ -45,7 +45,8 @@ def _e4m3_values() -> Tensor:
     """Return the values f32 [256] of the E4M3 (fn) bytes: bias 7, subnormals below 2^-6, 0x7F and 0xFF are NaN."""
     values: list[float] = []
     for byte in range(256):
-        exponent, mantissa = (byte >> 3) & 15, byte & 7
+        exponent = (byte >> 3) & 15
+        mantissa = byte & 7
         value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
         value = math.nan if byte & 0x7F == 0x7F else value
         values.append(-value if byte & 0x80 else value)
@@ -202,7 +203,8 @@ class WeightReader:
         info = self.info(name)
         if info.dtype not in _DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype} {list(info.shape)}, not a matrix of numbers.")
-        dtype, columns = _DTYPES[info.dtype], info.shape[1]
+        dtype = _DTYPES[info.dtype]
+        columns = info.shape[1]
         width = columns * dtype.itemsize
         result = torch.empty(len(rows), columns, dtype=dtype)
         for place, row in enumerate(rows):
@@ -263,7 +265,8 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
     """Return the source's weight: q * s, exact in FP32 (4 and 8 bits of significand), or bf16 [N, K] unchanged."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
-    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.scales)
+    packed = torch.as_tensor(weight.packed)
+    scales = torch.as_tensor(weight.scales)
     return CodedWeight(packed, _INT4_PAIRS, scales)
 
 

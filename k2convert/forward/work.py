@@ -105,7 +105,8 @@ class WorkFolder:
     ) -> None:
         self.folder = folder
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
-        self._streams, self._outputs = streams, (CLAIM, *others)
+        self._streams = streams
+        self._outputs = (CLAIM, *others)
         self._purpose: Purpose = purpose
         name, self._elsewhere = _JOBS[purpose]
         self._job_path = folder / WORK_FOLDER / name
@@ -161,7 +162,8 @@ class WorkFolder:
 
     def path(self, kind: str, layer: int) -> Path:
         """Return the file of a kind of a layer: tensors unless the kind has a suffix. A stream's is what it reads."""
-        stem, suffix = Path(kind).stem, Path(kind).suffix or SHARD_SUFFIX
+        stem = Path(kind).stem
+        suffix = Path(kind).suffix or SHARD_SUFFIX
         return self.folder / f"{stem}-{layer:03}{suffix}"
 
     def num_finished(self, job: WalkJob | None = None) -> int:
@@ -214,11 +216,14 @@ class WorkFolder:
 
         `also` has the files of a layer that are needed besides its claim. If one is damaged, that is a note.
         """
-        done, first, damage = self.num_finished(), 0, None
+        done = self.num_finished()
+        first = 0
+        damage = None
         while first < done and not (damage := self._damage((self.path(CLAIM, first), *also.get(first, ())))):
             first += 1
         while 0 < first < num_layers and (found := self._damage(self._inputs(first))):
-            first, damage = first - 1, damage or found
+            first = first - 1
+            damage = damage or found
         if damage:
             place = f"with layer {first}" if first else "at the beginning"
             events.note(f"{damage}: the {self._purpose} starts again {place}")

@@ -86,7 +86,8 @@ class Branch:
 
     def open(self) -> None:
         """Create the repository and the branch if they are missing, and list the files of the branch."""
-        api, repo = self.hub.api(), self.repo
+        api = self.hub.api()
+        repo = self.repo
         self.hub.call(
             f"create the repository {repo}",
             lambda: api.create_repo(repo, repo_type="model", private=self.target.private, exist_ok=True),
@@ -138,7 +139,8 @@ class Branch:
         """
         from huggingface_hub import CommitOperationAdd, constants
 
-        api, count = self.hub.api(), SentCount(sent)
+        api = self.hub.api()
+        count = SentCount(sent)
         if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
             raise ChangedFileError(path)
 
@@ -186,7 +188,8 @@ class Branch:
         if not taken:
             return []
         self._wait_for_the_hour()
-        api, group = self.hub.api(), [pending.upload for pending in taken]
+        api = self.hub.api()
+        group = [pending.upload for pending in taken]
         operations: list[Operation] = [pending.operation for pending in taken]
         for pending in taken:
             for path, data in pending.records.items():
@@ -252,7 +255,8 @@ class Branch:
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
-        api, revision = self.hub.api(), self.target.revision
+        api = self.hub.api()
+        revision = self.target.revision
         # By commit, not by name: main gets exactly the files checked here, even if the branch moves meanwhile.
         branch = self.hub.call(f"look up {self.name}", lambda: api.model_info(self.repo, revision=self.name)).sha
         self.on_branch = list_files(self.hub, self.repo, branch or self.name)

@@ -58,7 +58,8 @@ class RepoRef:
     path: str | None = None
 
     def __str__(self) -> str:
-        folder, revision = _DATASETS if self.kind == DATASET else "", f"@{self.revision}" if self.revision else ""
+        folder = _DATASETS if self.kind == DATASET else ""
+        revision = f"@{self.revision}" if self.revision else ""
         return f"{SCHEME}{folder}{self.repo}{revision}" + ("" if self.path is None else f"/{self.path}")
 
 
@@ -284,7 +285,9 @@ class RangeBody:
     def __init__(
         self, pieces: Iterator[bytes], num_bytes: int, *, connection: socket.socket | None, where: str
     ) -> None:
-        self._pieces, self._num_bytes, self._where = pieces, num_bytes, where
+        self._pieces = pieces
+        self._num_bytes = num_bytes
+        self._where = where
         self._connection = connection
         self._received = 0
         self._piece: memoryview | None = None
@@ -327,7 +330,8 @@ def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
     It is None for any protocol but HTTP/1.1, for an encoded body, for a body that is not `num_bytes` long, and for TLS
     within TLS.
     """
-    headers, stream = response.headers, response.extensions.get("network_stream")
+    headers = response.headers
+    stream = response.extensions.get("network_stream")
     coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
     if (
         stream is None

@@ -204,13 +204,16 @@ def _stream_run(
     hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, arrived: Arrived, *, direct: bool
 ) -> None:
     """Write one range response into the file, and mark each segment when its last byte is written."""
-    position, segment = run.start * partial.segment_bytes, run.start
-    memory, filled = BUFFERS.empty(_WRITE_BYTES).data, 0
+    position = run.start * partial.segment_bytes
+    segment = run.start
+    memory = BUFFERS.empty(_WRITE_BYTES).data
+    filled = 0
 
     def write() -> None:
         nonlocal position, segment, filled
         partial.write(memory[:filled], position)
-        position, filled = position + filled, 0
+        position = position + filled
+        filled = 0
         while segment < run.stop and position >= partial.end_of(segment):
             partial.finish(segment)
             arrived(partial.end_of(segment) - segment * partial.segment_bytes, True)

@@ -30,7 +30,8 @@ def sent_operation(name: str, *, sha256: str, num_bytes: int) -> CommitOperation
     from huggingface_hub import CommitOperationAdd
 
     operation = CommitOperationAdd(name, b"")
-    operation.upload_info.sha256, operation.upload_info.size = bytes.fromhex(sha256), num_bytes
+    operation.upload_info.sha256 = bytes.fromhex(sha256)
+    operation.upload_info.size = num_bytes
     operation._upload_mode, operation._is_uploaded = "lfs", True  # pyright: ignore[reportPrivateUsage]
     return operation
 

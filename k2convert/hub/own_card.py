@@ -93,7 +93,8 @@ def _completed(kept: str, made: str) -> str | None:
     (matter, text), (own, own_text) = _split(kept), _split(made)
     try:
         kept.encode()
-        fields, more = _fields(matter), _fields(own)
+        fields = _fields(matter)
+        more = _fields(own)
         if fields is None or more is None:
             return None
         added = {name: value for name, value in more.items() if _is_missing(name, value, more, fields)}

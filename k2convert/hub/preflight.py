@@ -145,7 +145,9 @@ def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | Non
 def _size_notices(
     account: dict[str, object], namespace: str, file_bytes: Mapping[str, int], *, private: bool
 ) -> list[str]:
-    total, largest, notices = sum(file_bytes.values()), max(file_bytes.values(), default=0), list[str]()
+    total = sum(file_bytes.values())
+    largest = max(file_bytes.values(), default=0)
+    notices = list[str]()
     if largest > RECOMMENDED_FILE_BYTES:
         notices.append(f"the largest file has {largest / 1e9:.1f} GB; the Hub recommends at most 20 GB")
     is_pro = bool(account.get("isPro"))

@@ -47,7 +47,8 @@ class RemoteShards:
         return sum(self._needed(shard, found) for shard, found in ranges.items())
 
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
-        needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
+        needed = sum(end - begin for begin, end in ranges)
+        num_bytes = self.repo.shard(shard).num_bytes
         return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
 
     def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
@@ -56,7 +57,8 @@ class RemoteShards:
         `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.
         """
         for shard, found in ranges.items():
-            target, needed = self.folder / shard, self._needed(shard, found)
+            target = self.folder / shard
+            needed = self._needed(shard, found)
             if needed == self.repo.shard(shard).num_bytes:
                 download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
             else:

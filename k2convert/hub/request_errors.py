@@ -141,14 +141,16 @@ def explain_transport(
     forbidden = _FORBIDDEN.search(str(error))
     if forbidden and type(error).__name__ != "ProxyError":
         status = int(forbidden[1])
-        reason, advice = f"the Hub answered {status} ({cut(str(error))})", _advice(status, str(error))
+        reason = f"the Hub answered {status} ({cut(str(error))})"
+        advice = _advice(status, str(error))
         return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason, status=status)
     reason = f"{what} ({type(error).__name__}: {error})"
     if isinstance(error, json.JSONDecodeError):
         reason = "the answer was not the Hub's; it may be from a proxy or a login page"
     set_here = [name for proxy in _PROXIES for name in (proxy, proxy.upper()) if os.environ.get(name)]
     network = " and ".join(["the network", *set_here])
-    remedy, is_certificate = f"Check {network}, then", "CERTIFICATE_VERIFY_FAILED" in str(error)
+    remedy = f"Check {network}, then"
+    is_certificate = "CERTIFICATE_VERIFY_FAILED" in str(error)
     if is_certificate:
         remedy = "Name the file of your network's certificates in SSL_CERT_FILE (REQUESTS_CA_BUNDLE is not read), then"
     return HubRequestError(

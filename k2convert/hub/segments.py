@@ -66,7 +66,8 @@ class PartialFile:
         """Fetch only the segments that a byte range [begin, end) touches. Call it before the first `claim`."""
         left_out = bytearray(b"\x01" * len(self.done))
         for begin, end in ranges:
-            first, stop = begin // self.segment_bytes, -(-end // self.segment_bytes)
+            first = begin // self.segment_bytes
+            stop = -(-end // self.segment_bytes)
             left_out[first:stop] = bytes(stop - first)
         with self._lock:
             self.done[:] = left_out
@@ -102,7 +103,8 @@ class PartialFile:
         with self._writing, writing(self.path):
             while data:
                 count = os.pwrite(self.descriptor, data, position)
-                data, position = data[count:], position + count
+                data = data[count:]
+                position = position + count
 
     def wait(self, seconds: float) -> None:
         """Return when a segment was finished or released, or after `seconds`."""

@@ -68,7 +68,8 @@ class RemoteRepo:
 
     def shard(self, name: str) -> RemoteFile:
         """The file of a shard; raises HubError if it is missing or the Hub has no sha256 for it."""
-        file, where = self.files.get(name), f"{self.repo} at {self.commit[:12]}"
+        file = self.files.get(name)
+        where = f"{self.repo} at {self.commit[:12]}"
         if file is None:
             raise HubError(f"{where}: {name} is missing, but the index names it. Choose a complete revision.")
         if file.sha256 is None:
@@ -103,15 +104,18 @@ def _cached_repo(ref: RepoRef) -> RemoteRepo:
     """
     from huggingface_hub import constants
 
-    root, revision = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}", ref.revision or MAIN
+    root = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}"
+    revision = ref.revision or MAIN
     try:
         commit = revision if _COMMIT.fullmatch(revision) else (root / "refs" / revision).read_text().strip()
     except OSError:
         commit = ""
-    snapshot, files = root / "snapshots" / commit, dict[str, RemoteFile]()
+    snapshot = root / "snapshots" / commit
+    files = dict[str, RemoteFile]()
     for path in sorted(snapshot.rglob("*")) if _COMMIT.fullmatch(commit) else ():
         if path.is_file():
-            name, blob = path.relative_to(snapshot).as_posix(), path.resolve()
+            name = path.relative_to(snapshot).as_posix()
+            blob = path.resolve()
             is_large = len(blob.name) == _SHA256_DIGITS
             files[name] = RemoteFile(
                 name, blob.stat().st_size, blob.name if is_large else None, None if is_large else blob.name

@@ -43,7 +43,8 @@ from k2convert.records.shard_record import ShardRecord
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     """Return the result's config.json: the source's, except for the quantization_config if weights were converted."""
-    recipe, config = plan.recipe, source.parse_config()
+    recipe = plan.recipe
+    config = source.parse_config()
     if recipe.target == "int4":
         return config
     if recipe.target == "bf16":
@@ -61,7 +62,8 @@ def encode_config(plan: Plan, source: Source) -> bytes:
 
     The source's file is read again: CheckpointError if it changed, InvalidCheckpointError if the result's would differ.
     """
-    whole, path = source.whole or source.checkpoint, source.checkpoint.folder / CONFIG_NAME
+    whole = source.whole or source.checkpoint
+    path = source.checkpoint.folder / CONFIG_NAME
     if read_text_file(path) != whole.config_text:
         raise CheckpointError(
             f"{path}: it changed after the job began. Restore it and run the same command again, "
@@ -80,7 +82,9 @@ def encode_config(plan: Plan, source: Source) -> bytes:
 
 def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tuple[Path, Content]]:
     """Yield the relative path and content of every file that is not a shard, config.json last."""
-    plan, source, recipe = job.plan, job.source.checkpoint, job.plan.recipe
+    plan = job.plan
+    source = job.source.checkpoint
+    recipe = job.plan.recipe
     config = encode_config(plan, job.source)
     for relative in list_sidecars(source.folder):
         yield relative, source.folder / relative

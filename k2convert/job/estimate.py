@@ -90,7 +90,8 @@ def estimate(job: Job, *, memory: int) -> Estimate:
 
 def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) -> float | None:
     """Call `step`, which returns bytes, for MEASURE_SECONDS, then `finish`; returns bytes a second."""
-    begin, done = time.monotonic(), 0
+    begin = time.monotonic()
+    done = 0
     while time.monotonic() - begin < MEASURE_SECONDS:
         count = step()
         done += count
@@ -170,7 +171,8 @@ def _convert_rate(job: Job) -> float | None:
         return None
     rows, columns = _BLOCK
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
-    known, names = find_family(job.plan.family).source_format, LAYOUTS[recipe.layout]
+    known = find_family(job.plan.family).source_format
+    names = LAYOUTS[recipe.layout]
     scales = np.frombuffer(known.usual_scale * (rows * columns // GROUP_SIZE), dtype=np.uint8)
     exponents = (np.arange(columns) % 3 - 1).astype(np.int8)
     quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)

@@ -62,7 +62,8 @@ def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, even
     from k2convert.evaluation.streamed import evaluate
 
     path = job.destination.folder / EVALUATION_NAME
-    reference, result = _reference(job), _result(job, branch)
+    reference = _reference(job)
+    result = _result(job, branch)
     check_computable(result)
     plan = plan_evaluation(
         (reference, result),
@@ -82,7 +83,8 @@ def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, even
 
 def _reference(job: Job) -> EvaluatedCheckpoint:
     """Return the source as it is, with every expert."""
-    remote, checkpoint = job.source.remote, job.source.whole or job.source.checkpoint
+    remote = job.source.remote
+    checkpoint = job.source.whole or job.source.checkpoint
     if remote is None:
         checkpoint = open_checkpoint(checkpoint.folder)
     place = str(checkpoint.folder) if remote is None else str(RepoRef(remote.repo, remote.commit))
@@ -90,7 +92,8 @@ def _reference(job: Job) -> EvaluatedCheckpoint:
 
 
 def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
-    folder, ledger = job.destination.folder, read_ledger(job.destination.folder)
+    folder = job.destination.folder
+    ledger = read_ledger(job.destination.folder)
     if branch is None or job.target is None:
         return _evaluated(job, Source(open_checkpoint(folder)), str(folder), ledger)
     headers = output_headers(job.plan)

@@ -145,7 +145,8 @@ def _chosen(
         if count is not None:
             raise PlanError(f"{path}: lists the experts to keep, so there is nothing to choose. Leave out `experts`.")
         kept = KeptExperts({layer: tuple(sorted(experts)) for layer, experts in sorted(form.experts.items())})
-        phrase, shares = form.chosen_by, form.left_out
+        phrase = form.chosen_by
+        shares = form.left_out
     else:
         for layer, values in form.scores.items():
             if len(values) != total:
@@ -156,7 +157,8 @@ def _chosen(
         if count is None:
             raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --set experts=N.")
         kept = choose_experts(dict(sorted(form.scores.items())), count, config)
-        phrase, shares = form.chosen_by or "unnamed scores", left_out(kept, form.scores, weights)
+        phrase = form.chosen_by or "unnamed scores"
+        shares = left_out(kept, form.scores, weights)
     try:
         check_kept(kept, architecture, config)
         return PruningRecord(dict(kept.layers), total, phrase, shares)

@@ -80,7 +80,8 @@ class Source:
 
     def identities(self) -> dict[str, str]:
         """Return which file each source shard is; see records/fingerprint.py."""
-        checkpoint, remote = self.checkpoint, self.remote
+        checkpoint = self.checkpoint
+        remote = self.remote
         if remote is None:
             return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
         return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}

@@ -80,5 +80,6 @@ def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | N
         yield None, Shards()
         return
     with open_source(text, hub=hub) as source:
-        found, remote = source.checkpoint, source.remote
+        found = source.checkpoint
+        remote = source.remote
         yield found, Shards(source=None if remote is None else RemoteShards(hub, remote, found.folder))

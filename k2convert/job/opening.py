@@ -127,7 +127,8 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "Calib
     for note in windows.notes:
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
-    tokens, saved = _tokens(source.checkpoint, use), use.save_statistics
+    tokens = _tokens(source.checkpoint, use)
+    saved = use.save_statistics
     return CalibrationText(
         windows, tokens, use.window, use.seed, chunk, text.devices, text.threads, saved, use.tokens is None
     )

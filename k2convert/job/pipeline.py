@@ -93,8 +93,10 @@ class Pipeline:
         to_upload: Sequence[Item] = (),
     ) -> None:
         """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
-        self._items, self._source_bytes = tuple(items), room.source_bytes
-        self._stages, self._stop = stages, stop
+        self._items = tuple(items)
+        self._source_bytes = room.source_bytes
+        self._stages = stages
+        self._stop = stop
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
         self._disk = _Disk(

@@ -120,7 +120,9 @@ def prepare(
     `statistics` are for rules and smoothing, `text` is for rule gptq; RecipeError, CalibrationError if they do
     not fit.
     """
-    hub, checkpoint, folder = hub or Hub(), source.checkpoint, destination.folder
+    hub = hub or Hub()
+    checkpoint = source.checkpoint
+    folder = destination.folder
     has_statistics, has_text, to_hub = (it is not None for it in (statistics, text, destination.repo))
     recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
@@ -334,7 +336,8 @@ def plan_statistics(
     from k2convert.calibration.layer_files import statistics_work
     from k2convert.calibration.plan import WalkSource, plan_calibration, source_fields
 
-    checkpoint, work = source.checkpoint, statistics_work(statistics)
+    checkpoint = source.checkpoint
+    work = statistics_work(statistics)
     check_output_path(statistics, source=checkpoint.folder if source.remote is None else None)
     recipe = load_recipe(detect_family(checkpoint).recipe, {})
     claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted

@@ -47,12 +47,14 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     """
     from k2convert.report import card_files
 
-    folder, source = job.destination.folder, job.source.whole or job.source.checkpoint
+    folder = job.destination.folder
+    source = job.source.whole or job.source.checkpoint
     if job.source.remote is None:
         source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
     else:
         _check_small_files(source.folder, job.source.remote)
-    headers, records = output_headers(job.plan), uploads.records.values()
+    headers = output_headers(job.plan)
+    records = uploads.records.values()
     validation = validate_sent(folder, headers=headers, source=source, records=records)
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
@@ -183,7 +185,8 @@ def prepare_publication(
 
 def _has_evaluation(target: Target, folder: Path) -> bool:
     """Return whether the target's branch has the folder's evaluation, which may be newer than the result."""
-    path, file = folder / EVALUATION_NAME, target.files.get(EVALUATION_NAME)
+    path = folder / EVALUATION_NAME
+    file = target.files.get(EVALUATION_NAME)
     return not path.exists() or (file is not None and matches(path, file))
 
 
@@ -217,7 +220,8 @@ def validate_publication(
     Without the `source`, the rules that compare with it are skipped. `shards` says where the source's shards are.
     With the `statistics` of the conversion the weights are regenerated; CalibrationError if they are others.
     """
-    folder, digests = publication.folder, defaultdict[str, Any](hashlib.sha256)
+    folder = publication.folder
+    digests = defaultdict[str, Any](hashlib.sha256)
 
     def hash_bytes(shard: str, data: Bytes) -> None:
         digests[shard].update(data.data)
@@ -249,7 +253,9 @@ def publish_folder(
     """
     from k2convert.report import card_files, current_report
 
-    folder, ledger, target = publication.folder, publication.ledger, publication.target
+    folder = publication.folder
+    ledger = publication.ledger
+    target = publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
     branch.open()
     uploads = {

@@ -185,8 +185,12 @@ class Cluster:
 
         Raises InterruptedRun when `stop` is set, K2ConvertError naming the node.
         """
-        ray, name, work = self.ray, work.task.shard.name, replace(work, max_disk=self.max_disk, rooms=self.rooms)
-        data, retries, report = pickle.dumps(work), 0, None
+        ray = self.ray
+        name = work.task.shard.name
+        work = replace(work, max_disk=self.max_disk, rooms=self.rooms)
+        data = pickle.dumps(work)
+        retries = 0
+        report = None
         while report is None:
             try:
                 report = self._report(name, data, stop, events)
@@ -213,7 +217,8 @@ class Cluster:
 
     def _report(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
         """Start a task and return its last report. It has two: it started, and what it did."""
-        reports, report = self.remote_function.remote(data), None
+        reports = self.remote_function.remote(data)
+        report = None
         try:
             for is_running in (False, True):
                 self._load.update(name, is_running=is_running)

@@ -376,7 +376,9 @@ def plan_limits(
     walk: "CalibrationPlan | None",
 ) -> Limits:
     """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
-    folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
+    folder = source.checkpoint.folder
+    remote = source.remote
+    goes_to_hub = destination.repo is not None
     source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
     free = shutil.disk_usage(existing_parent(destination.folder)).free
     allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=max_disk)
@@ -389,12 +391,15 @@ def plan_limits(
     shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
     layer_room = 0
     if walk is not None:
-        ample, least = walk.layer_rooms[0], walk.layer_rooms[-1]
+        ample = walk.layer_rooms[0]
+        least = walk.layer_rooms[-1]
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
-    memory, cores = available_memory(), num_cores()
+    memory = available_memory()
+    cores = num_cores()
     usable = memory - xet_bytes(uploads=goes_to_hub)
-    inflight, wanted = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable), _wanted(cores, uses_hub=uses_hub)
+    inflight = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable)
+    wanted = _wanted(cores, uses_hub=uses_hub)
     shrunk = None
     if inflight < wanted:
         shrunk = (

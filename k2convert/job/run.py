@@ -186,7 +186,8 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
     """Return the items to convert, also those for the Hub that were not validated, and those only to upload."""
     items: list[Item] = []
     to_upload: list[Item] = []
-    uploads, folder = run.uploads, run.job.destination.folder
+    uploads = run.uploads
+    folder = run.job.destination.folder
     for item in run.mine:
         record = run.records.get(item.name)
         if uploads is not None and not uploads.is_checked(item.name):
@@ -202,7 +203,8 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
 
 
 def _resumed_line(run: _Run) -> str:
-    job, total = run.job, len(run.mine)
+    job = run.job
+    total = len(run.mine)
     done = total - len(run.items) - len(run.to_upload)
     word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
     rest = f", {len(run.to_upload)} more converted and not yet uploaded" if run.to_upload else ""
@@ -215,15 +217,19 @@ def _open_walk(run: _Run) -> "OpenWalk | None":
         return None
     from k2convert.calibration.conversion import open_walk
 
-    names, is_scaled = [item.name for item in run.items], bool(job.plan.recipe.smoothing)
+    names = [item.name for item in run.items]
+    is_scaled = bool(job.plan.recipe.smoothing)
     return open_walk(job.gptq, names, smoothing=is_scaled, calibrated=job.calibrated, events=run.events)
 
 
 def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:
-    job, names, left = run.job, {item.name for item in run.mine}, {item.name for item in run.items}
+    job = run.job
+    names = {item.name for item in run.mine}
+    left = {item.name for item in run.items}
     phases: dict[Phase, tuple[int, int]] = {}
     if job.source.remote is not None and cluster is None:
-        sizes, needed = job.limits.source_bytes, {source for item in run.items for source in item.sources}
+        sizes = job.limits.source_bytes
+        needed = {source for item in run.items for source in item.sources}
         phases["download"] = (sum(sizes.values()), sum(sizes.values()) - sum(sizes[source] for source in needed))
     if walk is not None:
         phases |= walk.plan.phases(walk.first, phases)
@@ -242,8 +248,10 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
 @contextmanager
 def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Generator[Stages]:
     """Start threads, and the walk if there is one. The nodes of a `cluster` fetch, convert and send all shards."""
-    job, limits = run.job, run.job.limits
-    remote, fetch = job.source.remote if cluster is None else None, None
+    job = run.job
+    limits = run.job.limits
+    remote = job.source.remote if cluster is None else None
+    fetch = None
     if remote is not None:
         from k2convert.job.transfers import fetch_shard, sweep_downloads
 
@@ -271,7 +279,9 @@ class _LocalStage:
 
     def convert(self, item: Item) -> None:
         """Convert a shard, when the walk has done its layers, and record it."""
-        run, walk, job = self.run, self.walk, self.run.job
+        run = self.run
+        walk = self.walk
+        job = self.run.job
         calibration = job.calibration if walk is None else walk.wait_for(item.name)
         if job.source.remote is not None and calibration is not None:
             from k2convert.calibration.fitting import check_norms

@@ -77,7 +77,8 @@ class ShardTask:
 def shard_task(job: "Job", name: str) -> ShardTask:
     """Return the task of one shard of a job, without statistics."""
     shard = next(shard for shard in job.plan.jobs if shard.name == name)
-    checkpoint, headers = job.source.checkpoint, job.source.checkpoint.headers
+    checkpoint = job.source.checkpoint
+    headers = job.source.checkpoint.headers
     is_read = (
         job.source.remote is None and name in headers and shard.bytes_in >= _HASHED_SHARE * headers[name].file_bytes
     )
@@ -110,7 +111,8 @@ def convert_shard(
             threads = stack.enter_context(open_threads(1))
         reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
         stack.enter_context(remedy(SOURCE_REMEDY))
-        recipe, codes = task.recipe, task.calibration and task.calibration.codes
+        recipe = task.recipe
+        codes = task.calibration and task.calibration.codes
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
         quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)
         path = task.source_folder / task.shard.name
@@ -196,10 +198,12 @@ class _Conversion:
     source_hash: FileHash | None = None
 
     def run(self) -> ShardRecord:
-        task, shard = self.task, self.task.shard
+        task = self.task
+        shard = self.task.shard
         header = encoded_header(shard)
         file_bytes = len(header) + shard.data_bytes
-        path, records = task.destination / shard.name, list[ProjectionRecord]()
+        path = task.destination / shard.name
+        records = list[ProjectionRecord]()
         has_values = set[str]()
         writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
         with writing as writer:
@@ -228,7 +232,8 @@ class _Conversion:
 
     def _check_source(self) -> None:
         """Compare the source shard's sha256 with the one that its download left (CheckpointError)."""
-        expected, path = self.task.sha256, self.task.source_folder / self.task.shard.name
+        expected = self.task.sha256
+        path = self.task.source_folder / self.task.shard.name
         if self.source_hash is not None and (found := self.source_hash.hexdigest()) != expected:
             raise CheckpointError(
                 f"{path}: is damaged: its sha256 is {found}, but the Hub stated {expected}. "
@@ -237,7 +242,8 @@ class _Conversion:
 
     def difference(self, everything: bool) -> str | None:
         """Return the first tensor that differs from the finished file: of all pieces, or of the one in the middle."""
-        position, places = len(encoded_header(self.task.shard)), list[tuple[int, _Piece]]()
+        position = len(encoded_header(self.task.shard))
+        places = list[tuple[int, _Piece]]()
         for piece in self._pieces():
             if piece.is_pure:
                 places.append((position, piece))
@@ -256,7 +262,8 @@ class _Conversion:
     def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""
         waiting: deque[tuple[_Piece, Future[_Loaded], Future[_Result]]] = deque()
-        inflight, limit = 0, self.task.inflight_bytes
+        inflight = 0
+        limit = self.task.inflight_bytes
         following = next(pieces, None)
         try:
             while waiting or following is not None:
@@ -340,7 +347,9 @@ class _Conversion:
         return weight if calibration is None else calibration.scaled_weight(weight, projection)
 
     def _copy_step(self, step: CopyStep, loaded: _Loaded) -> _Result:
-        data, scaling, calibration = loaded.read(step.tensor), step.scaling, self.task.calibration
+        data = loaded.read(step.tensor)
+        scaling = step.scaling
+        calibration = self.task.calibration
         if not is_finite(data, step.tensor.dtype):
             raise MalformedFileError(f"{step.tensor.shard}: {step.tensor.name}: has NaN or infinite values.")
         if scaling is None or calibration is None:
@@ -351,7 +360,10 @@ class _Conversion:
         self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
         global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
-        name, importance, result, calibration = projection.module, None, None, self.task.calibration
+        name = projection.module
+        importance = None
+        result = None
+        calibration = self.task.calibration
         if calibration is not None:
             importance = calibration.of_projection(projection)
             result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)

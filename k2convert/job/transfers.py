@@ -53,7 +53,8 @@ class Uploads:
 
         Raises ChangedFileError if the bytes do not have the hash of the record, or were not validated.
         """
-        path, record = self.journal.destination / name, self.records[name]
+        path = self.journal.destination / name
+        record = self.records[name]
         if not record.is_checked or record.sha256 is None:
             raise ChangedFileError(path)
         if name in self._sent_by_node:

@@ -123,7 +123,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
             raise _not_a_count(where, key, value)
         return value
 
-    num_layers, num_dense = count("num_hidden_layers"), count("first_k_dense_replace", 0)
+    num_layers = count("num_hidden_layers")
+    num_dense = count("first_k_dense_replace", 0)
     frequency = max(count("moe_layer_freq", 1), 1)
     num_experts = count(key_of(config, EXPERTS_KEY))
     chosen = key_of(config, "num_experts_per_tok")
@@ -299,7 +300,8 @@ class DescribedModel:
             yield Expected(name, dtypes, shape, sizes)
 
     def _experts(self, stem: str, numbers: Iterable[int], tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
-        rows, columns = "moe_intermediate_size", LATENT_KEY if LATENT_KEY in text_config(self.config) else "hidden_size"
+        rows = "moe_intermediate_size"
+        columns = LATENT_KEY if LATENT_KEY in text_config(self.config) else "hidden_size"
         sizes = {"gate": f"{rows}, {columns}", "up": f"{rows}, {columns}", "down": f"{columns}, {rows}"}
         shapes = {kind: evaluate_shape(text, self.config, self.where) for kind, text in sizes.items()}
         for number in numbers:
@@ -327,7 +329,8 @@ class DescribedModel:
 
     def problem(self, fault: Fault) -> str:
         """Return what is wrong with a tensor, to follow its name."""
-        expected, found = fault.expected, fault.found
+        expected = fault.expected
+        found = fault.found
         if expected is None:
             return why_foreign(fault.name).partition(". ")[0] or "is not in the model that config.json describes"
         if found is None:
@@ -377,7 +380,8 @@ def _stored_parameters(form: str, shape: tuple[int, ...] | None, has_input_scale
         stored = projection_tensors(layout=form, num_rows=rows, num_columns=columns, has_input_scale=has_input_scale)
         return tuple((p, (d,), s if shape is not None and len(s) == 2 else None) for p, d, s, _ in stored)
     known = next(row for row in SOURCE_FORMATS if row.title == form)
-    packed, scales = (rows, columns // known.columns_per_element), (rows, columns // GROUP_SIZE)
+    packed = (rows, columns // known.columns_per_element)
+    scales = (rows, columns // GROUP_SIZE)
     found: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
         WEIGHT_PACKED: ((known.packed_dtype,), packed if shape is not None else None),
         WEIGHT_SCALE: (known.scale_dtypes, scales if shape is not None else None),

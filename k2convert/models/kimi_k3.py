@@ -74,7 +74,8 @@ def _classify(module: str) -> ModulePlace | None:
     matched = _LAYER.fullmatch(module.removeprefix(_PREFIX)) if module.startswith(_PREFIX) else None
     if matched is None:
         return None
-    layer, inner = int(matched[1]), matched[2]
+    layer = int(matched[1])
+    inner = matched[2]
     if expert := _EXPERT.fullmatch(inner):
         return ModulePlace(Role.EXPERTS, layer, int(expert[1]), _PROJECTIONS[expert[2]])
     if mlp := _MLP.fullmatch(inner):
@@ -108,8 +109,10 @@ _A_LOG_UNIT: Final = 128
 
 
 def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:
-    heads, size = "linear_attn_config.num_heads", "linear_attn_config.head_dim"
-    width, wide = f"{heads} * {size}", f"{heads} * {size}, hidden_size"
+    heads = "linear_attn_config.num_heads"
+    size = "linear_attn_config.head_dim"
+    width = f"{heads} * {size}"
+    wide = f"{heads} * {size}, hidden_size"
     rows = dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), wide)
     rows |= {"o_proj": f"hidden_size, {width}", "f_a_proj": f"{size}, hidden_size", "f_b_proj": f"{width}, {size}"}
     rows |= {"b_proj": f"{heads}, hidden_size", "o_norm": f"F32: {size}"}

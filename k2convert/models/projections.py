@@ -85,7 +85,8 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
     for name, parts in names.items():
         if parts.parameter not in _TELLING:
             continue
-        tensor, form = source.tensors[name], NVFP4
+        tensor = source.tensors[name]
+        form = NVFP4
         if parts.parameter == WEIGHT_PACKED and not _is_global(source, parts.module):
             form = packed_form(tensor, source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}"))
         if form == NVFP4 or (not form and known.packed_dtype != tensor.dtype):
@@ -154,8 +155,10 @@ def _export(known: SourceFormat) -> str:
 
 
 def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
-    packed, module = found[WEIGHT_PACKED], parts.module
-    known, where = format_of(packed), f"{packed.shard}: {module}"
+    packed = found[WEIGHT_PACKED]
+    module = parts.module
+    known = format_of(packed)
+    where = f"{packed.shard}: {module}"
     if parts.role not in CONVERTIBLE_ROLES:
         raise PlanError(
             f"{where}: is {known.title} in the role {parts.role}; no engine loads this role in NVFP4. {_export(known)}"
@@ -169,12 +172,14 @@ def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Proje
             f"{where}.{extra[0]}: not part of a symmetric {known.title} projection (asymmetric or act-order?). "
             f"{_export(known)}"
         )
-    scale, shape = found[WEIGHT_SCALE], found.get(WEIGHT_SHAPE)
+    scale = found[WEIGHT_SCALE]
+    shape = found.get(WEIGHT_SHAPE)
     _expect(packed, dtypes=(known.packed_dtype,), rank=2)
     _expect(scale, dtypes=known.scale_dtypes, rank=2, advice=_export(known))
     if shape is not None:
         _expect(shape, dtypes=("I32", "I64"), rank=1)
-    num_rows, num_columns = packed.shape[0], packed.shape[1] * known.columns_per_element
+    num_rows = packed.shape[0]
+    num_columns = packed.shape[1] * known.columns_per_element
     if num_columns % GROUP_SIZE:
         raise PlanError(
             f"{packed.shard}: {packed.name}: {num_columns} input columns are not a multiple of the group size "
@@ -280,7 +285,8 @@ def check_model(
 
 
 def _check_counts(source: Checkpoint, experts: Experts, architecture: Architecture) -> None:
-    count, key = architecture.num_experts, key_of(source.config, EXPERTS_KEY)
+    count = architecture.num_experts
+    key = key_of(source.config, EXPERTS_KEY)
     if experts and max(experts) >= architecture.num_layers:
         raise PlanError(
             f"{source.folder}: layer {max(experts)} {why_foreign('.eh_proj.')} config.json has the layers "
@@ -314,10 +320,13 @@ class TensorSource(Protocol):
 
 def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:
     """Read one projection; raises MalformedFileError for a wrong weight_shape and for invalid scales."""
-    rows, columns = projection.num_rows, projection.num_columns
+    rows = projection.num_rows
+    columns = projection.num_columns
     if projection.weight is not None:
         return Bf16Weight(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
-    packed, scale, shape = projection.packed, projection.scale, projection.shape
+    packed = projection.packed
+    scale = projection.scale
+    shape = projection.shape
     assert packed is not None
     assert scale is not None
     if shape is not None:

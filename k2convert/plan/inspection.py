@@ -90,7 +90,8 @@ def inspect_checkpoint(
     packed = _packed_modules(source, names)
     counts = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
-    recipe, named = cast(str | None, family.recipe), source.config.get("architectures")
+    recipe = cast(str | None, family.recipe)
+    named = source.config.get("architectures")
     oddities = _oddities(source, names, counts, family, is_pruned=pruning is not None)
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
@@ -147,7 +148,8 @@ def _holdings(source: Checkpoint, names: dict[str, TensorName], packed: dict[str
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, parts in names.items():
         tensor = source.tensors[name]
-        form, weights = packed.get(parts.module), math.prod(tensor.shape)
+        form = packed.get(parts.module)
+        weights = math.prod(tensor.shape)
         if form is not None and parts.parameter in _PACKED_PARAMETERS[form]:
             weights *= _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
         else:
@@ -177,7 +179,8 @@ def _oddities(
             apart[parts.sharing_key].add(source.tensors[name].shard)
     if split := sum(len(shards) > 1 for shards in apart.values()):
         notes.append(f"{split} gate/up pair(s) or projection(s) are split over several shards")
-    inner, top = text_config(source.config), source.config
+    inner = text_config(source.config)
+    top = source.config
     if inner is not top and "quantization_config" in inner and "quantization_config" in top:
         notes.append("two quantization_config: at the top level and in text_config")
     if architecture.num_experts not in (0, family.usual_num_experts) and not is_pruned:

@@ -72,7 +72,8 @@ class ConvertStep:
         return sum(tensor[3] for p in self.members for tensor in self._tensors(p))
 
     def _tensors(self, projection: Projection) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
-        recipe, shape = self.recipe, (projection.num_rows, projection.num_columns)
+        recipe = self.recipe
+        shape = (projection.num_rows, projection.num_columns)
         return _projection_tensors(recipe.target, recipe.layout, recipe.activations, *shape)
 
 
@@ -229,7 +230,8 @@ def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) ->
         scaling = column_scaling(parts, family=claim.family) if parts.layer in layers else None
         if scaling is None:
             continue
-        tensor, columns = source.tensors[name], claim.architecture.hidden_size
+        tensor = source.tensors[name]
+        columns = claim.architecture.hidden_size
         if tensor.dtype not in SCALABLE_DTYPES or tensor.shape[-1:] != (columns,):
             raise PlanError(
                 f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; smoothing needs "
@@ -300,10 +302,12 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
     counts = {"convert": none | {"projections": 0}, "copy": {**none}}
     for step in (step for job in plan.jobs for step in job.steps):
         if isinstance(step, ConvertStep):
-            action, sources = "convert", [t for member in step.members for t in member.sources]
+            action = "convert"
+            sources = [t for member in step.members for t in member.sources]
             counts[action]["projections"] += len(step.members)
         else:
-            action, sources = "copy" if step.scaling is None else "scale", [step.tensor]
+            action = "copy" if step.scaling is None else "scale"
+            sources = [step.tensor]
         found = counts.setdefault(action, {**none})
         found["source_tensors"] += len(sources)
         found["bytes_in"] += sum(tensor.num_bytes for tensor in sources)

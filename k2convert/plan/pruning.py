@@ -46,7 +46,8 @@ def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Ma
     kept: dict[int, tuple[int, ...]] = {}
     for layer, values in scores.items():
         parts = 1 if count % num_groups or len(values) % num_groups else num_groups
-        size, chosen = len(values) // parts, list[int]()
+        size = len(values) // parts
+        chosen = list[int]()
         for first in range(0, parts * size, size):
             ranked = sorted(range(first, first + size), key=lambda expert: (-values[expert], expert))
             chosen += ranked[: count // parts]
@@ -104,7 +105,8 @@ def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuse a list that does not fit the model, or with which its router could not choose (PlanError)."""
-    total, layers = architecture.num_experts, architecture.moe_layers
+    total = architecture.num_experts
+    layers = architecture.moe_layers
     if not layers:
         raise PlanError("the model has no MoE layers, so no experts can be chosen. Leave out the list of experts.")
     if wrong := sorted(set(kept.layers) ^ set(layers)):
@@ -131,8 +133,10 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
 
 def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> None:
     """Refuse fewer experts than a token uses, and groups that would not be the source's (PlanError)."""
-    count, top_k = kept.num_experts, _count(config, "num_experts_per_tok")
-    num_groups, used_groups = _count(config, "n_group"), _count(config, "topk_group")
+    count = kept.num_experts
+    top_k = _count(config, "num_experts_per_tok")
+    num_groups = _count(config, "n_group")
+    used_groups = _count(config, "topk_group")
     if count < top_k:
         raise PlanError(
             f"keeps {counted(count, 'expert')} per layer, but each token uses {top_k} "
@@ -145,7 +149,8 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
             f"{count} of {total} experts cannot form {num_groups} equal groups ({key_of(config, 'n_group')}). "
             f"Keep a multiple of {num_groups}."
         )
-    size, new_size = total // num_groups, count // num_groups
+    size = total // num_groups
+    new_size = count // num_groups
     for layer, experts in kept.layers.items():
         for group in range(num_groups):
             if (found := sum(e // size == group for e in experts)) != new_size:

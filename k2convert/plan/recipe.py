@@ -154,7 +154,9 @@ def settle_recipe(
 
 def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) -> Iterator[tuple[object, str]]:
     """Everything that does not fit together, each with its remedy. The first one that holds is reported."""
-    rule, is_nvfp4, given = RULES[r.rule], r.target == "nvfp4", "--calibrate" if text else "--statistics"
+    rule = RULES[r.rule]
+    is_nvfp4 = r.target == "nvfp4"
+    given = "--calibrate" if text else "--statistics"
     unused = [key for key in sorted(r.model_fields_set & _NVFP4_KEYS) if getattr(r, key) is not None]
     yield not is_nvfp4 and (statistics or text), f"target {r.target} cannot be calibrated. Leave out {given}."
     yield not is_nvfp4 and unused, f"target {r.target} converts nothing to NVFP4. Leave out {', '.join(unused)}."
@@ -342,7 +344,8 @@ def _explain(error: ValidationError) -> str:
 def _repeated_key(node: yaml.Node | None) -> str | None:
     """Return the first key that appears twice in one mapping, or None. YAML itself would take the last value."""
     seen: set[str] = set()
-    waiting, visited = [node], set[int]()
+    waiting = [node]
+    visited = set[int]()
     while waiting:
         node = waiting.pop()
         if id(node) in visited:  # an alias: walking it again could take forever

@@ -99,7 +99,8 @@ def _explain(error: ValidationError) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         place = ".".join(shortened(str(part)) for part in problem["loc"] if part != "[key]")
-        kind, reason = problem["type"], problem["msg"].removeprefix("Value error, ")
+        kind = problem["type"]
+        reason = problem["msg"].removeprefix("Value error, ")
         if kind in _WORDS:
             lines.append(f"{place} {_WORDS[kind]}")
         elif kind == "value_error":

@@ -227,7 +227,8 @@ def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
         found = find_evaluation(folder)
     if found is None:
         return None
-    where, is_evaluated = folder / EVALUATION_NAME, found.kind == "evaluate"
+    where = folder / EVALUATION_NAME
+    is_evaluated = found.kind == "evaluate"
     if not found.rows:
         raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
     config = file_digest(folder / CONFIG_NAME) if is_evaluated and (folder / CONFIG_NAME).is_file() else None

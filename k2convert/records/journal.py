@@ -256,7 +256,8 @@ class Journal:
 
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""
-        shard, path = self.destination / record.shard, self._record_path(record.shard)
+        shard = self.destination / record.shard
+        path = self._record_path(record.shard)
         return shard.stat().st_mtime_ns == path.stat().st_mtime_ns
 
     def state(self) -> JobState:

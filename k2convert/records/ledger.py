@@ -216,7 +216,8 @@ def encode_ledger(path: Path, ledger: Ledger) -> bytes:
         found = read_document(Ledger, path)
     except CheckpointError:
         return encode(ledger)
-    kept, new = encode(replace(ledger, versions=found.versions)), encode(ledger)
+    kept = encode(replace(ledger, versions=found.versions))
+    new = encode(ledger)
     return kept if kept == encode(found) else new
 
 

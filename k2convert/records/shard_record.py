@@ -90,7 +90,8 @@ def is_weight(name: str) -> bool:
 
 def doubt_of(metrics: WeightMetrics) -> str:
     """Return what the codes of a source weight make doubtful; empty for most."""
-    count, total = metrics.num_minus_eight, metrics.num_codes
+    count = metrics.num_minus_eight
+    total = metrics.num_codes
     if count is None or not total or count <= MOST_MINUS_EIGHT * total:
         return ""
     share = f"{100 * count / total:.0f} % of the codes are -8, which Moonshot's training never writes"
@@ -155,7 +156,8 @@ class ShardRecord:
     checked: ShardFindings | None = None
 
     def __post_init__(self) -> None:
-        found, modules = self.checked, {projection.module for projection in self.projections}
+        found = self.checked
+        modules = {projection.module for projection in self.projections}
         if found is not None and not found.decoded.keys() == found.sampled_blocks.keys() == modules:
             raise ValueError("checked and projections name different modules")
 

@@ -88,7 +88,8 @@ def render_report(report: Report) -> dict[str, bytes]:
         from k2convert.report.page import render_page, render_picture
 
     checks = None if report.validation is None else read_checks(report.validation)
-    page, picture = render_page(report, checks), render_picture(report)
+    page = render_page(report, checks)
+    picture = render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
     return files if picture is None else files | {REPORT_PICTURE_NAME: picture}

@@ -82,7 +82,8 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
     if record.dropped_windows:
         yield f"Windows left out because their activations were not finite: {record.dropped_windows:,}."
     if record.imatrix:
-        count, fallback = len(tokens_by_expert(record)), sum(len(layer.fallback) for layer in record.layers.values())
+        count = len(tokens_by_expert(record))
+        fallback = sum(len(layer.fallback) for layer in record.layers.values())
         yield (
             f"{fallback:,} of {count:,} experts saw fewer than {MIN_TOKENS} tokens. The importance of their down "
             "projections is drawn toward an even one."
@@ -96,7 +97,8 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
             )
     if record.smoothing:
         channels = channels_by_exponent(record)
-        scaled, total = sum(n for exponent, n in channels.items() if exponent), sum(channels.values())
+        scaled = sum(n for exponent, n in channels.items() if exponent)
+        total = sum(channels.values())
         yield (
             f"Smoothing multiplied {scaled:,} of {total:,} channels ({percent(scaled, total)}) of the norm before "
             "the experts by a power of two, and divided everything that reads them by the same. This is exact: without "
@@ -129,7 +131,8 @@ def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) 
         f"{sum(layer.ridge is not None for layer in layers.values()):,} of {len(layers):,} layers corrected gate and "
         f"up for errors of earlier layers. {corrected:,} of {len(shrinkages):,} experts corrected down."
     )
-    rounded, experts = sum(layer.shrinkage is None for layer in layers.values()), shrinkages.count(None)
+    rounded = sum(layer.shrinkage is None for layer in layers.values())
+    experts = shrinkages.count(None)
     if rounded or experts:
         yield (
             f"Rounded without correction, as rule imatrix does: gate and up of {rounded:,} of {len(layers):,} layers, "
@@ -175,7 +178,9 @@ def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
 
 def pruned_section(record: PruningRecord, checks: Checks | None) -> Section:
     """Return which experts were left out, what is known about the cost, and the warning."""
-    kept, total, shares = record.kept.num_experts, record.num_source_experts, record.shares
+    kept = record.kept.num_experts
+    total = record.num_source_experts
+    shares = record.shares
     measured: Mapping[int, float] = checks.router_weights if checks is not None else {}
     chosen = "The list does not say by whose scores." if record.scores is None else f"Chosen by {record.scores}."
     sentences = [

@@ -25,7 +25,8 @@ from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
 from k2convert.report.figures import Report, TensorFigures
 from k2convert.report.wording import power_of_ten, power_of_two, short_count
 
-_SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
+_SMALLEST_NORMAL_LOG2 = -6.0
+_LARGEST_LOG2 = float(np.log2(448))
 _BINS_PER_DOUBLING = 4
 _ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
@@ -94,7 +95,8 @@ def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
             continue
         style = {"arrowstyle": "<->", "color": palette.muted, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", xy=(left, level), xytext=(right, level), arrowprops=style)
-        text, middle = f"{right - left:.2f} dB", (left + right) / 2
+        text = f"{right - left:.2f} dB"
+        middle = (left + right) / 2
         axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=FONT_SIZE - 1, color=palette.muted)
 
 
@@ -171,7 +173,8 @@ def draw_exponents(channels: Mapping[int, int], palette: Palette) -> Figure:
     axes.set_ylim(0.7, max(counts.values()) * 3)
     for exponent, count in counts.items():
         if count:
-            text, size = short_count(count), FONT_SIZE - 1
+            text = short_count(count)
+            size = FONT_SIZE - 1
             axes.text(exponent, count * 1.15, text, ha="center", fontsize=size, color=palette.muted)
     axes.set_xticks(list(counts), [power_of_two(exponent) for exponent in counts])
     axes.set_xlabel("power of two in the norm; 1: not scaled")
@@ -213,7 +216,8 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
     """Draw the number of experts of each MoE layer by the shrinkage of their down projection."""
     sheet = Sheet(3.2, palette)
     axes = sheet.plot(0.76)
-    found, bottom = shrinkages_by_layer(layers), np.zeros(len(layers))
+    found = shrinkages_by_layer(layers)
+    bottom = np.zeros(len(layers))
     shades = np.linspace(1.0, _LEAST_ALPHA, max(len(found.keys() - {None}), 2)).tolist()
     for (shrinkage, counts), shade in zip(found.items(), [*shades, 1.0], strict=False):
         label, color, alpha = (
@@ -237,13 +241,15 @@ def draw_divergences(rows: ModeRows, palette: Palette) -> Figure:
     edges = np.array([logs[0] - step, *logs, logs[-1] + step])
     used: list[int] = []
     for i, ((mode, row), (color, line, _)) in enumerate(zip(drawn, _MODE_STYLES, strict=False)):
-        found, ink = row.figures.divergence, getattr(palette, color)
+        found = row.figures.divergence
+        ink = getattr(palette, color)
         shares = 100 * np.array(found.histogram, dtype=np.float64) / max(sum(found.histogram), 1)
         used += np.flatnonzero(shares).tolist()
         axes.stairs(shares, edges, fill=True, color=ink, alpha=0.3, linewidth=0)
         axes.stairs(shares, edges, color=ink, linewidth=1.2, linestyle=line)
         sheet.text(LEFT, 0.16 + 0.22 * i, f"{mode}: median {found.median:.3g}", color=ink, bold=True)
-    first, last = min(used, default=0), max(used, default=len(edges) - 2)
+    first = min(used, default=0)
+    last = max(used, default=len(edges) - 2)
     axes.set_xlim(edges[first], edges[last + 1])
     axes.set_ylim(bottom=0)
     ticks = range(int(np.ceil(edges[first])), int(np.floor(edges[last + 1])) + 1)

@@ -62,7 +62,8 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
 
 
 def _read_rule(rule: Mapping[str, Any]) -> RuleResult:
-    title, offenders = with_exponents(str(rule["title"])), rule["offenders"]
+    title = with_exponents(str(rule["title"]))
+    offenders = rule["offenders"]
     return RuleResult(
         int(rule["number"]),
         title,
@@ -82,7 +83,8 @@ def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for variant, label in labels(errors).items():
         error = errors[variant]
         cosine = "" if error["cosine"] is None else f"{float(error['cosine']):.6f}"
-        expert, worst = error["worst_expert"], decibels(error["worst_expert_sqnr_db"])
+        expert = error["worst_expert"]
+        worst = decibels(error["worst_expert_sqnr_db"])
         worst = "" if expert is None else f"{int(expert)}: {worst}"
         yield str(int(layer["layer"])), label, decibels(error["sqnr_db"]), cosine, worst
 
@@ -100,7 +102,8 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
     if not weights:
         return
     rule = weights["rule"]
-    measured, wrong = int(rule["measured"]), len(rule["mismatches"])
+    measured = int(rule["measured"])
+    wrong = len(rule["mismatches"])
     if (regenerated := int(rule["tensors"]) - measured) > 0:
         outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
         yield (

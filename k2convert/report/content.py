@@ -100,7 +100,9 @@ def bits_words(source: SourceFormat) -> str:
 
 def caution(report: Report) -> str:
     """Return a paragraph about what the figures do not show."""
-    total, calibration, pruning = report.total, report.ledger.calibration, report.ledger.pruning
+    total = report.total
+    calibration = report.ledger.calibration
+    pruning = report.ledger.pruning
     known = report.source_format
     exact = f"the exact {known.title} values"
     if total.num_codes not in (None, total.num_weights):
@@ -219,7 +221,8 @@ def role_name(role: str) -> str:
 
 def role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
-    totals, is_weighted = report.ledger.totals, report.total.weighted_error is not None
+    totals = report.ledger.totals
+    is_weighted = report.total.weighted_error is not None
     num_roles = len(totals.keys() - {TOTAL})
     has_proof = report.total.lossless_tensors is not None
     rows = [
@@ -258,8 +261,11 @@ def _worst(report: Report) -> Table:
 
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     """Return the known facts that identify the result, as (label, value)."""
-    ledger, recipe, record = report.ledger, report.ledger.recipe, report.ledger.calibration
-    source, scales = ledger.source, recipe.input_scale
+    ledger = report.ledger
+    recipe = report.ledger.recipe
+    record = report.ledger.calibration
+    source = ledger.source
+    scales = recipe.input_scale
     calibrated_by: list[tuple[str, object]] = []
     if record is not None:
         texts = [(f"text {name} (blake3)", digest) for name, digest in record.texts]
@@ -291,7 +297,8 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
-    contract, ledger = None, report.ledger
+    contract = None
+    ledger = report.ledger
     parts = {"calibration": ledger.calibration, "pruning": ledger.pruning, "evaluation": report.evaluation}
     if report.validation is not None:
         checks = read_checks(report.validation)

@@ -11,7 +11,8 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.report.wording import Table, percent
 
 NOT_COUNTED: Final = "not counted"
-_SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
+_SMALLEST_NORMAL_BYTE = 0x08
+_LARGEST_BYTE = 0x7E
 
 
 def counts_table(metrics: WeightMetrics) -> Table:
@@ -19,7 +20,8 @@ def counts_table(metrics: WeightMetrics) -> Table:
     changed = metrics.num_nonzero - metrics.equal_nonzero
     histogram = metrics.scale_histogram
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
-    blocks, codes = metrics.num_blocks, metrics.num_codes
+    blocks = metrics.num_blocks
+    codes = metrics.num_codes
     steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
     extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
     values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
@@ -35,7 +37,8 @@ def counts_table(metrics: WeightMetrics) -> Table:
         ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
     )  # fmt: skip
     if (tensors := metrics.cast_tensors) is not None:
-        below, groups = "scales of the expert differ by > 2¹⁷", blocks // BLOCKS_PER_GROUP
+        below = "scales of the expert differ by > 2¹⁷"
+        groups = blocks // BLOCKS_PER_GROUP
         of_source = (
             _count("tensors without a change", metrics.lossless_tensors, tensors, "by the written bytes, read back"),
             _count("tensors with rounded codes", metrics.below_window_tensors, tensors, below),

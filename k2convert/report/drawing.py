@@ -80,7 +80,8 @@ class Sheet:
 
     def __init__(self, height: float, palette: Palette, *, width: float = WIDTH) -> None:
         self.palette = palette
-        self.width, self.height = width, height
+        self.width = width
+        self.height = height
         self.figure = Figure(figsize=(width, height), facecolor="none")
 
     def plot(self, top: float) -> Axes:

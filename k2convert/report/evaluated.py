@@ -102,7 +102,8 @@ def detail_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]
 
 
 def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]) -> Iterator[str]:
-    text, reference = evaluation.text, _called(evaluation.reference)
+    text = evaluation.text
+    reference = _called(evaluation.reference)
     where = f"on {_tokens(evaluation)} ({counted(text.windows, 'window')} of {text.window:,})"
     is_served = evaluation.kind == "compare"
     if is_served:
@@ -164,7 +165,8 @@ def _worst(found: WorstToken) -> tuple[str, ...]:
 
 
 def _token(text: str) -> str:
-    cut, text = len(text) > _MOST_IN_TOKEN, text[:_MOST_IN_TOKEN]
+    cut = len(text) > _MOST_IN_TOKEN
+    text = text[:_MOST_IN_TOKEN]
     inner = text.strip(" ")
     left = len(text) - len(text.lstrip(" "))
     return "␣" * left + _visible(inner) + "␣" * (len(text) - left - len(inner)) + ("…" if cut else "")

@@ -148,8 +148,10 @@ def collect_report(
     missing: list[str] = []
     if ledger is None:
         assert job is not None
-        planned, finished = len(job.shards), len(records)
-        ledger, figures = _ledger_so_far(job, records), _recorded(records)
+        planned = len(job.shards)
+        finished = len(records)
+        ledger = _ledger_so_far(job, records)
+        figures = _recorded(records)
         if not figures:
             raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
     else:
@@ -197,7 +199,8 @@ def _find_model(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Mode
     if ledger.source.family is None:
         return None
     try:
-        config, family = read_json_file(folder / CONFIG_NAME), find_family(ledger.source.family)
+        config = read_json_file(folder / CONFIG_NAME)
+        family = find_family(ledger.source.family)
         return read_result(tensors, family=family, config=config, where=str(folder))
     except K2ConvertError:
         return None

@@ -29,7 +29,8 @@ MAP_ID = "map-"
 _MAX_LABELLED_CELLS = 24 * 8
 _LAYER_STEPS = (1, 2, 5, 10, 20, 50, 100, 1 << 20)
 _EXPERT_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1 << 20)
-_NO_CELL, _EXACT_CELL = 0, 0xFFFF
+_NO_CELL = 0
+_EXACT_CELL = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,18 @@ def color_scale(maps: tuple[HeatMap, ...]) -> ColorScale:
     low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5] if finite.size >= 1000 else [0, 100]))
     if high - low < MIN_SPAN_DB:
         middle = (low + high) / 2
-        low, high = middle - MIN_SPAN_DB / 2, middle + MIN_SPAN_DB / 2
+        low = middle - MIN_SPAN_DB / 2
+        high = middle + MIN_SPAN_DB / 2
     return ColorScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
 def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
     """Draw all maps with their color scale."""
-    left, gap, title, bottom, bar = 0.56, 0.12, 0.28, 0.42, 0.5
+    left = 0.56
+    gap = 0.12
+    title = 0.28
+    bottom = 0.42
+    bar = 0.5
     has_values = maps[0].values.size <= _MAX_LABELLED_CELLS
     per_row = 0.19 if has_values else 0.0175
     height = float(np.clip(per_row * maps[0].num_experts, 1.8, 6.8))
@@ -107,7 +113,8 @@ def _label(
 
 
 def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) -> None:
-    norm, colors = Normalize(scale.low, scale.high, clip=True), colormaps[COLOR_MAP]
+    norm = Normalize(scale.low, scale.high, clip=True)
+    colors = colormaps[COLOR_MAP]
     for row, column in np.argwhere(~np.isnan(values)):
         value = float(values[row, column])
         red, green, blue, _ = colors(float(norm(min(value, scale.high))))

@@ -110,9 +110,12 @@ def render_card(
     picture: str | None = None,
 ) -> str:
     """Return README.md. The report is named after the repository and has a validation."""
-    ledger, recipe, repo = report.ledger, report.ledger.recipe, report.name
+    ledger = report.ledger
+    recipe = report.ledger.recipe
+    repo = report.name
     checks = None if report.validation is None else read_checks(report.validation)
-    rule, family = RULES[recipe.rule], find_family(str(ledger.source.family)).card
+    rule = RULES[recipe.rule]
+    family = find_family(str(ledger.source.family)).card
     deployment = result_deployment(
         config, recipe.kv_cache, family=str(ledger.source.family), model=repo, revision=revision
     )
@@ -156,7 +159,8 @@ def render_card(
 
 
 def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, source: SourceCard) -> str:
-    recipe, pruning = report.ledger.recipe, report.ledger.pruning
+    recipe = report.ledger.recipe
+    pruning = report.ledger.pruning
     tags = ["nvfp4", "fp4", *family.tags, recipe.layout, "vllm", "sglang"]
     if recipe.layout == "modelopt" and recipe.activations == "w4a4":
         tags.append("tensorrt-llm")

@@ -36,7 +36,8 @@ def _e4m3_values() -> F64:
     """All 256 E4M3 numbers by the definition (bias 7, no infinities, 0x7F and 0xFF are NaN)."""
     values = np.empty(256)
     for byte in range(128):
-        exponent, mantissa = byte >> 3, byte & 7
+        exponent = byte >> 3
+        mantissa = byte & 7
         values[byte] = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
     values[127] = np.nan
     values[128:] = -values[:128]
@@ -147,7 +148,8 @@ def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str,
 
 def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
     if isinstance(stated, dict) and isinstance(measured, dict):
-        left, right = cast(dict[str, int], stated), cast(dict[str, int], measured)
+        left = cast(dict[str, int], stated)
+        right = cast(dict[str, int], measured)
         for key in sorted(left.keys() | right.keys()):
             yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
     elif not is_same_figure(cast("float | None", stated), cast("float | None", measured)):

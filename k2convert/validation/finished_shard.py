@@ -106,7 +106,8 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
     joined = ShardsFound(recorded=recorded)
     for record in records:
         recorded.update((projection.module, projection) for projection in record.projections)
-        checked, scan = record.checked, joined.scan
+        checked = record.checked
+        scan = joined.scan
         if checked is None or checked.blake3 != record.blake3:
             continue
         scan.digests[record.shard] = record.blake3
@@ -119,7 +120,8 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.scalars.update({name: bytes.fromhex(data) for name, data in checked.scalars.items()})
         for projection in record.projections:
             module = projection.module
-            error, sampled = checked.decoded[module], checked.sampled_blocks[module]
+            error = checked.decoded[module]
+            sampled = checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
             joined.totals.add(projection.role, projection.metrics, has_exact_scale=True)
             doubt = "" if projection.metrics is None else doubt_of(projection.metrics)
@@ -137,7 +139,8 @@ def read_source_shards(
     `digests` are those of the headers at the plan; CheckpointError if one changed. `kept` are the experts of a pruned
     result.
     """
-    headers, tensors = dict[str, ShardHeader](), dict[str, TensorInfo]()
+    headers = dict[str, ShardHeader]()
+    tensors = dict[str, TensorInfo]()
     for shard, digest in digests.items():
         headers[shard] = read_header(folder / shard)
         if headers[shard].digest != digest:

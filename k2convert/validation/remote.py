@@ -56,7 +56,8 @@ class Shards:
         """
         if not self.is_remote:
             return nullcontext
-        of_result, of_source = _result_needs(result), _source_needs(result)
+        of_result = _result_needs(result)
+        of_source = _source_needs(result)
         needs = {shard: self._remote(of_result[shard], of_source[shard]) for shard in of_result}
         self._check_room(needs.values())
         return partial(self._around, needs, settle)

@@ -106,11 +106,17 @@ class Findings:
         """Return the outcome: fail, else warn, else skipped, else pass."""
         title = self.title or CONTRACT[self.number]
         if self.errors:
-            verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
+            verdict = Verdict.FAIL
+            count = self.errors
+            offenders = self._first_errors
         elif self.warnings:
-            verdict, count, offenders = Verdict.WARN, self.warnings, self._first_warnings
+            verdict = Verdict.WARN
+            count = self.warnings
+            offenders = self._first_warnings
         else:
-            verdict, count, offenders = (Verdict.SKIPPED if self.skip_reason else Verdict.PASS), 0, []
+            verdict = Verdict.SKIPPED if self.skip_reason else Verdict.PASS
+            count = 0
+            offenders = []
         note = "; ".join(text for text in (self.note, self.skip_reason) if text)
         return RuleResult(self.number, title, verdict, count, tuple(offenders), note)
 
@@ -142,7 +148,8 @@ class ContractReport:
     @property
     def summary(self) -> str:
         """Return how many rules were checked, with what, and which ones were not."""
-        total, skipped = len(self.rules), [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+        total = len(self.rules)
+        skipped = [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
         if not skipped:
             return f"{total} of {total} rules of the servable contract were checked, with the source."
         why = "; ".join(sorted({rule.note for rule in skipped}))

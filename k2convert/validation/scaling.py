@@ -77,18 +77,21 @@ def derive_exponents(before: Bytes, after: Bytes, *, dtype: str) -> tuple[Expone
 
     Where a channel is not the source's times 2**-4 .. 2**4, its exponent is 0, and the first one is described.
     """
-    old, new = _values(before, dtype), _values(after, dtype)
+    old = _values(before, dtype)
+    new = _values(after, dtype)
     with np.errstate(divide="ignore", invalid="ignore"):
         fractions, powers = np.frexp(new / old)
     same = before.view(_BITS[dtype]) == after.view(_BITS[dtype])
     is_power = fractions == 0.5
     exponents = np.where(same | ~is_power, 1, powers) - 1
     fits = same | (is_power & (np.abs(exponents) <= MAX_COLUMN_EXPONENT))
-    problem, channel = "", int(np.argmin(fits))
+    problem = ""
+    channel = int(np.argmin(fits))
     if not fits.all():
         problem = f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: channel {channel} is "
         problem += f"{new[channel]:g}, the source's is {old[channel]:g}: "
-        largest, power = MAX_COLUMN_EXPONENT, f"2^{exponents[channel]}"
+        largest = MAX_COLUMN_EXPONENT
+        power = f"2^{exponents[channel]}"
         is_too_large = f"{power}, but smoothing uses 2^-{largest} to 2^{largest}"
         problem += is_too_large if is_power[channel] else "not a power of two times it"
     return np.where(fits, exponents, 0).astype(np.int8), problem

@@ -69,7 +69,8 @@ class ShardsFound:
         """Add what the pass over another part of the same result found, except for its totals."""
         self.scan.add(other.scan)
         self.checked |= other.checked
-        self.recorded, self.with_library = other.recorded, other.with_library
+        self.recorded = other.recorded
+        self.with_library = other.with_library
         self.decoder_mismatches |= other.decoder_mismatches
 
     @property
@@ -205,10 +206,13 @@ class _Measurer:
             self._room.release()
 
     def _weight(self, module: str, parts: Mapping[str, Bytes]) -> WrittenWeight:
-        names, record, place = self.result.names, self.recorded.get(module), self.result.modules[module].parts
+        names = self.result.names
+        record = self.recorded.get(module)
+        place = self.result.modules[module].parts
         source = self._load(place)
         raw = parts[names.global_scale].tobytes()
-        packed, block_scales = parts[names.weight], parts[names.block_scale]
+        packed = parts[names.weight]
+        block_scales = parts[names.block_scale]
         if self.decoder is not None:
             self._decode_by_library(module, packed, block_scales, raw, source.shape)
         recorded_scale = None if record is None else record.global_scale

@@ -62,13 +62,16 @@ def _norm(result: Result, layer: int) -> str:
 
 
 def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[ScalingProblem]]:
-    derived, problems, source = dict[int, Exponents](), list[ScalingProblem](), result.source
+    derived = dict[int, Exponents]()
+    problems = list[ScalingProblem]()
+    source = result.source
     assert source is not None
     norms: dict[int, tuple[TensorInfo, TensorInfo]] = {}  # in source and result; rules 7 and 8 report missing ones
     layers = {parts.layer for parts in result.source_names.values() if parts.role is Role.EXPERTS}
     for layer in sorted(layer for layer in layers if layer is not None):
         name = _norm(result, layer)
-        before, after = source.tensors.get(name), result.tensors.get(name)
+        before = source.tensors.get(name)
+        after = result.tensors.get(name)
         if before is None or after is None or before.dtype not in SCALED_DTYPES:
             continue
         if (before.dtype, before.shape) == (after.dtype, after.shape):

@@ -85,7 +85,8 @@ def validate_checkpoint(
     """
     if shards.result is None:
         check_finished(folder)
-    whole, result = source, read_result(folder, source=source, read=shards.header_reader)
+    whole = source
+    result = read_result(folder, source=source, read=shards.header_reader)
     _check_operands(result)
     _check_source(result)
     if result.is_int4 and (layers is not None or against is not None):
@@ -101,7 +102,8 @@ def validate_checkpoint(
         return _validate_layers(result, source, whole, layers, reference=reference, events=events, shards=shards)
     found = _scan(result, _recorded(result), reference=reference, events=events, visitor=visitor, shards=shards)
     contract, weights = _report(result, found)
-    layers_report, skipped = None, ""
+    layers_report = None
+    skipped = ""
     if layers is not None and (source is None or whole is None):
         skipped = result.no_source
     elif layers is not None and not contract.passed:
@@ -110,7 +112,8 @@ def validate_checkpoint(
         layers_report = _compute_layers(layers, result, source, whole, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
-        other, theirs = _open_other(against, result, whole), replace(shards, result=None)
+        other = _open_other(against, result, whole)
+        theirs = replace(shards, result=None)
         other = _with_smoothing(other, theirs)
         their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=theirs))
         assert their_weights is not None
@@ -133,7 +136,9 @@ def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | No
 
 
 def _check_operands(result: Result) -> None:
-    folder, source, known = result.folder, result.source, result.family.source_format
+    folder = result.folder
+    source = result.source
+    known = result.family.source_format
     packed = (t for name, t in result.tensors.items() if name.endswith(f".{WEIGHT_PACKED}"))
     has_packed = any(t.dtype == known.packed_dtype for t in packed)
     is_source = has_packed and not _is_nvfp4(result.tensors) and not result.is_int4
@@ -157,7 +162,8 @@ def _check_operands(result: Result) -> None:
 
 def _check_source(result: Result) -> None:
     """Refuse a source with other headers than the ledger states: every rule would fail (CheckpointError)."""
-    source, ledger = result.source, result.ledger
+    source = result.source
+    ledger = result.ledger
     if source is None or ledger is None or not ledger.source.headers:
         return
     found = {shard: header.digest for shard, header in source.headers.items()}
@@ -206,10 +212,14 @@ def _validate_layers(
     shards: Shards,
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
-    layers, recorded = request.layers or read_architecture(source).moe_layers, _recorded(result)
-    every, computed, skipped = ShardsFound(), list[LayersReport](), list[str]()
+    layers = request.layers or read_architecture(source).moe_layers
+    recorded = _recorded(result)
+    every = ShardsFound()
+    computed = list[LayersReport]()
+    skipped = list[str]()
     for layer in layers:
-        part, wanted = result.of_layers((layer,)), replace(request, layers=(layer,))
+        part = result.of_layers((layer,))
+        wanted = replace(request, layers=(layer,))
         with shards.around_layer(part, layer, source=whole):
             found = _scan(part, recorded, reference=reference, events=events)
             every.add(found)
@@ -302,7 +312,8 @@ def checkable_rule(result: Result, *, has_statistics: bool) -> tuple[Rule | None
     `has_statistics`: the importance of the columns is known, which some rules need. Weights of a rule that needs a walk
     can always be measured.
     """
-    ledger, recipe = result.ledger, result.recipe
+    ledger = result.ledger
+    recipe = result.recipe
     if ledger is None or recipe is None:
         return None, "no ledger says by which rule the weights were converted"
     if recipe.quantizer != "native":

@@ -127,7 +127,8 @@ def _check(
     weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: LayoutNames, rule: Rule
 ) -> CheckedWeight:
     """Check one weight with the magnitude of its whole set, as the kernels and as the definition measure it."""
-    quantizer, is_int4 = NativeQuantizer(rule), isinstance(weight.source, Int4Weight)
+    quantizer = NativeQuantizer(rule)
+    is_int4 = isinstance(weight.source, Int4Weight)
     expected = quantizer.global_scale(shared, is_int4=is_int4)
     has_scale = names.stores(expected, weight.global_scale)
     error = _measure(weight, expected if has_scale else names.decode_scalar(weight.global_scale))
@@ -187,7 +188,8 @@ def _check_measured(
 
 def _changed_codes(source: Mxfp4Weight, packed: Bytes, exponent: int) -> int:
     """Return how many bytes of codes differ from the source's, in groups that are not below the window of a cast."""
-    groups, written = source.groups(), packed.reshape(-1, GROUP_BYTES)
+    groups = source.groups()
+    written = packed.reshape(-1, GROUP_BYTES)
     if np.array_equal(groups, written):
         return 0
     steps = source.scale_bytes.reshape(-1).astype(np.int64) - SCALE_BIAS - exponent
@@ -196,18 +198,22 @@ def _changed_codes(source: Mxfp4Weight, packed: Bytes, exponent: int) -> int:
 
 
 def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
-    scales, packed = expected.block_scales.reshape(-1), expected.packed.reshape(-1)
-    written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
+    scales = expected.block_scales.reshape(-1)
+    packed = expected.packed.reshape(-1)
+    written_scales = weight.block_scales.reshape(-1)
+    written = weight.packed.reshape(-1)
     if same_bytes(scales, written_scales) and same_bytes(packed, written):
         return []
-    bits, wrong = packed ^ written, np.count_nonzero(scales != written_scales)
+    bits = packed ^ written
+    wrong = np.count_nonzero(scales != written_scales)
     codes = np.count_nonzero(bits & 0xF) + np.count_nonzero(bits >> 4)
     return [f"{wrong:,} of {scales.size:,} block scales and {codes:,} of {2 * packed.size:,} codes differ"]
 
 
 def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tuple[int, int]:
     """Regenerate sampled rows by the reference arithmetic; return how many blocks they have, and how many differ."""
-    source, importance = weight.source, weight.importance
+    source = weight.source
+    importance = weight.importance
     rows, columns = source.shape
     if not rows or not columns:
         return 0, 0
@@ -236,7 +242,8 @@ def _measure_by_definition(source: SourceWeight) -> Magnitude:
         return measure(source)
     if source.channel_exponents is not None:
         return _measure_rows_by_definition(source, source.channel_exponents)
-    scale_bits, packed = source.scale_bits.reshape(-1, 1), source.packed.reshape(-1, GROUP_SIZE // 2)
+    scale_bits = source.scale_bits.reshape(-1, 1)
+    packed = source.packed.reshape(-1, GROUP_SIZE // 2)
     sizes = (scale_bits & np.uint16(_MAGNITUDE_BITS)).reshape(-1)
     top = np.flatnonzero(sizes == sizes.max())
     bound = measure(Int4Weight(packed[top], scale_bits[top])).amax

@@ -47,7 +47,9 @@ class Bench:
     """One run of the bench: a work folder, the number of runs, and the results so far."""
 
     def __init__(self, work: Path, runs: int, device: str) -> None:
-        self.work, self.runs, self.device = work, runs, device
+        self.work = work
+        self.runs = runs
+        self.device = device
         self.out = work / "out"
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -77,7 +79,8 @@ class Bench:
                     self.results[job.label] = self._error(job.source)
         for job in jobs:
             sample = summarize(runs[job.label])
-            size, weights = source_bytes(job.source), int4_weights(job.source)
+            size = source_bytes(job.source)
+            weights = int4_weights(job.source)
             self.results[job.label] = asdict(sample) | self.results.get(job.label, {})
             self.results[job.label] |= {"source_bytes": size, "source_weights": weights, "cold": job.cold}
 
@@ -138,7 +141,8 @@ def copy_and_runs(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
 
 def peers(bench: Bench, gigabytes: float) -> None:
     """Run the published pipelines on slices they can finish, and k2convert on slices and on everything."""
-    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-2", "--experts", 2)
+    slice_ = bench.source("slice-8", "--experts", 8)
+    short = bench.source("slice-2", "--experts", 2)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     chain = ["--rule", "max", "--set", "quantizer=reference"]
@@ -204,7 +208,8 @@ def gptq(bench: Bench) -> None:
 
 def whole_k3(bench: Bench) -> None:
     """Take the peak memory of commands on a checkpoint with all of K3's 247,296 projections, narrow ones."""
-    source, result = bench.work / "k3-narrow", bench.work / "k3-narrow-nvfp4"
+    source = bench.work / "k3-narrow"
+    result = bench.work / "k3-narrow-nvfp4"
     if not (source / "config.json").exists():
         shutil.rmtree(source, ignore_errors=True)
         with redirect_stdout(sys.stderr):

@@ -39,7 +39,8 @@ from scripts.bench.gpu_rates import FLOPS, gpu_time, pass_work, walk_work
 TOKENS = 1024
 WINDOW = 2048
 CORES = (16, 64, 192)
-GPU, NUM_GPUS = "h200", (1, 8)
+GPU = "h200"
+NUM_GPUS = (1, 8)
 ROUNDED_ROWS = 192
 FACTORS = 1 + 2 * len(SHRINKAGES)
 """The factors of an input with few tokens, one of which is timed."""
@@ -63,7 +64,8 @@ def input_seconds(kind: str, columns: int, rows: int, outputs: int) -> dict[str,
     judged = None if kind == "down" else torch.randn(SAMPLED_ROWS, rows)
     found, form = moment_seconds(kind, columns, rows, judged)
     found[f"shrinkage and factor of {kind}"] = seconds_of(lambda: make_curvature(form, 0.5)) * FACTORS
-    curvature, correction = make_curvature(form, 0.5), None if judged is None else torch.randn(columns, rows)
+    curvature = make_curvature(form, 0.5)
+    correction = None if judged is None else torch.randn(columns, rows)
     targets = torch.randn(ROUNDED_ROWS, columns)
 
     def to_codes() -> None:
@@ -75,9 +77,11 @@ def input_seconds(kind: str, columns: int, rows: int, outputs: int) -> dict[str,
 
 def moment_seconds(kind: str, columns: int, rows: int, judged: Tensor | None) -> tuple[dict[str, float], Tensor]:
     """Time the moments and the correction of an input; returns the seconds, and H f32 [columns, columns]."""
-    inputs, missing = torch.randn(TOKENS, columns), torch.randn(TOKENS, rows)
+    inputs = torch.randn(TOKENS, columns)
+    missing = torch.randn(TOKENS, rows)
     halves = WeightedTokens.by_halves(torch.ones(TOKENS), torch.arange(TOKENS) % 2)
-    moments, sums = Moments.start(columns, device="cpu"), Missing.start(columns, rows, device="cpu")
+    moments = Moments.start(columns, device="cpu")
+    sums = Missing.start(columns, rows, device="cpu")
 
     def add() -> None:
         moments.add(inputs, halves)
@@ -95,7 +99,8 @@ def measured_rates(model: ModelSizes) -> dict[str, float]:
     work = walk_steps(small, PassSize(1, TOKENS, 1, ("cpu",), 1, 1))
     seconds = input_seconds("gate and up", model.hidden, model.hidden, 2 * model.width)
     seconds |= input_seconds("down", model.width, model.hidden, model.hidden)
-    left, right = torch.randn(TOKENS, model.hidden), torch.randn(model.hidden, model.width)
+    left = torch.randn(TOKENS, model.hidden)
+    right = torch.randn(model.hidden, model.width)
     product = 2 * TOKENS * model.hidden * model.width / seconds_of(lambda: left @ right)
     return {name: operations(step) / seconds[name] if name in seconds else product for name, step in work.items()}
 
@@ -139,12 +144,14 @@ def main() -> None:
     parser.add_argument("headers", type=Path)
     parser.add_argument("--tokens", type=int, default=196_608)
     arguments = parser.parse_args()
-    model, windows = read_sizes(open_checkpoint(arguments.headers)), arguments.tokens // WINDOW
+    model = read_sizes(open_checkpoint(arguments.headers))
+    windows = arguments.tokens // WINDOW
     size = PassSize(windows, WINDOW, 2, ("cpu",), 1, model.num_layers)
     with torch.no_grad(), one_torch_thread():
         rates = measured_rates(model)
         one, search = pass_seconds(model, size, rates["experts, converted"])
-    steps, num_moe = walk_steps(model, size), model.num_moe(size)
+    steps = walk_steps(model, size)
+    num_moe = model.num_moe(size)
     product = rates["experts, converted"]
     streams = pass_flops(model, size) + other_flops(model, size)
     print("| step | operations per layer | GFLOP/s of one core | core-hours, all layers | share |")

@@ -34,7 +34,9 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     found = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
     bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
     found.append(Step("Speed", [*bench, "--only", "calibration,gptq"]))
-    layer, ids, result = work / "layer", work / "ids.jsonl", work / "results" / "checkpoint"
+    layer = work / "layer"
+    ids = work / "ids.jsonl"
+    result = work / "results" / "checkpoint"
     fixtures = [PYTHON, "-m", "scripts.fixture_maker"]
     text = ["--text", ids, *LAYER_TOKENS, "--device", device]
     if not (layer / "config.json").exists():
@@ -52,7 +54,9 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
 
 def run_day(todo: Sequence[Step], report: Path, chip: str) -> bool:
     """Run the steps, write the report after each, and return whether all of them succeeded."""
-    rows, sections, succeeded = "", "", True
+    rows = ""
+    sections = ""
+    succeeded = True
     for step in todo:
         print(f"gpu_day: {step.title}", file=sys.stderr, flush=True)
         begin = time.monotonic()
@@ -85,7 +89,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("gpu-day"), help="folder for files and report (about 60 GB)")
     parser.add_argument("--experts", type=int, default=384, help="experts of the layer of K2's size")
     arguments = parser.parse_args()
-    chip, work = find_chip(), arguments.work.absolute()
+    chip = find_chip()
+    work = arguments.work.absolute()
     shutil.rmtree(work / "results", ignore_errors=True)
     (work / "results").mkdir(parents=True)
     succeeded = run_day(steps(work, device="cuda", experts=arguments.experts), work / "report.md", chip)

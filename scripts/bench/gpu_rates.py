@@ -78,7 +78,8 @@ class GpuWork:
 
 def pass_work(model: ModelSizes, size: PassSize) -> GpuWork:
     """Return the work of a pass."""
-    num_moe, num_chunks = model.num_moe(size), -(-size.num_windows // size.chunk)
+    num_moe = model.num_moe(size)
+    num_chunks = -(-size.num_windows // size.chunk)
     weights = 3 * model.num_experts * model.hidden * model.width
     others = 2.0 * sum(model.other_weights[layer] for layer in model.layers(size))
     return GpuWork(
@@ -91,8 +92,11 @@ def pass_work(model: ModelSizes, size: PassSize) -> GpuWork:
 
 def gpu_steps(model: ModelSizes, size: PassSize) -> dict[str, GpuWork]:
     """Return the work of each step that a walk does in a MoE layer beyond the two streams."""
-    hidden, width, experts = model.hidden, model.width, model.num_experts
-    weights, groups = 3 * experts * hidden * width, -(-experts // GROUPED_EXPERTS)
+    hidden = model.hidden
+    width = model.width
+    experts = model.num_experts
+    weights = 3 * experts * hidden * width
+    groups = -(-experts // GROUPED_EXPERTS)
     routed = size.num_tokens * model.experts_per_token // max(experts, 1)
     moves = {
         "experts, converted": GpuWork(

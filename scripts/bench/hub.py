@@ -34,7 +34,8 @@ def serve(root: Path, source: Path, *, line: float | None) -> None:
 
     with LoopbackHub(root) as hub:
         if line is not None:
-            hub.traffic.down, hub.traffic.up = Line(line * 1e6), Line(line * 1e6)
+            hub.traffic.down = Line(line * 1e6)
+            hub.traffic.up = Line(line * 1e6)
         hub.api.token = TOKEN
         hub.store.add_folder(REPO, source)
         print(hub.url, TOKEN, flush=True)
@@ -57,7 +58,9 @@ def fetch(target: Path) -> None:
 
 def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float | None) -> dict[str, Run]:
     """Run each stage and the whole jobs once."""
-    source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
+    source = work / f"layers-{gigabytes:g}-{shards}"
+    converted = work / "converted"
+    out = work / "job"
     sent = work / "sent"
     if not (source / "config.json").exists():
         shape = ["--dense-layers", "0", "--layers", str(NUM_LAYERS), "--gigabytes", str(gigabytes / NUM_LAYERS)]
@@ -119,8 +122,10 @@ def main() -> None:
         parser.error(
             "--line needs --no-xet: Xet's local storage is a folder, so nothing passes the line. Add --no-xet."
         )
-    xet, line = not arguments.no_xet, arguments.line
-    work, shards = arguments.work.absolute(), arguments.shards
+    xet = not arguments.no_xet
+    line = arguments.line
+    work = arguments.work.absolute()
+    shards = arguments.shards
     results = measure(work, gigabytes=arguments.gigabytes, shards=shards, xet=xet, line=line)
     slowest = max(run.seconds for label, run in results.items() if not label.endswith("to Hub"))
     print(

@@ -22,7 +22,8 @@ from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules.imatrix import block_importance
 from scripts.fixture_maker.k3 import K3_SHAPE, quantize_mxfp4
 
-ROWS, COLUMNS = 2048, 7168
+ROWS = 2048
+COLUMNS = 7168
 NUM_TENSORS = 8
 NUM_WEIGHTS = NUM_TENSORS * ROWS * COLUMNS
 BYTES_PER_WEIGHT = 2 * (4 + 0.5) / 8
@@ -48,7 +49,8 @@ def make_weights() -> list[Int4Weight]:
 
 def make_mxfp4_weights() -> list[Mxfp4Weight]:
     """Make K3-shaped projections as compressed-tensors quantizes them; the spread of a row varies."""
-    generator, shape = torch.Generator().manual_seed(0), K3_SHAPE.projections()["w1"]
+    generator = torch.Generator().manual_seed(0)
+    shape = K3_SHAPE.projections()["w1"]
     weights = []
     for _ in range(NUM_TENSORS // 2):
         spread = 0.02 * torch.exp(0.5 * torch.randn(shape[0], 1, generator=generator))
@@ -77,7 +79,8 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 def cpu_figures(weights: list[Int4Weight]) -> Figures:
     """Time both rules on one thread and on all cores: converting with counts, and everything a projection needs."""
-    cores, figures = os.cpu_count() or 1, Figures()
+    cores = os.cpu_count() or 1
+    figures = Figures()
     rules: tuple[Rule, ...] = ("max", "mse")
     for rule in rules:
         quantizer = create_quantizer("native", rule=rule)
@@ -98,7 +101,8 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
 
 def cast_figures(weights: list[Int4Weight]) -> Figures:
     """Time everything that a projection needs, on one thread: the cast of MXFP4, and `max` on INT4, in turns."""
-    casts, seconds = make_mxfp4_weights(), dict[str, list[float]]()
+    casts = make_mxfp4_weights()
+    seconds = dict[str, list[float]]()
     works: dict[str, tuple[Quantizer, Callable[[], list[Any]]]] = {
         "max on INT4": (create_quantizer("native", rule="max"), lambda: weights),
         # A weight keeps what was counted of it, so each pass has new ones.
@@ -109,7 +113,8 @@ def cast_figures(weights: list[Int4Weight]) -> Figures:
     }
     for turn in range(REPEATS + 1):  # the first warms up
         for label, (quantizer, made) in works.items():
-            sources, begin = made(), time.thread_time()
+            sources = made()
+            begin = time.thread_time()
             for weight in sources:
                 convert(quantizer, weight)
             if turn:
@@ -128,7 +133,8 @@ def cast_figures(weights: list[Int4Weight]) -> Figures:
 
 def column_figures(weights: list[Int4Weight]) -> Figures:
     """Time everything that a projection needs, on one thread, if its columns have an importance or exponents."""
-    rng, figures = np.random.default_rng(0), Figures()
+    rng = np.random.default_rng(0)
+    figures = Figures()
     importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
     exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
     # SmolLM2's layers: two thirds of the blocks have no exponent, and one column in four of the others has one.

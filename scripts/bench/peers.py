@@ -50,7 +50,9 @@ def quark_python() -> Path:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    name, source, destination = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    name = sys.argv[1]
+    source = Path(sys.argv[2])
+    destination = Path(sys.argv[3])
     if name == "quark":
         quark(source, destination)
     else:

@@ -17,7 +17,8 @@ from scripts.bench.measure import Run, describe_machine, run_once
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "hub"
 MODULE = [sys.executable, "-m", "scripts.bench.range_reads"]
-REPO, NAME = "moon/set", "model.safetensors"
+REPO = "moon/set"
+NAME = "model.safetensors"
 
 
 def serve(folder: Path, kind: str) -> None:

@@ -36,7 +36,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.out, options.runs, "cpu")
-    source, cores = bench.sized(options.gigabytes), os.cpu_count() or 1
+    source = bench.sized(options.gigabytes)
+    cores = os.cpu_count() or 1
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cores, "include_dashboard": False})
     on_ray = ("--ray", cluster.address, "--cpus-per-shard", str(cores))
     found: dict[str, list[float]] = {"alone": [], "ray": [], "tiny alone": [], "tiny ray": []}

@@ -47,7 +47,8 @@ def markdown(results: Results) -> str:
         labels = [label for begin in beginnings for label in results if label.startswith(begin)]
         if labels:
             lines += [f"## {question}", "", *_table(labels, results), ""]
-    checked, run = results.get("validate --source, smaller, warm"), results.get("run mse, smaller, warm")
+    checked = results.get("validate --source, smaller, warm")
+    run = results.get("run mse, smaller, warm")
     if checked is not None and run is not None:
         share = run["seconds"] / checked["seconds"]
         lines.append(f"`validate --source` runs at {share:.2f} of `run`'s speed on the same folder.")

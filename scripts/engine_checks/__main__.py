@@ -105,7 +105,8 @@ def read_result(task: Task, out: Path, reference: Reference | None) -> Result:
         outcome = json.loads((out / "outcome.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Result(task.engine.name, task.variant, 1, (f"the client stopped, see {out / 'log.txt'}",), None, wrong)
-    failed, num_checks = list(outcome["failed"]), len(outcome["failed"]) + len(outcome["passed"])
+    failed = list(outcome["failed"])
+    num_checks = len(outcome["failed"]) + len(outcome["passed"])
     agreement = None
     if reference is not None and task.computes:
         agreement = _agreement(task, out, reference)
@@ -182,7 +183,8 @@ def main() -> int:
     if options.tokens < WINDOW:
         parser.error(f"--tokens: at least {WINDOW}")
     engines = [ENGINES[name] for name in options.engines] or list(ENGINES.values())
-    work, started = options.work.resolve(), time.monotonic()
+    work = options.work.resolve()
+    started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - started:6.0f} s  {text}", file=sys.stderr, flush=True)

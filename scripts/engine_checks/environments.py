@@ -59,7 +59,8 @@ def overlay(work: Path) -> Path:
 def ensure(name: str, work: Path, say: Callable[[str], None]) -> None:
     """Make an environment unless it is complete; raises SetupError."""
     folder = work / "environments" / name
-    stamp, wanted = folder / "installed", f"{crc32(repr((TORCH, STEPS[name])).encode()):08x}"
+    stamp = folder / "installed"
+    wanted = f"{crc32(repr((TORCH, STEPS[name])).encode()):08x}"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     say(f"{name}: installing into {folder}")

@@ -16,7 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-HIDDEN, INNER, BLOCKS, HEADS = 64, 128, 2, 4
+HIDDEN = 64
+INNER = 128
+BLOCKS = 2
+HEADS = 4
 INDEX = "model.safetensors.index.json"
 
 

@@ -12,7 +12,8 @@ from scripts.fixture_maker.k3 import make_k3_tiny
 
 INDEX = "model.safetensors.index.json"
 RENAMED = "language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight_scale_2"
-BANK_MISSING, TENSOR_RENAMED = "bank-missing", "tensor-renamed"
+BANK_MISSING = "bank-missing"
+TENSOR_RENAMED = "tensor-renamed"
 NOT_REACHED = """
 Kimi K3 is loaded only. Its attention (KDA and MLA) and the experts' kernels with SiTU need a GPU. So does what vLLM
 makes of kv_b_proj, and what SGLang makes for Marlin (W4A16). TensorRT-LLM has no wheel for CPUs: only its function that

@@ -33,7 +33,8 @@ def markov(seed: int, *, apart: float = 0.0, vocabulary: int = VOCABULARY) -> Mo
 
 def noisy(model: Model, amount: float) -> Model:
     """A model whose answers differ each time, as with batches of other sizes."""
-    generator, lock = np.random.default_rng(5), threading.Lock()
+    generator = np.random.default_rng(5)
+    lock = threading.Lock()
 
     def answer(ids: list[int]) -> NDArray[np.float64]:
         with lock:
@@ -96,7 +97,8 @@ class ModelServer:
     def vllm_answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions."""
         rows: list[dict[str, Any] | None] = [None]
-        ids, count = request["prompt"], request["prompt_logprobs"]
+        ids = request["prompt"]
+        count = request["prompt_logprobs"]
         for token, log_p in zip(ids[1:], self.model(ids), strict=False):
             order = np.argsort(-log_p, kind="stable")
             rank = {int(i): at + 1 for at, i in enumerate(order)}
@@ -117,7 +119,8 @@ class ModelServer:
 
     def sglang_answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer of SGLang's /generate."""
-        ids, count = request["input_ids"], request["top_logprobs_num"]
+        ids = request["input_ids"]
+        count = request["top_logprobs_num"]
         tokens: list[Any] = [[None, ids[0], self.decode(ids[0])]]
         tops: list[Any] = [None]
         for token, log_p in zip(ids[1:], self.model(ids), strict=False):

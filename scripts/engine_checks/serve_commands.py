@@ -17,9 +17,11 @@ PARSERS = {"vllm-0.33": "vllm_parser", "sglang": "sglang_parser"}
 
 def check_commands(name: str, work: Path) -> list[str]:
     """Give every command and the recorded options to the parser of one of PARSERS; return what is wrong."""
-    engine, parser = ENGINES[name], PARSERS[name]
+    engine = ENGINES[name]
+    parser = PARSERS[name]
     kind = parser.partition("_")[0]
-    request, out = work / "serve-commands.json", work / f"serve-commands-{name}.json"
+    request = work / "serve-commands.json"
+    out = work / f"serve-commands-{name}.json"
     recorded = json.loads((LISTS / f"{kind}.json").read_text(encoding="utf-8"))
     words = {command.words[1:] for command in commands(kind) if command.words}
     request.write_text(json.dumps({"commands": sorted(words), "options": recorded["options"]}), encoding="utf-8")

@@ -101,7 +101,8 @@ def check_served(work: Path, tokens: int, say: Callable[[str], None]) -> tuple[l
 
 def true_divergence(folder: Path, windows: Windows) -> float:
     """Return KL(source || result), from full distributions by transformers' model."""
-    model, ids = build_model(TINY), torch.from_numpy(windows.ids)
+    model = build_model(TINY)
+    ids = torch.from_numpy(windows.ids)
     variants = {("result", ""): lambda: measure.Variant(converted_mlps(folder), {})}
     _, scores = measure.compare_in_turn(model, source_mlps(TINY), variants, ids, batch=2)
     found = scores["result"].kl_mean
@@ -176,7 +177,8 @@ def _killed(server: Running, text: list[str], windows: Windows) -> Iterator[str]
     """Kill a comparison after its first answer; the same command must ask for the others only, with the same result."""
     words = ["compare", server.url, server.url, *text, "--requests", "1", "--json", "--quiet"]
     with tempfile.TemporaryDirectory() as name:
-        folder, before = Path(name), server.num_answered
+        folder = Path(name)
+        before = server.num_answered
         process = subprocess.Popen(
             [sys.executable, "-m", "k2convert", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )

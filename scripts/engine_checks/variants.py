@@ -13,9 +13,12 @@ from scripts.engine_checks.k25 import wrap_k25
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-K2, K25, K3 = "K2", "K2.5", "K3"
+K2 = "K2"
+K25 = "K2.5"
+K3 = "K3"
 COMPRESSED_TENSORS = "compressed-tensors"
-MSE, WEIGHT_ONLY = "mse", "w4a16"
+MSE = "mse"
+WEIGHT_ONLY = "w4a16"
 RULES = (MSE, "max")
 
 
@@ -52,7 +55,8 @@ VARIANTS = tuple(
 
 def convert(variant: Variant, folder: Path) -> Path:
     """Run `k2convert run`; a finished result is kept."""
-    source, destination = TINY, folder / variant.name
+    source = TINY
+    destination = folder / variant.name
     if variant.form == K25:
         source = wrap_k25(TINY, folder / "k2.5-int4")
     elif variant.form == K3:

@@ -17,9 +17,17 @@ from pathlib import Path
 
 PACKAGE = "r-cran-janeaustenr"
 _NO_VALUE = {254, 242, 241, 251, 253, 247, 249, 250}  # R_NilValue, R_GlobalEnv and the other constants
-_REFERENCE, _CHARACTERS, _STRINGS, _SYMBOL, _PAIRLIST = 255, 9, 16, 1, 2
-_INTEGERS, _LOGICALS, _REALS, _LIST = 13, 10, 14, 19
-_HAS_ATTRIBUTES, _HAS_TAG = 0x200, 0x400
+_REFERENCE = 255
+_CHARACTERS = 9
+_STRINGS = 16
+_SYMBOL = 1
+_PAIRLIST = 2
+_INTEGERS = 13
+_LOGICALS = 10
+_REALS = 14
+_LIST = 19
+_HAS_ATTRIBUTES = 0x200
+_HAS_TAG = 0x400
 
 
 def novel(work: Path, title: str) -> str:
@@ -62,13 +70,15 @@ def _novels(database: bytes) -> dict[str, str]:
 
 
 def _decompress(database: bytes, position: int) -> tuple[bytes, int]:
-    kind, body = database[position + 4 : position + 5], position + 5
+    kind = database[position + 4 : position + 5]
+    body = position + 5
     if kind == b"2":
         stream = bz2.BZ2Decompressor()
     elif kind == b"Z":
         stream = lzma.LZMADecompressor(format=lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6}])
     else:
-        stream, body = zlib.decompressobj(), position + 4
+        stream = zlib.decompressobj()
+        body = position + 4
     data = stream.decompress(database[body:])
     return data, len(database) - len(stream.unused_data)
 

@@ -34,7 +34,8 @@ SCALES: dict[str, Callable[[float], float]] = {
 
 def with_scales(source: Path, statistics: Path, folder: Path, scale_of: Callable[[float], float]) -> Path:
     """Write a copy of a small checkpoint with a scale of each layer's cache; MLA has one for both of its parts."""
-    checkpoint, found = read_small(source), open_statistics(statistics)
+    checkpoint = read_small(source)
+    found = open_statistics(statistics)
     is_mla = "kv_lora_rank" in checkpoint.config
     shards = {
         layer: tensors for tensors in checkpoint.shards.values() for layer in found.layers if _has(tensors, layer)

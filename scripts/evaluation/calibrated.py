@@ -104,7 +104,8 @@ class Conversion:
     walk: bool = False
 
 
-NORM, NO_NORM = ("--set", "smoothing=true"), ("--set", "smoothing=false")
+NORM = ("--set", "smoothing=true")
+NO_NORM = ("--set", "smoothing=false")
 CONVERSIONS = (
     Conversion("max", None, ("--rule", "max")),
     Conversion("mse", None, ("--rule", "mse")),
@@ -207,7 +208,8 @@ Scores = dict[tuple[str, str], Score]
 
 def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> dict[str, Path]:
     """Convert in every way that is a row; returns the folders by weights."""
-    tokens, folders = calibration_tokens(subject, work), dict[str, Path]()
+    tokens = calibration_tokens(subject, work)
+    folders = dict[str, Path]()
     for conversion in CONVERSIONS:
         if conversion.weights not in rows:
             continue
@@ -233,10 +235,12 @@ def scores_of(
     _k2convert("evaluate", subject.source, *folders.values(), *use, "--long", "--any-text")
     modes = {conversion.weights: conversion.modes for conversion in CONVERSIONS}
     names = {folder.name: weights for weights, folder in folders.items()}
-    found, scores = find_evaluation(out), Scores()
+    found = find_evaluation(out)
+    scores = Scores()
     assert found is not None
     for row in found.rows:
-        weights, figures = names[row.model.name], row.figures
+        weights = names[row.model.name]
+        figures = row.figures
         if row.model.mode in modes[weights]:
             score = Score(figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement)
             scores[weights, row.model.mode] = score
@@ -260,7 +264,8 @@ def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> P
 
 def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[str]) -> Loaders:
     """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
-    windows, loaders = calibration_windows(subject), Loaders()
+    windows = calibration_windows(subject)
+    loaders = Loaders()
     for name in (name for name in PEERS if name in rows):
         cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{subject.calibration_tokens}.pt"
         if not cached.exists():
@@ -297,7 +302,8 @@ def evaluate_calibrated(
     subject: CalibratedSubject, work: Path, *, rows: Sequence[str], tokens: int | None = None
 ) -> CalibratedEvaluation:
     """Convert or calibrate for every row, and score each of them on the text for evaluation."""
-    folders, source = conversions(subject, work, rows), source_mlps(subject.source)
+    folders = conversions(subject, work, rows)
+    source = source_mlps(subject.source)
     windows = evaluated_windows(subject, tokens or subject.tokens)
     reference, scores = scores_of(subject, work, folders, windows)
     loaders = peers(subject, work, folders["mse"], rows)

@@ -66,7 +66,8 @@ def compare_in_turn(
             target.copy_(_log_probabilities(model, reference, ids))
             own.add(target, None, ids)
         for name, load in variants.items():
-            variant, sums = load(), _Sums()
+            variant = load()
+            sums = _Sums()
             for ids, target in batches:
                 sums.add(_log_probabilities(model, variant.mlps, ids, variant.scaled), target, ids)
             scores[name] = sums.score()

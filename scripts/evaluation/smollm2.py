@@ -130,7 +130,8 @@ def _config(reader: Any, *, tied: bool) -> dict[str, Any]:
     def number(key: str) -> int:
         return int(_field(reader, f"llama.{key}"))
 
-    hidden, heads = number("embedding_length"), number("attention.head_count")
+    hidden = number("embedding_length")
+    heads = number("attention.head_count")
     rope_theta = float(_field(reader, "llama.rope.freq_base"))
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -169,7 +170,8 @@ def _write_tokenizer(reader: Any, out: Path) -> None:
     """Write tokenizer.json: byte-level BPE that splits every digit, like SmolLM2's tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens, kinds = _field(reader, "tokenizer.ggml.tokens"), _field(reader, "tokenizer.ggml.token_type")
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    kinds = _field(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     digits = pre_tokenizers.Digits(individual_digits=True)

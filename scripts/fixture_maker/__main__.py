@@ -85,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     out = _make_shaped(options) if options.name == "k2-shaped" else MAKERS[options.name](options.out)
     files = [path.stat() for path in out.rglob("*") if path.is_file()]
-    apparent, on_disk = sum(stat.st_size for stat in files), sum(stat.st_blocks * 512 for stat in files)
+    apparent = sum(stat.st_size for stat in files)
+    on_disk = sum(stat.st_blocks * 512 for stat in files)
     print(f"{out}: {len(files)} files, {apparent:,} bytes ({on_disk / 1e6:,.1f} MB on disk)")
 
 

@@ -77,7 +77,8 @@ def make_zeros(out: Path) -> Path:
         codes[torch.rand(codes.shape[:2], generator=generator) < 0.1] = 0
         checkpoint.replace(f"{module}.weight_packed", pack(codes.flatten(1)))
     for module in _projections(checkpoint, expert=1, kinds=every):
-        codes, scales = _codes(checkpoint, module).unflatten(1, (-1, GROUP_SIZE)), _scales(checkpoint, module)
+        codes = _codes(checkpoint, module).unflatten(1, (-1, GROUP_SIZE))
+        scales = _scales(checkpoint, module)
         draw = torch.rand(scales.shape, generator=generator)
         scales[draw < 0.1] = 0
         codes[draw < 0.05] = 0

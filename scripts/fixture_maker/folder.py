@@ -56,7 +56,8 @@ def write_small(checkpoint: SmallCheckpoint, out: Path) -> Path:
     for path in sorted(checkpoint.sidecars.iterdir()) if checkpoint.sidecars.is_dir() else ():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
             shutil.copyfile(path, out / path.name)
-    weight_map, total = {}, 0
+    weight_map = {}
+    total = 0
     for shard, members in checkpoint.shards.items():
         save_file({name: tensor.contiguous() for name, tensor in members.items()}, out / shard, {"format": "pt"})
         (out / shard).chmod(0o644)

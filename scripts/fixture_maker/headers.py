@@ -61,7 +61,8 @@ def k2_thinking_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
 
 def k25_parts() -> list[list[TensorSpec]]:
     """Return Kimi-K2.5's tensors, by shard: the language model's shards, the projector, the vision tower."""
-    prefix, head = "language_model.model", "language_model.lm_head"
+    prefix = "language_model.model"
+    head = "language_model.lm_head"
     layers = [list(layer_tensors(K2_SHAPE, index, prefix=prefix)) for index in range(K2_SHAPE.layers)]
     tower = vision_tensors(1152, 4304, 27, positions=64)
     outer = outer_tensors(K2_SHAPE, prefix=prefix, head=head)

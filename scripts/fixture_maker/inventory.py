@@ -115,7 +115,8 @@ def expert_tensors(shape: K2Shape, module: str) -> Iterator[TensorSpec]:
 
 def attention_tensors(shape: K2Shape, layer: str) -> Iterator[TensorSpec]:
     """Yield a layer's norms and multi-head latent attention."""
-    query, key_value = shape.q_lora_rank, shape.kv_lora_rank
+    query = shape.q_lora_rank
+    key_value = shape.kv_lora_rank
     matrices = {
         "input_layernorm": (shape.hidden,),
         "post_attention_layernorm": (shape.hidden,),

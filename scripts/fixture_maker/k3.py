@@ -95,10 +95,12 @@ def _mlp(stem: str, hidden: int, inner: int) -> Iterator[TensorSpec]:
 
 
 def _attention(shape: K3Shape, stem: str, *, is_mla: bool) -> Iterator[TensorSpec]:
-    hidden, width = shape.hidden, shape.heads * shape.head_dim
+    hidden = shape.hidden
+    width = shape.heads * shape.head_dim
     yield from _weights(stem, {"o_proj": (hidden, width), "g_proj": (width, hidden)})
     if is_mla:
-        query, key_value = shape.q_lora_rank, shape.kv_lora_rank
+        query = shape.q_lora_rank
+        key_value = shape.kv_lora_rank
         sizes: dict[str, tuple[int, ...]] = {"q_a_proj": (query, hidden), "q_a_layernorm": (query,)}
         sizes |= {"q_b_proj": (shape.heads * (shape.qk_nope + shape.qk_rope), query)}
         sizes |= {"kv_a_proj_with_mqa": (key_value + shape.qk_rope, hidden), "kv_a_layernorm": (key_value,)}
@@ -122,7 +124,8 @@ def expert_tensors(shape: K3Shape, module: str) -> Iterator[TensorSpec]:
 
 def layer_tensors(shape: K3Shape, index: int) -> Iterator[TensorSpec]:
     """Yield the tensors of layer `index`; the first is dense."""
-    layer, hidden = f"{_PREFIX}.layers.{index}", shape.hidden
+    layer = f"{_PREFIX}.layers.{index}"
+    hidden = shape.hidden
     norms = ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm")
     yield from _weights(layer, dict.fromkeys(norms, (hidden,)))
     yield from _weights(layer, dict.fromkeys(("self_attention_res_proj", "mlp_res_proj"), (1, hidden)))
@@ -142,7 +145,9 @@ def layer_tensors(shape: K3Shape, index: int) -> Iterator[TensorSpec]:
 
 def outer_parts(shape: K3Shape) -> list[list[TensorSpec]]:
     """Return embeddings, head and norms; the vision tower; the projector."""
-    matrix, hidden, vision = (shape.vocabulary, shape.hidden), shape.hidden, shape.vision_hidden
+    matrix = (shape.vocabulary, shape.hidden)
+    hidden = shape.hidden
+    vision = shape.vision_hidden
     norms = {"norm": (hidden,), "output_attn_res_norm": (hidden,), "output_attn_res_proj": (1, hidden)}
     outer = [*_weights(_PREFIX, {"embed_tokens": matrix}), *_weights("language_model", {"lm_head": matrix})]
     sizes: dict[str, tuple[int, ...]] = {"patch_embed.proj": (vision, 3, 14, 14)}

@@ -79,12 +79,14 @@ class _Values:
             yield from self._dense(spec)
 
     def _dense(self, spec: TensorSpec) -> Iterator[memoryview]:
-        noise, left = _as_bytes(self._noise), spec.num_bytes
+        noise = _as_bytes(self._noise)
+        left = spec.num_bytes
         offset = 2 * (zlib.crc32(spec.name.encode()) % _NOISE_NUMBERS)
         while left > 0:
             piece = noise[offset : offset + left]
             yield piece
-            left, offset = left - len(piece), 0
+            left = left - len(piece)
+            offset = 0
 
     def _expert(self, spec: TensorSpec) -> Iterator[memoryview]:
         module, kind, leaf = spec.name.rsplit(".", 2)
@@ -120,7 +122,8 @@ def _with_experts(shape: K2Shape, experts: int) -> K2Shape:
 
 def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:
     """Cut a list of tensors into `count` runs of about the same number of bytes."""
-    total, seen = sum(spec.num_bytes for spec in specs), 0
+    total = sum(spec.num_bytes for spec in specs)
+    seen = 0
     chunks: list[list[TensorSpec]] = [[] for _ in range(count)]
     for spec in specs:
         chunks[min(count - 1, seen * count // total)].append(spec)
@@ -135,7 +138,8 @@ def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None) -> P
     """
     fresh_folder(out)
     layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
-    dense, moe = layers[: shape.dense_layers], layers[shape.dense_layers :]
+    dense = layers[: shape.dense_layers]
+    moe = layers[shape.dense_layers :]
     if shards is not None:
         moe = _chunks([spec for layer in moe for spec in layer], shards)
     parts = [*dense, *moe, outer_tensors(shape)]

@@ -75,7 +75,8 @@ def refuse(run_cli: RunCli) -> Callable[..., str]:
     """`refuse(*options, source=, dest=)` runs the conversion, checks that it is refused well, returns the message."""
 
     def run(*options: str | Path, source: Path, dest: Path) -> str:
-        before, existed = contents(source), contents(dest)
+        before = contents(source)
+        existed = contents(dest)
         done = run_cli("run", source, dest, "--device", "cpu", *options)
         assert (done.returncode, done.stdout) == (1, ""), done.stderr
         assert said(done.stderr).startswith("error: ")

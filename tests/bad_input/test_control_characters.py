@@ -13,7 +13,8 @@ from scripts.fixture_maker.damage import edit_config, edit_header, edit_json
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x7f\\u202egnp"
-INDEX, NORM = "model.safetensors.index.json", "model.layers.1.input_layernorm.weight"
+INDEX = "model.safetensors.index.json"
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 def rename_norm(source: Path) -> None:

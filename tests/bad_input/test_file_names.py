@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from command import RunCli
 
-NAME, STATED = os.fsdecode(b"t\xe9xt.txt"), "t\\udce9xt.txt"
+NAME = os.fsdecode(b"t\xe9xt.txt")
+STATED = "t\\udce9xt.txt"
 
 
 @pytest.fixture
@@ -20,7 +21,9 @@ def text(cut: Path, tmp_path: Path) -> Path:
 
 
 def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: RunCli) -> None:
-    statistics, out, more = text.parent / "s.stats", text.parent / "out", ("--device", "cpu", "--json")
+    statistics = text.parent / "s.stats"
+    out = text.parent / "out"
+    more = ("--device", "cpu", "--json")
     commands = [
         ("calibrate", cut, statistics, "--text", text, "--tokens", "32", "--window", "16", *more),
         ("inspect", statistics, "--json"),

@@ -13,7 +13,9 @@ from command import run_here, said
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
 from scripts.fixture_maker.damage import edit_header, edit_json
 
-CONFIG, INDEX, LEDGER = "config.json", "model.safetensors.index.json", "k2convert.json"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+LEDGER = "k2convert.json"
 RECORD = ".k2convert/shards/model-00002-of-000003.safetensors.json"
 LONGEST_LINE = 800  # with two paths of temporary folders
 
@@ -98,7 +100,8 @@ def rename(old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
-NORM, ROUTER = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+NORM = "model.layers.1.input_layernorm.weight"
+ROUTER = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def scalar_router(source: Path) -> None:
@@ -166,7 +169,8 @@ def test_hostile_result_fails_its_validation(name: str, converted: Path, k2_shap
 def test_a_recipe_of_aliases_or_without_end_is_refused(small: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
-    number, keys = "name: a\nrule: " + "9" * 5000, "? [1, 2]\n: 3\n"
+    number = "name: a\nrule: " + "9" * 5000
+    keys = "? [1, 2]\n: 3\n"
     for text in (bomb, number, keys, "name: 2001-99-99", 'name: "\\ud800"', "#" * (2 << 20)):
         recipe.write_text(text)
         code, line = run("run", small, tmp_path / "new", "--recipe", recipe)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from command import RunCli, said
 
-SHARD, INDEX = "model-00002-of-000003.safetensors", "model.safetensors.index.json"
+SHARD = "model-00002-of-000003.safetensors"
+INDEX = "model.safetensors.index.json"
 COMMAND = [sys.executable, "-m", "k2convert"]
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -101,7 +102,8 @@ def test_a_journal_that_cannot_be_listed_is_not_taken_for_an_empty_one(
 def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
     k2_shaped: Path, tmp_path: Path, call: Call
 ) -> None:
-    out, fault = tmp_path / "out", {"FAIL_CALL": "ftruncate", "FAIL_NAME": "/lock", "FAIL_ERRNO": errno.EIO}
+    out = tmp_path / "out"
+    fault = {"FAIL_CALL": "ftruncate", "FAIL_NAME": "/lock", "FAIL_ERRNO": errno.EIO}
     assert_one_line(call("run", k2_shaped, out, **fault), "lock", "Input/output error")
     done = call("run", k2_shaped, out, FAIL_AFTER=1, **fault)
     assert done.returncode == 0, done.stderr
@@ -117,7 +119,8 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
 def test_a_file_system_without_flock_is_locked_by_a_file(
     number: int, k2_shaped: Path, tmp_path: Path, call: Call
 ) -> None:
-    out, fault = tmp_path / "out", {"FAIL_CALL": "flock", "FAIL_NAME": "/lock", "FAIL_ERRNO": number}
+    out = tmp_path / "out"
+    fault = {"FAIL_CALL": "flock", "FAIL_NAME": "/lock", "FAIL_ERRNO": number}
     done = call("run", k2_shaped, out, **fault)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this file system has no flock") == 1
@@ -125,7 +128,8 @@ def test_a_file_system_without_flock_is_locked_by_a_file(
     owner = out / ".k2convert" / "owner"
     assert not owner.exists()
 
-    host, me = os.uname().nodename, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    host = os.uname().nodename
+    me = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     owner.write_text(f"{host} {os.getpid()} {me}\n")  # this process is a run there
     assert_one_line(call("run", k2_shaped, out, **fault), f"process {os.getpid()} on {host}")
     assert_one_line(call("run", k2_shaped, out, "--part", "1/2", **fault), f"process {os.getpid()} on {host}")

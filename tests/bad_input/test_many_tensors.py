@@ -8,7 +8,8 @@ from command import peak_of
 
 from scripts.fixture_maker.damage import edit_header, edit_json
 
-INDEX, NUM_TENSORS = "model.safetensors.index.json", 16_000
+INDEX = "model.safetensors.index.json"
+NUM_TENSORS = 16_000
 
 
 def peak_megabytes(*words: object) -> float:

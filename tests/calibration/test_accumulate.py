@@ -29,7 +29,8 @@ def captured(folder: Path, ids: Tensor) -> list[dict[str, np.ndarray]]:
     """The same arrays from hooks on the built network, in FP64."""
     from scripts.evaluation.models import build_model, source_mlps
 
-    model, mlps = build_model(folder), source_mlps(folder)
+    model = build_model(folder)
+    mlps = source_mlps(folder)
     model.install(mlps)
     network: Any = model.network
     seen: dict[str, Tensor] = {}
@@ -59,16 +60,20 @@ def straightforward(seen: dict[str, Tensor], mlps: dict[str, Any], number: int) 
     found = {"gate_up.mean_square": (weights[:, None] * x.square()).mean(dim=0), "gate_up.amax": x.abs().max()[None]}
     everything = torch.arange(x.shape[0])
     if stem in mlps:
-        routed, names = [(everything, torch.ones(x.shape[0]).double())], [stem]
+        routed = [(everything, torch.ones(x.shape[0]).double())]
+        names = [stem]
     else:
-        experts, gates = seen[f"{number}.experts"], seen[f"{number}.weights"].double()
+        experts = seen[f"{number}.experts"]
+        gates = seen[f"{number}.weights"].double()
         names = [f"{stem}.experts.{e}" for e in range(sum(k.startswith(f"{stem}.experts.") for k in mlps))]
         places = [torch.where(experts == e) for e in range(len(names))]
         routed = [(tokens, gates[tokens, place]) for tokens, place in places]
         z, _ = inner(f"{stem}.shared_experts", everything)
         found["shared_down.mean_square"] = (weights[:, None] * z.square()).mean(dim=0)
         found["shared_down.amax"] = z.abs().max()[None]
-    rows, amax, saliency = [], [], []
+    rows = []
+    amax = []
+    saliency = []
     for name, (tokens, p) in zip(names, routed, strict=True):
         z, norms = inner(name, tokens)
         rows.append((weights[tokens, None] * p[:, None] ** 2 * z**2).sum(dim=0) / max(1, tokens.numel()))
@@ -133,7 +138,8 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
             raise StopError
 
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        layer, hidden = DecoderLayer(reader, 1), embed(reader, ids)
+        layer = DecoderLayer(reader, 1)
+        hidden = embed(reader, ids)
         tokens = LayerTokens.of(ids.numpy())
         clean, again = (kind(reader, 1, seed=0, tokens=tokens) for kind in (LayerAccumulator, Interrupting))
         layer.run(hidden[:2], clean)
@@ -141,7 +147,8 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
             layer.run(hidden[:3], again)
         again.__class__ = LayerAccumulator
         layer.run(hidden[:2], again)
-        expected, arrays = clean.finish().arrays(), again.finish().arrays()
+        expected = clean.finish().arrays()
+        arrays = again.finish().arrays()
         for name, array in expected.items():
             np.testing.assert_array_equal(array, arrays[name], err_msg=name)
 
@@ -194,7 +201,8 @@ def test_every_tensor_is_where_a_device_needs_it(tiny: Path) -> None:
 def test_the_device_of_the_tests_refuses_what_a_gpu_refuses() -> None:
     import shadow_device  # noqa: F401
 
-    here, there = torch.ones(3, device="shadow:0"), torch.ones(3, device="shadow:1")
+    here = torch.ones(3, device="shadow:0")
+    there = torch.ones(3, device="shadow:1")
     for wrong in (lambda: here + there, lambda: here + torch.ones(3), lambda: here.numpy()):
         with pytest.raises((RuntimeError, TypeError)):
             wrong()

@@ -58,7 +58,8 @@ def test_gate_and_up_share_the_importance_of_their_input(calibrated: Calibration
 
 
 def test_smoothing_changes_the_importance_of_gate_and_up_only(calibrated: Calibration) -> None:
-    layer, norm = moe_layer(1), scaled(calibrated)
+    layer = moe_layer(1)
+    norm = scaled(calibrated)
     squares = [Fraction(float(m)) * Fraction(4) ** int(a) for m, a in zip(
         layer.gate_up_mean_square, layer.smoothing_exponents, strict=True
     )]  # fmt: skip

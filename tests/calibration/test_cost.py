@@ -33,7 +33,8 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
 
 def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
     """The experts once more, some tokens twice more, a second stream, and every decision, in each MoE layer."""
-    model, size = read_sizes(open_checkpoint(tiny)), PassSize(16, 256, 16, ("cpu",), 2, 4)
+    model = read_sizes(open_checkpoint(tiny))
+    size = PassSize(16, 256, 16, ("cpu",), 2, 4)
     one, walk = (layer_operations(model, size, is_walk=is_walk) for is_walk in (False, True))
     assert sum(one) == pytest.approx(pass_flops(model, size))
     steps = list(walk_steps(model, size).values())

@@ -105,7 +105,8 @@ def states(path: Path) -> torch.Tensor:
 
 
 def decoded(weight: Nvfp4Weight) -> LinearLayer:
-    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
+    packed = torch.as_tensor(weight.packed)
+    scales = torch.as_tensor(weight.block_scales)
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
 
 
@@ -118,7 +119,8 @@ def begun(work: WorkFolder, ids: Ids) -> StatisticsHeader:
 def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
 ) -> None:
-    walk, work = planned(tiny, tiny_ids[~held_out(8)]), WorkFolder(tmp_path / "pass")
+    walk = planned(tiny, tiny_ids[~held_out(8)])
+    work = WorkFolder(tmp_path / "pass")
     header = begun(work, tiny_ids)
     collect_statistics(walk, work, seed=0, save=lambda layer, dropped: write_layer(work, layer, header), events=SILENT)
     for layer in range(walk.num_layers):
@@ -133,7 +135,8 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
 
     The streams share the INT4 model's states, which are rounded to BF16; what is lacking is rounded only once.
     """
-    walk, work = planned(tiny, tiny_ids), tiny_walk
+    walk = planned(tiny, tiny_ids)
+    work = tiny_walk
     exponents = Calibration(LayerFiles(work), weighted=True, smoothing=True).exponents(layer)
     factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
@@ -283,7 +286,8 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
         return read(self, expert, projection, device)
 
     monkeypatch.setattr(ExpertWeights, "read", noted)
-    walk, found = planned(cut, windows_of(cut, tokens=512, window=64)), list[dict[str, bytes]]()
+    walk = planned(cut, windows_of(cut, tokens=512, window=64))
+    found = list[dict[str, bytes]]()
     for number, devices in enumerate((("cpu:0",), ("cpu:0", "cpu:1"))):
         found.append(files_of(walked(conversion_work(tmp_path / str(number)), replace(walk, devices=devices))))
     assert found[0] == found[1]
@@ -316,6 +320,7 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, d
         for expert in range(4):
             for kind in KINDS:
                 module = f"model.layers.1.mlp.experts.{expert}.{kind}_proj"
-                mine, other = cpu.read(module), torch_codes.read(module)
+                mine = cpu.read(module)
+                other = torch_codes.read(module)
                 assert mine.global_scale == other.global_scale
                 assert (mine.packed == other.packed).mean() > 0.9

@@ -51,7 +51,8 @@ class Everything:
 
 def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
     """Which projections of a layer gain, by whole weights with their own global scales and all held-out tokens."""
-    seen, away = Everything(), torch.as_tensor(held_out_tokens((ids.shape[0], ids.shape[1])))
+    seen = Everything()
+    away = torch.as_tensor(held_out_tokens((ids.shape[0], ids.shape[1])))
     errors = np.zeros((2, 2))
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         hidden = embed(reader, ids)
@@ -86,7 +87,8 @@ def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_a_gain_on_held_out_windows_decides(trained: Path, halves: tuple[Tensor, Tensor], is_foreign: bool) -> None:
     """On the same text imatrix gains in each layer of k2-tiny. On windows of its other text it loses in down."""
-    ids, is_held_out = halves[0].clone(), torch.as_tensor(held_out(8))
+    ids = halves[0].clone()
+    is_held_out = torch.as_tensor(held_out(8))
     if is_foreign:
         ids[is_held_out] = halves[1][is_held_out]
     _, layers = layers_by_pass(trained, ids, num_layers=2, chunk=8)
@@ -97,7 +99,8 @@ def test_a_gain_on_held_out_windows_decides(trained: Path, halves: tuple[Tensor,
 
 def test_what_nothing_can_be_learned_from_is_not_used(trained: Path, halves: tuple[Tensor, Tensor]) -> None:
     """Few held-out tokens decide nothing, and a text that repeats itself would always be right about itself."""
-    few, repeated = halves[0][:1], halves[0][:1, :8].repeat(8, 16)
+    few = halves[0][:1]
+    repeated = halves[0][:1, :8].repeat(8, 16)
     for ids in (few, repeated):
         _, (layer,) = layers_by_pass(trained, ids, num_layers=1)
         assert layer.without_imatrix == ("gate_up", "down")

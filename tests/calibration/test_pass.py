@@ -98,7 +98,8 @@ def test_neither_threads_nor_windows_at_once_change_the_statistics(
 ) -> None:
     assert calibrated(cut, tmp_path / "one", text, workers=1) == whole.read_bytes()
     calibrated(cut, tmp_path / "out", text, chunk=3)
-    one, other = open_statistics(whole), open_statistics(tmp_path / "out")
+    one = open_statistics(whole)
+    other = open_statistics(tmp_path / "out")
     for layer in one.layers:
         for name, array in one.layer(layer).arrays().items():
             np.testing.assert_allclose(other.layer(layer).arrays()[name], array, rtol=1e-4, atol=1e-9, err_msg=name)
@@ -136,7 +137,9 @@ def test_a_dry_run_says_what_the_pass_takes_and_writes_nothing(cut: Path, text: 
 
 
 def test_a_window_that_is_not_finite_is_dropped_and_counted(cut: Path, tmp_path: Path) -> None:
-    source, ids, out = copytree(cut, tmp_path / "source"), tmp_path / "ids.npy", tmp_path / "out"
+    source = copytree(cut, tmp_path / "source")
+    ids = tmp_path / "ids.npy"
+    out = tmp_path / "out"
     plant(source, "model.embed_tokens.weight", 7 * 256, NAN)  # of token 7
     np.save(ids, np.where(np.arange(16 * 32).reshape(16, 32) == 40, 7, 9 + np.arange(16 * 32).reshape(16, 32) % 1000))
     options = ("--text", ids, "--tokens", "512", "--window", "32", "--device", "cpu", "--json")
@@ -266,7 +269,8 @@ def test_texts_and_places_that_cannot_be_used_are_one_line_and_nothing_is_writte
         (tmp_path / name).write_text(content)
     (tmp_path / "out.work").mkdir()
     (tmp_path / "out.work" / "mine").write_text("mine")
-    before, free = sorted(tmp_path.rglob("*")), tmp_path / "free"
+    before = sorted(tmp_path.rglob("*"))
+    free = tmp_path / "free"
     for place, file, says in (
         (free, tmp_path / "empty.txt", "no token in it"),
         (free, tmp_path / "high.jsonl", "holds the token id 2048"),

@@ -76,7 +76,8 @@ def proxy_of(weight: SourceWeight) -> Proxy:
 
 @pytest.mark.parametrize("weight", [int4_weight(6, 64, seed=1), random_weight(6, 64, seed=1)], ids=["int4", "bf16"])
 def test_the_proxy_is_its_definition(weight: SourceWeight) -> None:
-    proxy, exponents = proxy_of(weight), np.random.default_rng(5).integers(-2, 3, 64).astype(np.int8)
+    proxy = proxy_of(weight)
+    exponents = np.random.default_rng(5).integers(-2, 3, 64).astype(np.int8)
     s = 2.0 ** exponents.astype(np.float64)
     x = proxy.inputs.numpy().astype(np.float64)
     rounded = quantize_activations(torch.tensor(x * s, dtype=torch.float32), 1.0).numpy().astype(np.float64)
@@ -91,10 +92,12 @@ def test_the_proxy_is_its_definition(weight: SourceWeight) -> None:
 
 
 def test_the_search_lowers_the_error_of_every_block_it_changes() -> None:
-    proxy, free = proxy_of(int4_weight(96, 64, seed=4)), np.ones(64, dtype=np.bool_)
+    proxy = proxy_of(int4_weight(96, 64, seed=4))
+    free = np.ones(64, dtype=np.bool_)
     free[37] = False
     found = descend(proxy, free=free)
-    before, after = proxy.errors(np.zeros(64, np.int8)), proxy.errors(found)
+    before = proxy.errors(np.zeros(64, np.int8))
+    after = proxy.errors(found)
     changed = found.reshape(4, 16).any(axis=1)
     assert changed.any()
     assert (after[changed] < before[changed] * 0.9995).all()
@@ -107,7 +110,8 @@ def test_the_search_lowers_the_error_of_every_block_it_changes() -> None:
 def test_the_same_seed_finds_the_same_exponents_with_any_number_of_threads(tiny: Path) -> None:
     inputs = draw_hidden_states(torch.ones(HIDDEN), config={}, layer=LAYER, tokens=256, seed=0)
     mean_square = inputs.square().mean(dim=0).numpy()
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         try:
             for threads in (1, 2):
@@ -164,9 +168,12 @@ def planted(folder: Path, target: Path, changes: dict[str, Callable[[Tensor], Te
     return target
 
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127
-NORM, ROUTER = f"{STEM}.post_attention_layernorm.weight", f"{STEM}.mlp.gate.weight"
-SHARED, SCALES = f"{STEM}.mlp.shared_experts.up_proj.weight", f"{STEM}.mlp.experts.5.gate_proj.weight_scale"
+SMALLEST = 2.0**-126
+LARGEST = 2.0**127
+NORM = f"{STEM}.post_attention_layernorm.weight"
+ROUTER = f"{STEM}.mlp.gate.weight"
+SHARED = f"{STEM}.mlp.shared_experts.up_proj.weight"
+SCALES = f"{STEM}.mlp.experts.5.gate_proj.weight_scale"
 
 
 @pytest.mark.parametrize(

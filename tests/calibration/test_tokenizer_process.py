@@ -67,7 +67,8 @@ def test_a_hostile_tokenizer_is_one_line(
 
 def test_the_process_makes_text_of_tokens_too(tiny: Path, tmp_path: Path) -> None:
     """A byte that is no text of its own becomes U+FFFD; an id that is no token is one line, and the process goes on."""
-    kimi, text = write_kimi_files(tmp_path, [b"ab", b" a"]), "ab aé<|im_end|>\n"
+    kimi = write_kimi_files(tmp_path, [b"ab", b" a"])
+    text = "ab aé<|im_end|>\n"
     for folder in (tiny, kimi):
         with TokenizerProcess(folder) as process:
             ids = process.encode(text)

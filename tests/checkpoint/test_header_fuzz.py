@@ -54,7 +54,8 @@ def library_reads(path: Path) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_headers_are_read_as_the_library_reads_them_or_refused(seed: int, tmp_path: Path) -> None:
-    draw, path = random.Random(seed), tmp_path / "shard.safetensors"
+    draw = random.Random(seed)
+    path = tmp_path / "shard.safetensors"
     accepted = refused = 0
     for _ in range(400):
         text = mutated(draw)

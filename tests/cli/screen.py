@@ -132,7 +132,9 @@ def in_terminal(
         start_new_session=True,
     )
     os.close(follower)
-    screen, raw, deadline = Screen(columns), b"", time.monotonic() + 120
+    screen = Screen(columns)
+    raw = b""
+    deadline = time.monotonic() + 120
     try:
         while time.monotonic() < deadline:
             if not select.select([leader], [], [], 0.1)[0]:

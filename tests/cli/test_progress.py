@@ -55,7 +55,8 @@ def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, t
 def test_every_resume_says_how_many_shards_are_done(
     checkpoint: str, flags: tuple[str, ...], run_cli: RunCli, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    source, out = request.getfixturevalue(checkpoint), tmp_path / "out"
+    source = request.getfixturevalue(checkpoint)
+    out = tmp_path / "out"
     assert run_cli("run", source, out).returncode == 0
     shards = sorted(out.glob("*.safetensors"))
     for shard in shards[1:]:
@@ -66,7 +67,8 @@ def test_every_resume_says_how_many_shards_are_done(
 
 
 def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "a source", tmp_path / "out"
+    source = tmp_path / "a source"
+    out = tmp_path / "out"
     shutil.copytree(tiny, source)
     edit_tensor(source, "model.layers.3.mlp.experts.0.gate_proj.weight_scale", lambda scales: scales * float("nan"))
     stopped = run_cli("run", source, out, "--rule", "max", "--workers", "1")

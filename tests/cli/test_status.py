@@ -174,7 +174,8 @@ def test_status_knows_evaluations_with_a_file_and_in_a_result(
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    result, rows = tmp_path / "result", tmp_path / "all.json"
+    result = tmp_path / "result"
+    rows = tmp_path / "all.json"
     run_here("run", short, result, code=0)
     with monkeypatch.context() as patch:
         patch.setattr("k2convert.evaluation.streamed._score", interrupted)

@@ -136,7 +136,8 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
 
 
 def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
-    one, other = Path(shutil.copytree(result, tmp_path / "one")), convert(cut, tmp_path / "other", rule="max")
+    one = Path(shutil.copytree(result, tmp_path / "one"))
+    other = convert(cut, tmp_path / "other", rule="max")
     shutil.rmtree(one / ".k2convert")  # as somebody else's checkpoint
     found = k2convert.evaluate(cut, [one, other, cut], [ids], tokens=128, window=32, device="cpu")
     assert [row.model.name for row in found.rows] == ["one", "other", "cut"]
@@ -221,7 +222,8 @@ NAN = 0x7FC0
 
 
 def test_windows_that_the_reference_drops_count_nowhere(cut: Path, ids: Path, tmp_path: Path) -> None:
-    source, path = Path(shutil.copytree(cut, tmp_path / "source")), tmp_path / "many.npy"
+    source = Path(shutil.copytree(cut, tmp_path / "source"))
+    path = tmp_path / "many.npy"
     result = convert(cut, tmp_path / "result")
     plant(source, "model.embed_tokens.weight", 7 * 256, NAN)
     many = np.random.default_rng(1).integers(8, 2048, (16, 32))
@@ -295,7 +297,8 @@ def test_checkpoints_that_do_not_compare_are_one_line(
 
 
 def test_the_text_of_the_calibration_needs_any_text(short: Path, text: Path, tmp_path: Path) -> None:
-    out, use = tmp_path / "out", "calibration={tokens: 320, window: 64}"
+    out = tmp_path / "out"
+    use = "calibration={tokens: 320, window: 64}"
     run_here("run", short, out, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
     refused = evaluate(short, out, "--text", text, *SMALL, "--long")
     assert_refused(refused, "was calibrated on this text")

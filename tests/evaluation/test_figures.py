@@ -25,7 +25,8 @@ from scripts.evaluation.models import build_model, scaled_tensors
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
-WINDOWS, LENGTH = 4, 64
+WINDOWS = 4
+LENGTH = 64
 KEPT = [0, *range(3, 12)]
 
 
@@ -103,7 +104,8 @@ def assert_same(found: Figures, expected: Figures) -> None:
     assert found.divergence.mean == pytest.approx(expected.divergence.mean, rel=1e-3)
     assert found.divergence.standard_error == pytest.approx(expected.divergence.standard_error, rel=1e-3, abs=1e-8)
     for name in ("median", "p99", "p999", "maximum"):
-        one, other = getattr(found.divergence, name), getattr(expected.divergence, name)
+        one = getattr(found.divergence, name)
+        other = getattr(expected.divergence, name)
         assert one == pytest.approx(other, rel=2e-3, abs=1e-7), name
     assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-4)
     assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
@@ -139,7 +141,8 @@ def test_logits_of_every_window_are_those_of_transformers(
 
 
 def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> None:
-    ours, theirs = streamed_logits(tiny, tokens(ids), Rounding()), logits_of(tiny, tokens(ids))
+    ours = streamed_logits(tiny, tokens(ids), Rounding())
+    theirs = logits_of(tiny, tokens(ids))
     assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
@@ -158,7 +161,8 @@ def test_figures_follow_from_the_logits_of_transformers(
     """With FP4 activations a value at a border turns float noise into a step, in transformers' own model too: if its
     embedding changes in the last bit. Then the figures are those of one of both.
     """
-    reference, found = logits_of(trained, tokens(ids)), row_of(evaluation, kind, activations).figures
+    reference = logits_of(trained, tokens(ids))
+    found = row_of(evaluation, kind, activations).figures
     changes = (nothing, last_bit) if activations == "w4a4" else (nothing,)
     models = [logits_of(results[kind], tokens(ids), w4a4=activations == "w4a4", change=change) for change in changes]
     expected = [summarize(scores_from(reference, model, tokens(ids))) for model in models]
@@ -181,13 +185,15 @@ def test_figures_are_those_of_the_evaluation_scripts(
     kind: str, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
 ) -> None:
     """scripts/eval has a KL of its own. Smoothing changes norms and routers too."""
-    model, reference = build_model(trained), mlps_of(trained, w4a4=False)
+    model = build_model(trained)
+    reference = mlps_of(trained, w4a4=False)
     for mode in ("w4a16", "w4a4"):
         load = partial(Variant, mlps_of(results[kind], w4a4=mode == "w4a4"), scaled_tensors(results[kind]))
         own, scores = compare_in_turn(
             model, reference, {(kind, mode): load}, tokens(ids), batch=2, progress=lambda _name, _score: None
         )
-        found, score = row_of(evaluation, kind, mode).figures, scores[kind, mode]
+        found = row_of(evaluation, kind, mode).figures
+        score = scores[kind, mode]
         assert found.reference_perplexity == pytest.approx(own.perplexity, rel=1e-4)
         assert found.divergence.mean == pytest.approx(score.kl_mean, rel=1e-3)
         assert found.divergence.p999 == pytest.approx(score.kl_p999, rel=1e-3)
@@ -203,7 +209,8 @@ def test_a_checkpoint_against_itself_is_exactly_the_same(
             folder, [folder], [ids], tokens=WINDOWS * LENGTH, window=LENGTH, device="cpu", out=tmp_path / folder.name
         )
         (row,) = found.rows
-        figures, divergence = row.figures, row.figures.divergence
+        figures = row.figures
+        divergence = row.figures.divergence
         assert divergence.maximum == divergence.mean == divergence.standard_error == 0
         assert {part.mean for part in divergence.by_position} == {0}
         assert divergence.histogram[0] == WINDOWS * (LENGTH - 1)
@@ -221,7 +228,8 @@ def test_errors_and_routing_of_layers_are_those_of_transformers(
         others, their_choices = layers_by_transformers(whole_model(results[kind]).network, tokens(ids))
         numbers = torch.tensor(KEPT if kind == "pruned" else list(range(16)))
         for layer, found in enumerate(row_of(evaluation, kind, "w4a16").layers):
-            one, other = states[layer].double(), others[layer].double()
+            one = states[layer].double()
+            other = others[layer].double()
             error = float((one - other).square().sum() / one.square().sum())
             assert found.relative_error == pytest.approx(error, rel=1e-3, abs=1e-12)
             if layer:
@@ -258,7 +266,8 @@ def test_the_worst_tokens_are_shown_in_their_context(
     assert len(worst) == 10
     assert [token.divergence for token in worst] == sorted((t.divergence for t in worst), reverse=True)
     window, position = np.unravel_index(expected.divergence.argmax(), expected.divergence.shape)
-    first, text = worst[0], np.load(ids)
+    first = worst[0]
+    text = np.load(ids)
     assert (first.window, first.position) == (window, position + 1)
     assert first.divergence == pytest.approx(float(expected.divergence.max()), rel=1e-3)
     assert first.token == tokenizer.decode([int(text[window, position + 1])])

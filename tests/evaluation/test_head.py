@@ -47,7 +47,9 @@ def test_scores_are_those_of_all_logits_at_once(
 ) -> None:
     monkeypatch.setattr(tiles, "TILE_ROWS", rows)
     monkeypatch.setattr(tiles, "PIECE_TOKENS", pieces)
-    reference, near, far = made_up(0), made_up(0) + 0.2 * made_up(1), made_up(2)
+    reference = made_up(0)
+    near = made_up(0) + 0.2 * made_up(1)
+    far = made_up(2)
     found = scored(head, [reference, near, far])
     matrix = head.rows(0, head.vocabulary)
     logits = [matrix.linear(head.normed(own))[None] for own in (reference, near, far)]
@@ -85,7 +87,8 @@ def test_every_tensor_is_where_a_gpu_needs_it(head: Head, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tiles, "PIECE_TOKENS", 16)
     states = [made_up(0), made_up(1)]
-    here, there = scored(head, states), scored(head, states, devices=("shadow:0", "shadow:1"))
+    here = scored(head, states)
+    there = scored(head, states, devices=("shadow:0", "shadow:1"))
     np.testing.assert_allclose(there.divergence, here.divergence, rtol=1e-5, atol=1e-7)
     assert np.array_equal(there.likeliest, here.likeliest)
     assert min(shadow_device.calls[device] for device in ("shadow:0", "shadow:1")) > 10

@@ -51,7 +51,8 @@ def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path) ->
 
 
 def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path) -> None:
-    before, after = answer(tiny), answer(result)
+    before = answer(tiny)
+    after = answer(result)
     assert after["recipe"] is None
     assert after["weights"] == before["weights"]
     assert after["weights"]["bytes"] == open_checkpoint(result).tensor_bytes
@@ -60,7 +61,8 @@ def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path
 
 
 def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: Path) -> None:
-    planned, pruned = answer(tiny, "--experts", "10"), answer(reap)
+    planned = answer(tiny, "--experts", "10")
+    pruned = answer(reap)
     assert planned["experts_per_layer"] == pruned["experts_per_layer"] == 10
     assert planned["weights"] == pruned["weights"]
 

@@ -30,8 +30,12 @@ from k2convert.report.markdown import render_card
 from scripts.fixture_maker.k3 import k3_parts
 
 CONFIG = Path(__file__).parents[1] / "data" / "published-configs" / "moonshotai--Kimi-K3_config.json"
-KDA_LAYERS, HEADS, WIDTH, KERNEL = 69, 96, 128, 4
-MATRIX, CONVOLUTIONS = HEADS * WIDTH * WIDTH, 3 * HEADS * WIDTH * (KERNEL - 1)
+KDA_LAYERS = 69
+HEADS = 96
+WIDTH = 128
+KERNEL = 4
+MATRIX = HEADS * WIDTH * WIDTH
+CONVOLUTIONS = 3 * HEADS * WIDTH * (KERNEL - 1)
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +205,14 @@ def test_why_an_engine_has_no_command_stands_under_its_name(k3_headers: Path) ->
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Path, tmp_path: Path) -> None:
     assert run("run", k3_tiny, tmp_path / "out", "--set", f"layout={layout}", "--quiet") == 0
-    before, after = answer(k3_tiny), answer(tmp_path / "out")
+    before = answer(k3_tiny)
+    after = answer(tmp_path / "out")
     plan = plan_conversion(source=open_checkpoint(k3_tiny), recipe=load_recipe(K3.recipe))
     assert (before["recipe"], after["recipe"]) == ("kimi-k3-nvfp4", None)
     assert before["weights"]["bytes"] == after["weights"]["bytes"] == plan.data_bytes
     assert after["weights"]["bytes"] == open_checkpoint(tmp_path / "out").tensor_bytes
-    found, config = open_checkpoint(tmp_path / "out"), read_json_file(tmp_path / "out" / "config.json")
+    found = open_checkpoint(tmp_path / "out")
+    config = read_json_file(tmp_path / "out" / "config.json")
     report = collect_report(folder=tmp_path / "out", tensors=found.tensors.values())
     card = render_card(report, base_model=None, source=read_source_card(""), config=config)
     assert "of states per request." in card

@@ -16,7 +16,9 @@ CONFIGS = Path(__file__).resolve().parents[1] / "data" / "published-configs"
 
 def yarn_frequencies(text: dict[str, Any]) -> list[float]:
     """The frequencies of each pair of rotary channels, as modeling_deepseek.py computes them."""
-    rope, width, base = text["rope_scaling"], text["qk_rope_head_dim"], text["rope_theta"]
+    rope = text["rope_scaling"]
+    width = text["qk_rope_head_dim"]
+    base = text["rope_theta"]
 
     def channel(rotations: float) -> float:
         length = rope["original_max_position_embeddings"]

@@ -60,7 +60,8 @@ def streamed(
     """The hidden states before the first and after every layer, and what an observer of each layer saw."""
     checkpoint = open_checkpoint(folder)
     with closing(WeightReader(checkpoint)) as reader:
-        states, seen = [embed(reader, ids)], []
+        states = [embed(reader, ids)]
+        seen = []
         for layer in range(text_config(checkpoint.config)["num_hidden_layers"]):
             seen.append(Seen())
             states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], seen[-1]))
@@ -127,7 +128,8 @@ def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
     for layer, (experts, weights) in routings.items():
         routing = seen[layer].routings[0]
         assert routing is not None
-        order, their_order = routing.experts.argsort(dim=-1), experts.argsort(dim=-1)
+        order = routing.experts.argsort(dim=-1)
+        their_order = experts.argsort(dim=-1)
         assert torch.equal(routing.experts.gather(1, order), experts.gather(1, their_order))
         assert torch.allclose(routing.weights.gather(1, order), weights.gather(1, their_order), rtol=1e-4)
 
@@ -183,7 +185,9 @@ def test_a_dense_mlp_is_read_once_and_computes_many_tokens_in_pieces(
     )
     ids = token_ids(tiny, windows=DENSE_PIECE_TOKENS // 512 + 1, length=512)
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        layer, hidden, seen = DecoderLayer(reader, 0, workers=2), embed(reader, ids), Seen()
+        layer = DecoderLayer(reader, 0, workers=2)
+        hidden = embed(reader, ids)
+        seen = Seen()
         layer.run(hidden, seen)
         for windows in hidden.split(2):
             layer.run(windows)

@@ -44,7 +44,8 @@ def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: 
 
 def test_bias_takes_part_in_the_choice_but_not_in_the_weight(tiny: Path) -> None:
     config = read_router_config(open_checkpoint(tiny).parse_config(), where="test", num_experts=16)
-    hidden, weight = torch.randn(8, 256), torch.randn(16, 256) * 0.05
+    hidden = torch.randn(8, 256)
+    weight = torch.randn(16, 256) * 0.05
     bias = torch.zeros(16)
     bias[5] = 10.0
     routing = route(hidden, weight, bias, config)

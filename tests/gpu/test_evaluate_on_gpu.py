@@ -13,7 +13,8 @@ pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
 
 def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
-    ids, result = tmp_path / "ids.npy", convert(trained, tmp_path / "result", rule="max")
+    ids = tmp_path / "ids.npy"
+    result = convert(trained, tmp_path / "result", rule="max")
     np.save(ids, np.random.default_rng(0).integers(0, 2048, (8, 128)))
 
     def evaluated(device: str, out: str) -> Evaluation:
@@ -28,7 +29,9 @@ def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
             out=tmp_path / out,  # type: ignore[arg-type]
         )
 
-    here, there, again = evaluated("cpu", "cpu.json"), evaluated("cuda", "cuda.json"), evaluated("cuda", "again.json")
+    here = evaluated("cpu", "cpu.json")
+    there = evaluated("cuda", "cuda.json")
+    again = evaluated("cuda", "again.json")
     assert (tmp_path / "cuda.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     assert there == again
     for one, other in zip(here.rows, there.rows, strict=True):

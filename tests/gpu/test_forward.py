@@ -20,7 +20,8 @@ class Blocks:
     """An observer that keeps the MLP's input and its routing."""
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        self.x, self.routing = x_TK.cpu(), routing
+        self.x = x_TK.cpu()
+        self.routing = routing
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor

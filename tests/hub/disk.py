@@ -21,7 +21,9 @@ class Watched:
     """A folder, and the most bytes of disk that its files took at once during the block."""
 
     def __init__(self, folder: Path, *suffixes: str) -> None:
-        self.folder, self.suffixes, self.most = folder, suffixes, 0
+        self.folder = folder
+        self.suffixes = suffixes
+        self.most = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 

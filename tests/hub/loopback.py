@@ -150,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _take_upload(self, sha256: str, query: dict[str, str]) -> None:
         target = self.hub.store.blob(sha256 + (f".{query['part']}" if "part" in query else ""))
         temporary = self.hub.store.root / "tmp" / f"{target.name}-{threading.get_ident()}"
-        digest, missing = hashlib.sha256(), int(self.headers["Content-Length"])
+        digest = hashlib.sha256()
+        missing = int(self.headers["Content-Length"])
         with temporary.open("wb") as file:
             while missing:
                 chunk = self.rfile.read(min(missing, CHUNK_BYTES))
@@ -169,7 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(Reply({}, headers={"ETag": f'"{digest.hexdigest()}"'}))
 
     def _join_parts(self, request: dict[str, Any]) -> None:
-        store, sha256 = self.hub.store, request["oid"]
+        store = self.hub.store
+        sha256 = request["oid"]
         parts = [store.blob(f"{sha256}.{part['partNumber']}") for part in request["parts"]]
         data = b"".join(part.read_bytes() for part in parts)
         if hashlib.sha256(data).hexdigest() != sha256:

@@ -128,7 +128,8 @@ class Api:
     def _preupload(self, name: str, repo: Repo, revision: str, body: bytes) -> Reply:
         if repo.find(revision) is None:
             return refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        files, answer = repo.files(revision), list[Json]()
+        files = repo.files(revision)
+        answer = list[Json]()
         request = json.loads(body)
         hosted = self.store.read(name, ".gitignore", revision).decode() if ".gitignore" in files else ""
         folders = [line for line in request.get("gitIgnore", hosted).splitlines() if line.startswith("/")]

@@ -144,7 +144,8 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
 
 
 def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
-    repo, name = hub_after.store.repos["me/out"], "model-00002-of-000005.safetensors"
+    repo = hub_after.store.repos["me/out"]
+    name = "model-00002-of-000005.safetensors"
     repo.commit("cut", {path: file for path, file in repo.files().items() if path != name})
     shown = cli("status", "hf://me/out@cut")
     assert f"shards missing or of a wrong size: 1 of 5, first {name}" in shown.stdout

@@ -62,7 +62,8 @@ def test_too_little_disk_is_refused_at_the_start(tiny_hub: LoopbackHub, cli: Run
 def test_a_pass_that_the_hub_ended_goes_on_with_the_commit_it_began_with(
     tiny_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: bytes
 ) -> None:
-    traffic, first = tiny_hub.traffic, cwd / "there.work" / "layer-000.safetensors"
+    traffic = tiny_hub.traffic
+    first = cwd / "there.work" / "layer-000.safetensors"
     traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done
 
     def refuse() -> None:

@@ -62,7 +62,8 @@ def test_a_body_from_the_socket(
             close_session()
             server.traffic.clear()
             for _ in range(2):
-                data, filled = bytearray(len(expected)), 0
+                data = bytearray(len(expected))
+                filled = 0
                 with hub.stream_range(url, begin=1000, end=301_000, direct=direct) as body:
                     while count := body.read_into(memoryview(data)[filled : filled + 70_001]):
                         filled += count

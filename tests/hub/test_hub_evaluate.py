@@ -96,7 +96,8 @@ def test_without_a_folder_to_write_to_a_file_is_asked_for(
 def test_an_evaluation_that_the_hub_ended_goes_on_with_the_commits_it_began_with(
     both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: Evaluation
 ) -> None:
-    traffic, first = both_on_hub.traffic, cwd / "found.json.work" / "layer-000.safetensors"
+    traffic = both_on_hub.traffic
+    first = cwd / "found.json.work" / "layer-000.safetensors"
     traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done
 
     def refuse() -> None:

@@ -78,7 +78,8 @@ def test_kimi_k3_killed_at_random_moments_ends_right(
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     server.store.add_folder("moon/tiny", k3_tiny)
     cli("run", k3_tiny, "local", code=0)
-    choice, server.traffic.bytes_per_second = random.Random(seed), 800_000.0
+    choice = random.Random(seed)
+    server.traffic.bytes_per_second = 800_000.0
     for _ in range(3):
         kill_after(server, cwd, choice.randrange(1, 90), choice.uniform(0, 0.6))
     server.traffic.bytes_per_second = None
@@ -152,7 +153,8 @@ def test_faults_are_survived(
 def test_disk_is_within_limits(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path) -> None:
     """The least room is that of the largest source shard and its result."""
     plan = json.loads(cli(*JOB, "--dry-run", "--json").stdout)
-    largest, room = max(p.stat().st_size for p in tiny.glob("*.safetensors")), plan["disk_needed"]
+    largest = max(p.stat().st_size for p in tiny.glob("*.safetensors"))
+    room = plan["disk_needed"]
     assert 2 * largest < room < 3 * largest
     tiny_hub.traffic.bytes_per_second = 3_000_000.0
     with Watched(cwd) as watched:
@@ -166,7 +168,8 @@ def test_a_job_continued_with_less_room_keeps_to_it(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path, without_xet: None
 ) -> None:
     """Killed with two shards to upload and two fetched; together with one more they would exceed the room."""
-    room, work = 7_000_000, cwd / "k2convert-work" / "me--out"
+    room = 7_000_000
+    work = cwd / "k2convert-work" / "me--out"
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_hub.traffic.up = Line(1000.0)
     with start_cli(*JOB, cwd=cwd, env=cli_environment() | {"HF_HUB_DISABLE_XET": "1"}) as process:

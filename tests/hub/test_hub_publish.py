@@ -145,7 +145,8 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
     branch = opened(hub)
-    before, changed = uploads(tiny)[0], tmp_path / SHARDS[0]
+    before = uploads(tiny)[0]
+    changed = tmp_path / SHARDS[0]
     shutil.copy(before.path, changed)
     flip(changed, -1)
     with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: does not match its recorded hash"):

@@ -83,7 +83,8 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
 def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
     cli: RunCli, cwd: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, earlier = f"k2convert-ray-{16 * 'a'}", f"k2convert-ray-{16 * 'b'}"
+    chosen = f"k2convert-ray-{16 * 'a'}"
+    earlier = f"k2convert-ray-{16 * 'b'}"
     monkeypatch.setattr("k2convert.job.node_room.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))
     victim = cwd / "victim"
     (victim / "0").mkdir(parents=True)

@@ -56,7 +56,8 @@ def test_a_name_is_a_repository_only_when_it_has_the_form_of_one(
 def test_a_remote_checkpoint_opens_like_the_local_one_with_two_range_requests_a_shard(
     server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
 ) -> None:
-    remote, local = open_remote(hub, source, folder=tmp_path / "small"), open_checkpoint(tiny)
+    remote = open_remote(hub, source, folder=tmp_path / "small")
+    local = open_checkpoint(tiny)
     assert (remote.headers, remote.config, remote.tensors) == (local.headers, local.config, local.tensors)
     assert (tmp_path / "small" / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     requests = server.traffic.matching("GET", r"\.safetensors$")
@@ -156,7 +157,8 @@ def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackH
 
 
 def test_a_missing_shard_and_a_path_outside_are_named(tiny_hub: LoopbackHub, hub: Hub, tmp_path: Path) -> None:
-    repo, shard = tiny_hub.store.repos["moon/tiny"], "model-00002-of-000005.safetensors"
+    repo = tiny_hub.store.repos["moon/tiny"]
+    shard = "model-00002-of-000005.safetensors"
     files = repo.files()
     repo.commit("main", {name: entry for name, entry in files.items() if name != shard})
     with pytest.raises(HubError, match=f"{shard} is missing, but the index names it"):

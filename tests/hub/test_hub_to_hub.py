@@ -61,7 +61,8 @@ def test_kimi_k3_from_the_hub_to_a_folder_and_published(
     server.store.add_folder("moon/tiny", k3_tiny)
     cli("run", "hf://moon/tiny", "out", code=0)
     done = cli("publish", "out", "--repo", "me/out", "--source", "hf://moon/tiny", "--yes", "--json", code=0)
-    store, commit = server.store, server.store.repos["me/out"].refs["main"]
+    store = server.store
+    commit = server.store.repos["me/out"].refs["main"]
     assert json.loads(done.stdout)["commit"] == commit
     for name in (*(path.name for path in (cwd / "out").glob("*.safetensors")), "config.json", "hf_quant_config.json"):
         assert store.read("me/out", name) == (cwd / "out" / name).read_bytes()
@@ -83,7 +84,8 @@ def test_hub_to_folder_gives_the_local_bytes(tiny_hub: LoopbackHub, cli: RunCli,
 def test_several_shards_are_converted_at_once_if_requested(
     tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, convert = threading.Barrier(2), executor.convert_shard
+    both = threading.Barrier(2)
+    convert = executor.convert_shard
 
     def together(task: ShardTask, **options: Any) -> ShardRecord:
         if task.shard.name in SHARDS[:2]:
@@ -206,7 +208,8 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tmp_path: Path
 ) -> None:
     """Meanwhile the source moved on, a record was damaged, and a file got into the work folder by chance."""
-    repo, work = tiny_hub.store.repos["moon/tiny"], cwd / "k2convert-work" / "me--out"
+    repo = tiny_hub.store.repos["moon/tiny"]
+    work = cwd / "k2convert-work" / "me--out"
     first = repo.refs["main"]
     tiny_hub.traffic.inject(Fault("POST", "/commit/main", status=412))
     stopped = cli(*JOB, code=1)

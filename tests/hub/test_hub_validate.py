@@ -59,7 +59,8 @@ def two_shards(*folders: Path) -> int:
 def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
     tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched, fault: str, with_source: bool
 ) -> None:
-    first, last = published / "model-00001-of-000005.safetensors", published / "model-00005-of-000005.safetensors"
+    first = published / "model-00001-of-000005.safetensors"
+    last = published / "model-00005-of-000005.safetensors"
     plant: dict[str, Callable[[], object]] = {
         "none": lambda: None,
         "a weight byte": lambda: flip(first, -1000),
@@ -86,7 +87,8 @@ def test_chosen_layers_only(
     tiny_hub.store.add_folder("me/out", published)
     here = cli("validate", published, "--source", tiny, "--layers", layers, "--json")
     there = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", layers, "--json", code=0)
-    local, remote = json.loads(here.stdout), json.loads(there.stdout)
+    local = json.loads(here.stdout)
+    remote = json.loads(there.stdout)
     assert remote["layers"] == local["layers"]
     assert remote["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * 2
     rules = {rule["number"]: rule for rule in remote["contract"]["rules"]}

@@ -205,8 +205,10 @@ def crash(command: Command, points: str) -> dict[str, object]:
     begin = time.monotonic()
     calls = command.logged()
     seconds = time.monotonic() - begin
-    whole, last = finished(command.folder / "whole"), len(calls)
-    chosen, every = chosen_points(calls, points), points == "every"
+    whole = finished(command.folder / "whole")
+    last = len(calls)
+    chosen = chosen_points(calls, points)
+    every = points == "every"
     tried = [[(KILL, point)] for point in chosen]
     tried += [[(INTERRUPT, point)] for point in chosen[:: -(-len(chosen) // 2)]]
     for point in chosen[:: -(-len(chosen) // 8)] if every else chosen[len(chosen) // 3 :][:1]:
@@ -227,7 +229,8 @@ def crash(command: Command, points: str) -> dict[str, object]:
 
 def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[str]) -> dict[str, object]:
     """What an interrupted run said, and what the resumed one says if a shard with experts of layer 1 was lost."""
-    code, lines = command.run(INTERRUPT, 2 * last // 3), command.said()
+    code = command.run(INTERRUPT, 2 * last // 3)
+    lines = command.said()
     command.run(INTERRUPT, last // 4)
     for shard in command.out.glob("model-00002-of-*.safetensors"):
         shard.unlink()
@@ -239,7 +242,8 @@ def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[
 
 def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wrong: list[str]) -> int:
     """Kill twenty runs at random moments; returns how many were still running."""
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
+    kills = 0
     for moment in [draw.uniform(0, seconds) for _ in range(20)]:
         child = command.start()
         time.sleep(moment)

@@ -55,7 +55,8 @@ def test_the_fixtures_have_every_field_of_the_published_configs(tiny: Path, k25:
     ("name", "how"), [("tiny", "calibrated"), ("tiny", "int4"), ("k25", "data-free"), ("k25", "bf16"), ("k25", "int4")]
 )
 def test_other_fields_stay(name: str, how: str, text: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    source, out = request.getfixturevalue(name), tmp_path / "out"
+    source = request.getfixturevalue(name)
+    out = tmp_path / "out"
     (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(i): list(range(16)) for i in (1, 2, 3)}}))
     options: dict[str, tuple[str | Path, ...]] = {
         "data-free": (),

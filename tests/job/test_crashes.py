@@ -94,7 +94,8 @@ def test_calibrations_that_crash_resume_to_identical_bytes(command: str, cut: Pa
     [found] = crash(tmp_path, chosen, points="few")
     assert found["wrong"] == []
     assert found["tried"] > 5
-    interrupted, printed = found["interrupted"], [str(word).replace("OUT", f"{tmp_path}/0/out") for word in chosen]
+    interrupted = found["interrupted"]
+    printed = [str(word).replace("OUT", f"{tmp_path}/0/out") for word in chosen]
     assert interrupted["code"] == 130
     state, line = interrupted["lines"][-2:]
     shards = r"[1-3] of 3 shards are converted(, [12] of 2 layers are calibrated)?"

@@ -14,7 +14,8 @@ from scripts.fixture_maker.damage import edit_checkpoint, edit_tensor
 from scripts.fixture_maker.folder import SmallCheckpoint
 
 LAYER = "model.layers.1"
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
+INFINITY = float("inf")
 COPIED = {
     "the last norm": "model.norm.weight",
     "embeddings": "model.embed_tokens.weight",
@@ -116,7 +117,8 @@ def test_a_layer_of_zeros_is_named(damaged: Path, tmp_path: Path, run_cli: RunCl
     assert f"({LAYER}." in warning
     assert warning.endswith("all weights are zero")
     document = json.loads(run_cli("validate", out, "--source", damaged, "--json", code=0).stdout)
-    copies, weights = document["contract"]["rules"][6], document["contract"]["rules"][17]
+    copies = document["contract"]["rules"][6]
+    weights = document["contract"]["rules"][17]
     assert (copies["verdict"], weights["verdict"]) == ("warn", "warn")
     assert {"name": f"{LAYER}.input_layernorm.weight", "problem": "all weights are zero"} in copies["offenders"]
     assert weights["count"] == 12  # four experts

@@ -100,7 +100,8 @@ def test_logits_and_routing_are_equal(dtype: torch.dtype, tiny: Path, tmp_path: 
     statistics = open_statistics(random_statistics(tmp_path / "tiny.stats", tiny))
     calibration = Calibration(statistics, weighted=False, smoothing=True)
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}), scaled_layers=LAYERS)
-    before, after = unquantized(tiny, plan, None), unquantized(tiny, plan, calibration)
+    before = unquantized(tiny, plan, None)
+    after = unquantized(tiny, plan, calibration)
     scaled = r"model\.layers\.[123]\.(post_attention_layernorm|mlp\.gate|mlp\..*experts\..*(gate|up)_proj)\.weight"
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if re.fullmatch(scaled, name)}

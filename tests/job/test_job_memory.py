@@ -86,7 +86,8 @@ def planned_memory(source: Path, out: Path) -> dict[str, Any]:
 @contextmanager
 def cgroup(*, memory: int, cores: int) -> Generator[Callable[[], None]]:
     """Make a cgroup; yields the call by which a new process enters it. Skips the test where none can be made."""
-    top, name = Path("/sys/fs/cgroup"), f"k2convert-test-{os.getpid()}"
+    top = Path("/sys/fs/cgroup")
+    name = f"k2convert-test-{os.getpid()}"
     settings: dict[Path, dict[str, object]] = {
         top / "memory" / name: {"memory.limit_in_bytes": memory},
         top / "cpu" / name: {"cpu.cfs_quota_us": 100_000 * cores, "cpu.cfs_period_us": 100_000},

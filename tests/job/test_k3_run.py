@@ -66,7 +66,9 @@ def test_every_value_is_the_sources_by_the_layouts_own_library(
     out = tmp_path / "out"
     said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
     assert "cast: All 36 tensors are lossless: read back, every value is the source's.\n" in said.stdout
-    before, after, decode = tensors_of(k3_tiny), tensors_of(out), create_decoder(layout)
+    before = tensors_of(k3_tiny)
+    after = tensors_of(out)
+    decode = create_decoder(layout)
     codes, scale = ("weight", "weight_scale_2") if layout == "modelopt" else ("weight_packed", "weight_global_scale")
     inputs = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
     modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]
@@ -96,7 +98,8 @@ def test_the_bytes_do_not_change_by_accident(result: Path) -> None:
 def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path) -> None:
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     layers = {bank: {"quant_algo": "NVFP4", "group_size": 16} for bank in sorted(BANKS)}
-    config, source = read(result), read(k3_tiny)
+    config = read(result)
+    source = read(k3_tiny)
     declared = config.pop("quantization_config")
     del declared["producer"]
     assert declared == {
@@ -219,7 +222,8 @@ def test_pruning_keeps_experts_and_their_bytes(k3_tiny: Path, result: Path, tmp_
     run_here("run", k3_tiny, out, "--keep-experts", tmp_path / "kept.json", code=0)
     assert read(out)["text_config"]["num_experts"] == 2
     assert "n_routed_experts" not in read(out)["text_config"]
-    ours, whole = raw_tensors(out), raw_tensors(result)
+    ours = raw_tensors(out)
+    whole = raw_tensors(result)
     for layer, experts in kept.items():
         for new, old in enumerate(sorted(experts)):
             for leaf in ("w1.weight", "w2.weight_scale", "w3.weight_scale_2"):
@@ -232,7 +236,8 @@ def test_pruning_keeps_experts_and_their_bytes(k3_tiny: Path, result: Path, tmp_
 
 def test_the_bf16_copy_is_exact(k3_tiny: Path, tmp_path: Path) -> None:
     run_here("run", k3_tiny, tmp_path / "out", "--to", "bf16", code=0)
-    before, after = tensors_of(k3_tiny), tensors_of(tmp_path / "out")
+    before = tensors_of(k3_tiny)
+    after = tensors_of(tmp_path / "out")
     module = f"{MOE.format(3)}.experts.2.w2"
     source = Mxfp4Weight(before[f"{module}.weight_packed"].numpy(), before[f"{module}.weight_scale"].numpy())
     assert torch.equal(after[f"{module}.weight"].float(), library_values(source).float())

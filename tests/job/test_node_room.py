@@ -11,7 +11,8 @@ import pytest
 from k2convert.errors import DestinationError, DiskFullError
 from k2convert.job.node_room import new_rooms, open_room
 
-ROOMS, EARLIER = "k2convert-ray-0123456789abcdef", "k2convert-ray-fedcba9876543210"
+ROOMS = "k2convert-ray-0123456789abcdef"
+EARLIER = "k2convert-ray-fedcba9876543210"
 
 
 @pytest.fixture
@@ -73,7 +74,8 @@ FOREIGN = [link_as_room, link_as_lock, pipe_as_room, pipe_as_lock, open_to_other
 
 @pytest.mark.parametrize("plant", FOREIGN)
 def test_what_is_not_ours_is_left_alone(plant: Callable[[Path, Path], None], top: Path, victim: Path) -> None:
-    planted, earlier = top / f"{ROOMS}-0", top / f"{EARLIER}-0"
+    planted = top / f"{ROOMS}-0"
+    earlier = top / f"{EARLIER}-0"
     plant(earlier, victim)
     assert enter() == f"{top / ROOMS}-0"
     assert [path.name for path in top.iterdir()] == [earlier.name], "what looks like an earlier room stays"

@@ -147,7 +147,8 @@ def test_a_copy_without_the_work_folder_is_called_that(
     is_whole: bool, small: Path, finished: Path, tmp_path: Path
 ) -> None:
     """`cp -r half/*` leaves hidden files out."""
-    half, copy = tmp_path / "half", tmp_path / "copy"
+    half = tmp_path / "half"
+    copy = tmp_path / "copy"
     run_here("run", small, half, *(() if is_whole else ("--part", "1/2")), "--quiet", code=0)
     shutil.copytree(half, copy, ignore=shutil.ignore_patterns(".*"))
     error = said(run_here("run", small, copy, code=1).stderr)

@@ -109,7 +109,9 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
     items, sources = make_job(seed)
     least = least_room(items, source_bytes=sources, outputs_leave=publish)
     room = least + random.Random(seed).choice([0, 0, 50, 500])
-    disk, branch, converted = Disk(), Branch(), Counter[str]()
+    disk = Disk()
+    branch = Branch()
+    converted = Counter[str]()
 
     def convert(item: Item) -> None:
         assert all(source in disk.files for source in item.sources)
@@ -169,7 +171,8 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         stop.wait(10)
 
-    items, stop = [Item("o", ("s",), 1)], threading.Event()
+    items = [Item("o", ("s",), 1)]
+    stop = threading.Event()
     job = pipeline(items, Room(10, {"s": 1}), stop=stop, fetch=fetch, num_workers=200)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
@@ -205,7 +208,8 @@ def test_stages_overlap() -> None:
 
 
 def test_a_local_source_has_no_fetch_stage() -> None:
-    items, converted = chain(5)[0], list[str]()
+    items = chain(5)[0]
+    converted = list[str]()
     pipeline(items, Room(50, {}), fetch=None, convert=lambda item: converted.append(item.name), num_workers=2).run()
     assert sorted(converted) == [item.name for item in items]
 
@@ -228,7 +232,8 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
 
 
 def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
-    branch, dropped = Branch(), list[str]()
+    branch = Branch()
+    dropped = list[str]()
     waiting = [Item("old", ("gone",), 10)]
     pipeline([], Room(5, {}), drop_output=dropped.append, uploads=branch, to_upload=waiting).run()
     assert branch.committed == dropped == ["old"]

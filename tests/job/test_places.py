@@ -39,7 +39,9 @@ def placed(kind: str, source: Path, folder: Path) -> Path:
 
 
 def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
-    source, out, parts = placed(kind, small, tmp_path / "place"), tmp_path / "out", tmp_path / "parts"
+    source = placed(kind, small, tmp_path / "place")
+    out = tmp_path / "out"
+    parts = tmp_path / "parts"
     run_here("run", source, out, "--json", code=0)
     assert result(out) == result(finished)
     assert not any(path.is_symlink() for path in out.rglob("*")), "what is copied is a file"
@@ -80,7 +82,8 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, bytes]]:
     """The files of a calibration, of a conversion with its statistics, and of its evaluation."""
-    out, saved = folder / "out", folder / "saved.stats"
+    out = folder / "out"
+    saved = folder / "saved.stats"
     if not out.exists():
         run_here("calibrate", source, saved, "--text", text, *SMALL, "--quiet", code=0)
         run_here("run", source, out, "--statistics", saved, "--quiet", code=0)
@@ -131,7 +134,8 @@ def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> Non
 
 
 def test_a_finished_shard_may_be_moved_to_another_disk(small: Path, finished: Path, tmp_path: Path) -> None:
-    out, disk = Path(shutil.copytree(finished, tmp_path / "out")), tmp_path / "disk"
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    disk = tmp_path / "disk"
     disk.mkdir()
     shutil.move(out / SHARD, disk / SHARD)
     (out / SHARD).symlink_to(disk / SHARD)
@@ -164,7 +168,8 @@ def test_a_damaged_download_is_refused(
     position: float, place: str, small: Path, finished: Path, tmp_path: Path
 ) -> None:
     """By the sha256 that it left, while the shard is read."""
-    source, out = Path(shutil.copytree(small, tmp_path / "source")), tmp_path / "out"
+    source = Path(shutil.copytree(small, tmp_path / "source"))
+    out = tmp_path / "out"
     if place == "the cache":
         source = put_into_cache(small, tmp_path / "hub")
     else:

@@ -115,7 +115,8 @@ def test_pruning_and_then_converting_gives_the_same_files(pruned: Path, converte
 
 def test_kept_experts_are_those_of_the_unpruned_result(local_result: Path, converted: Path) -> None:
     survivors = reap_survivors()
-    whole, found = raw_tensors(local_result), raw_tensors(converted)
+    whole = raw_tensors(local_result)
+    found = raw_tensors(converted)
     for name, tensor in found.items():
         head, is_expert, rest = name.partition(".mlp.experts.")
         if is_expert:
@@ -166,7 +167,8 @@ def test_transformers_loads_the_pruned_model(tiny: Path, kept: Path, tmp_path: P
 
 def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_path: Path) -> None:
     """Rule imatrix and smoothing, held against the pruned source with the kept rows of the statistics."""
-    of_source, keep = random_statistics(tmp_path / "source.stats", small), write_list(tmp_path / "list.json", KEPT)
+    of_source = random_statistics(tmp_path / "source.stats", small)
+    keep = write_list(tmp_path / "list.json", KEPT)
     words = ("--keep-experts", keep, "--quiet")
     assert run("run", small, tmp_path / "ours", *words, "--statistics", of_source) == 0
     assert run("run", small, tmp_path / "int4", *words, *INT4) == 0
@@ -202,7 +204,8 @@ def test_saved_statistics_of_a_pruned_walk_are_of_the_kept_experts(small: Path, 
     """They are what the pruned source's own walk saves, and serve the same --keep-experts only."""
     keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))
     other = ("--keep-experts", write_list(tmp_path / "other.json", {1: (0, 2, 3), 2: (0, 1, 3)}))
-    pruned, saved = tmp_path / "int4", {name: tmp_path / f"{name}.stats" for name in ("ours", "theirs")}
+    pruned = tmp_path / "int4"
+    saved = {name: tmp_path / f"{name}.stats" for name in ("ours", "theirs")}
     assert run("run", small, pruned, *keep, *INT4, "--quiet") == 0
     for name, source, options in (("ours", small, keep), ("theirs", pruned, ())):
         saving = ("--set", f"calibration.save_statistics={saved[name]}", "--quiet")
@@ -274,7 +277,8 @@ def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pr
 def test_a_dry_run_says_what_is_dropped(tiny: Path, kept: Path, reap: Path, tmp_path: Path) -> None:
     words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--dry-run")
     document = json.loads(run_here(*words, "--json", code=0).stdout)
-    whole, left = open_checkpoint(tiny), open_checkpoint(reap)
+    whole = open_checkpoint(tiny)
+    left = open_checkpoint(reap)
     dropped = {
         "source_tensors": len(whole.tensors) - len(left.tensors),
         "bytes_in": whole.tensor_bytes - left.tensor_bytes,

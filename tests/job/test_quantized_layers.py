@@ -72,7 +72,9 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 def codes_of(folder: Path) -> Codes:
     """Read the experts of a result in ModelOpt's layout, and change one code in fifty."""
-    rng, names, tensors = np.random.default_rng(1), LAYOUTS["modelopt"], tensors_of(folder)
+    rng = np.random.default_rng(1)
+    names = LAYOUTS["modelopt"]
+    tensors = tensors_of(folder)
     found: dict[str, Nvfp4Weight] = {}
     for name, (data, shape) in tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -136,7 +138,8 @@ def test_the_codes_of_the_walk_are_written_and_compared(
     codes, by_rule = walked[smoothing]
     job = with_codes(plan(cut, tmp_path / "out", statistics, layout=layout, smoothing=smoothing), codes)
     records = [convert_shard(task) for task in tasks_of(job)]
-    tensors, names = tensors_of(tmp_path / "out"), LAYOUTS[layout]
+    tensors = tensors_of(tmp_path / "out")
+    names = LAYOUTS[layout]
     for module, expected in codes.found.items():
         assert np.array_equal(tensors[f"{module}.{names.weight}"][0], expected.packed.reshape(-1))
         assert np.array_equal(tensors[f"{module}.{names.block_scale}"][0], expected.block_scales.reshape(-1))
@@ -151,7 +154,8 @@ def test_the_codes_of_the_walk_are_written_and_compared(
         assert record.checked is not None
         assert parse(ShardRecord, encode(record).decode(), where="record") == record
         for projection in record.projections:
-            found, sampled = projection.metrics, record.checked.sampled_blocks[projection.module]
+            found = projection.metrics
+            sampled = record.checked.sampled_blocks[projection.module]
             assert found is not None
             assert (found.weighted_error or 0) > 0
             assert (sampled == 0) == (projection.module in codes.found)
@@ -162,7 +166,8 @@ def test_a_code_that_changes_after_it_was_measured_is_found(
     cut: Path, statistics: Statistics, walked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if it decodes to the same number, as minus zero does."""
-    codes, module = walked[True][0], EXPERT.format(0, "down")
+    codes = walked[True][0]
+    module = EXPERT.format(0, "down")
     job = with_codes(plan(cut, tmp_path / "out", statistics, layout="modelopt", smoothing=True), codes)
     (task,) = (task for task in tasks_of(job) if any(o.name.startswith(module) for o in task.shard.outputs))
     right = Calibration.codes_of
@@ -193,7 +198,8 @@ def test_codes_of_another_source_are_refused(cut: Path, statistics: Statistics, 
 def test_a_result_is_validated_against_its_source_with_and_without_statistics(
     cut: Path, statistics: Statistics, walked: Any, tmp_path: Path, layout: Layout
 ) -> None:
-    codes, folder = walked[True][0], tmp_path / "out"
+    codes = walked[True][0]
+    folder = tmp_path / "out"
     execute(with_codes(plan(cut, folder, statistics, layout=layout, smoothing=True), codes))
     for given, measured in ((None, 18), (statistics, 12))[: 2 if layout == "modelopt" else 1]:
         report = validate_checkpoint(folder=folder, source=open_checkpoint(cut), statistics=given)

@@ -109,7 +109,8 @@ def test_a_flipped_block_scale_is_found_and_a_missing_file_at_once(max_result: P
 
 def test_a_library_that_decoded_one_other_byte_would_not_agree(max_result: Path) -> None:
     layout = "compressed-tensors" if "compressed" in (max_result / "config.json").read_text() else "modelopt"
-    names, decode = LAYOUTS[layout], create_decoder(layout)
+    names = LAYOUTS[layout]
+    decode = create_decoder(layout)
     tensors = load(max_result)
     module = "model.layers.1.mlp.experts.0.down_proj"
     packed = tensors[f"{module}.{names.weight}"].numpy()
@@ -118,7 +119,8 @@ def test_a_library_that_decoded_one_other_byte_would_not_agree(max_result: Path)
     exact = dequantize_nvfp4(Nvfp4Weight(packed, scales, names.decode_scalar(struct.pack("<f", stored))))
     assert agrees(decode(packed, scales, stored), exact, stored=stored)
     row, column = (int(i) for i in np.argwhere(exact[:, ::2] != 0)[0])
-    other_packed, other_scales = packed.copy(), scales.copy()
+    other_packed = packed.copy()
+    other_scales = scales.copy()
     other_packed[row, column] ^= 1
     other_scales[row, column // 8] ^= 1
     assert not agrees(decode(other_packed, scales, stored), exact, stored=stored)
@@ -137,12 +139,15 @@ def test_split_partners_give_the_bytes_of_a_whole_checkpoint(local_result: Path,
 
 
 def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> None:
-    before, after = open_checkpoint(k25), open_checkpoint(convert(k25, tmp_path / "out"))
-    source, result = raw_tensors(k25), raw_tensors(tmp_path / "out")
+    before = open_checkpoint(k25)
+    after = open_checkpoint(convert(k25, tmp_path / "out"))
+    source = raw_tensors(k25)
+    result = raw_tensors(tmp_path / "out")
     kept = [name for name in source if ".experts." not in name]
     assert kept
     for name in kept:
-        one, other = before.tensors[name], after.tensors[name]
+        one = before.tensors[name]
+        other = after.tensors[name]
         assert (one.dtype, one.shape, source[name]) == (other.dtype, other.shape, result[name])
     assert before.tensor_bytes == after.tensor_bytes
     for sidecar in ("tokenizer.json", "chat_template.jinja"):
@@ -218,7 +223,8 @@ def test_the_compressed_tensors_layout_states_the_dtype_of_block_scales(tiny: Pa
 
 
 def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> None:
-    before, after = load(tiny), load(convert(tiny, tmp_path / "out", "--to", "bf16"))
+    before = load(tiny)
+    after = load(convert(tiny, tmp_path / "out", "--to", "bf16"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]

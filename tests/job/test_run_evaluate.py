@@ -46,7 +46,8 @@ def test_it_is_what_evaluate_writes_afterwards(short: Path, text: Path, evaluate
 
 
 def test_report_shows_it_and_running_again_keeps_it(short: Path, text: Path, evaluated: Path, tmp_path: Path) -> None:
-    before, time = document(evaluated), (evaluated / "evaluation.json").stat().st_mtime_ns
+    before = document(evaluated)
+    time = (evaluated / "evaluation.json").stat().st_mtime_ns
     done = run_here("run", short, evaluated, "--evaluate", text, "--json", code=0)
     assert json.loads(done.stdout)["evaluation"] == json.loads(before)
     assert (document(evaluated), (evaluated / "evaluation.json").stat().st_mtime_ns) == (before, time)

@@ -44,7 +44,8 @@ def planned(source: Path, out: Path, text: CalibrationText, *, max_disk: int | N
 
 def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> None:
     assert "passed" in run_here("validate", done / "out", "--source", short, "--quiet", code=0).stdout
-    ledger, found = read_ledger(done / "out"), open_statistics(done / "saved")
+    ledger = read_ledger(done / "out")
+    found = open_statistics(done / "saved")
     record = ledger.calibration
     assert record is not None
     assert (record.gptq, record.statistics, record.texts) == (True, found.digest, found.texts)
@@ -68,7 +69,8 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> No
     alone = open_statistics(done / "alone")
     assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
     for number in range(3):
-        arrays, expected = found.layer(number).arrays(), alone.layer(number).arrays()
+        arrays = found.layer(number).arrays()
+        expected = alone.layer(number).arrays()
         assert {name: array.tobytes() for name, array in arrays.items()} == {
             name: array.tobytes() for name, array in expected.items()
         }
@@ -123,7 +125,8 @@ def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(short: Pat
 def test_tensors_without_experts_are_those_of_a_run_with_statistics(short: Path, done: Path, tmp_path: Path) -> None:
     shown = run_here("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet", code=0).stdout
     assert shown.startswith("Rule imatrix minimizes the error weighted by the inputs.")
-    weighted, found = raw_tensors(tmp_path / "imatrix"), raw_tensors(done / "out")
+    weighted = raw_tensors(tmp_path / "imatrix")
+    found = raw_tensors(done / "out")
     assert weighted.keys() == found.keys()
     different = {name.rpartition(".")[2] for name in found if found[name] != weighted[name]}
     assert different == {"weight", "weight_scale"}
@@ -223,7 +226,8 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monke
 
 
 def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
-    source, out = Path(shutil.copytree(short, tmp_path / "source")), tmp_path / "out"
+    source = Path(shutil.copytree(short, tmp_path / "source"))
+    out = tmp_path / "out"
     words = ("run", source, out, "--calibrate", text, *SMALL)
     with damaged_weight(source, "model.layers.2.self_attn.q_a_proj.weight"):
         error = run_here(*words, "--quiet", code=1).stderr
@@ -245,8 +249,10 @@ def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Pa
 def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
     few, many = (text_of(short, [text], tokens=tokens) for tokens in (64, 512))
     jobs = [planned(short, tmp_path / "out", of) for of in (few, many)]
-    tokens, config = 512 - 64, open_checkpoint(short).config
-    hidden, chosen = config["hidden_size"], config["num_experts_per_tok"]
+    tokens = 512 - 64
+    config = open_checkpoint(short).config
+    hidden = config["hidden_size"]
+    chosen = config["num_experts_per_tok"]
     states = 2 * tokens * hidden
     busy = min(3 * 4 * tokens * chosen // config["n_routed_experts"], chosen * tokens)  # two workers, and one waits
     inner = tokens * chosen * config["moe_intermediate_size"]
@@ -297,7 +303,8 @@ def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done
 
 def test_weights_are_not_the_measure_of_a_calibrated_result(short: Path, done: Path, tmp_path: Path) -> None:
     note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
-    by_max, mse = tmp_path / "max", tmp_path / "mse"
+    by_max = tmp_path / "max"
+    mse = tmp_path / "mse"
     assert run("run", short, by_max, "--rule", "max", "--quiet") == 0
     assert run("run", short, mse, "--quiet") == 0
     for ours, other, is_said in ((mse, done / "out", 1), (done / "out", mse, 1), (mse, by_max, 0)):

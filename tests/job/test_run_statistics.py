@@ -53,7 +53,10 @@ class Expected:
         self, source: Path, statistics: Path, *, rule: Rule = "imatrix", is_scaled: bool, prefix: str = "model."
     ) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(source)
-        self.raw, self.prefix, self.rule, self.is_scaled = raw_tensors(source), prefix, RULES[rule], is_scaled
+        self.raw = raw_tensors(source)
+        self.prefix = prefix
+        self.rule = RULES[rule]
+        self.is_scaled = is_scaled
         found = open_statistics(statistics)
         self.layers = {number: found.layer(number) for number in found.layers}
 
@@ -88,7 +91,8 @@ class Expected:
             assert layer.shared_down_mean_square is not None
             return importance(layer.shared_down_mean_square)
         expert = int(module.rsplit(".", 1)[1]) if ".experts." in module else 0
-        row, tokens = layer.down_mean_square[expert], int(layer.tokens[expert])
+        row = layer.down_mean_square[expert]
+        tokens = int(layer.tokens[expert])
         if layer.num_experts == 1 or tokens >= 64:
             return importance(row)
         blocks = row.astype(np.float64).reshape(-1, 16)
@@ -182,7 +186,8 @@ def test_unconverted_shared_experts_are_scaled_and_workers_do_not_matter(
         monkeypatch.setattr(shard, "COPY_BYTES", 1100)  # the second time tensors are copied in parts: two rows at once
     assert_equal(raw_tensors(tmp_path / "1"), maker.result(experts, layout="modelopt", activations="w4a4"))
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
-    raw, source = unconverted(raw_tensors(tmp_path / "1")), raw_tensors(cut)
+    raw = unconverted(raw_tensors(tmp_path / "1"))
+    source = raw_tensors(cut)
     changed = sorted(name for name in raw if raw[name] != source[name])
     stem = "model.layers.1."
     assert changed == [
@@ -223,11 +228,13 @@ def test_ledger_fingerprint_and_next_command_name_the_statistics(cut: Path, stat
     assert line in shown.stderr
     explicit = ["--rule", "imatrix", "--set", "smoothing=true"]  # the same job
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
-    ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
+    ledger = read_ledger(tmp_path / "out")
+    found = open_statistics(statistics)
     digest = blake3(statistics.read_bytes()).hexdigest()
     assert ledger.fingerprint["statistics"] == digest
     assert (ledger.recipe.rule, ledger.recipe.smoothing) == ("imatrix", True)
-    record, layer = ledger.calibration, found.layer(1)
+    record = ledger.calibration
+    layer = found.layer(1)
     assert record is not None
     assert (record.statistics, record.texts, record.tokens, record.seed) == (digest, found.texts, 8192, 3)
     assert (record.window, record.windows, record.dropped_windows) == (2048, 4, 1)
@@ -245,7 +252,8 @@ def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tm
     for name, extra in (("on", ["--set", "smoothing=true"]), ("off", ["--set", "smoothing=false"])):
         words = ["run", cut, tmp_path / name, "--statistics", tmp_path / "zero", *extra]
         assert run(*words, "--quiet") == 0
-    on, off = raw_tensors(tmp_path / "on"), raw_tensors(tmp_path / "off")
+    on = raw_tensors(tmp_path / "on")
+    off = raw_tensors(tmp_path / "off")
     assert_equal(on, off)
     assert_equal(unconverted(on), unconverted(raw_tensors(cut)))
 
@@ -316,7 +324,8 @@ def test_foreign_statistics_are_refused_in_one_line(cut: Path, tiny: Path, stati
 
 
 def test_options_that_contradict_statistics_are_refused(cut: Path, statistics: Path, tmp_path: Path) -> None:
-    out, given = tmp_path / "out", ("--statistics", statistics)
+    out = tmp_path / "out"
+    given = ("--statistics", statistics)
     assert "rule imatrix needs statistics. Add --statistics FILE" in error_of(cut, out, "--rule", "imatrix")
     assert "needs statistics" in error_of(cut, out, "--set", "smoothing=true")
     assert "Leave out --statistics" in error_of(cut, out, "--to", "bf16", *given)
@@ -407,7 +416,8 @@ def test_where_imatrix_gained_nothing_the_result_is_that_of_mse(tiny: Path, tmp_
     ours, of_imatrix, of_mse = (raw_tensors(tmp_path / f"{name}-out") for name in ("marked", "whole", "mse"))
     assert any(of_imatrix[name] != of_mse[name] for name in ours if ".down_proj." in name)
     for name, data in ours.items():
-        layer, is_down = int(name.split(".")[2]) if ".experts." in name else 0, ".down_proj." in name
+        layer = int(name.split(".")[2]) if ".experts." in name else 0
+        is_down = ".down_proj." in name
         gains = marks.get(layer, (1, 1))[int(is_down)]
         assert data == (of_imatrix if gains else of_mse)[name], name
     record = read_ledger(tmp_path / "marked-out").calibration

@@ -62,7 +62,8 @@ def test_a_task_is_pickled_and_converted_in_another_process(
 
 
 def test_each_header_of_a_result_is_encoded_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, encoded = resources.encode_header, list[Any]()
+    encode = resources.encode_header
+    encoded = list[Any]()
 
     def counted(tensors: Any, **options: Any) -> bytes:
         encoded.append(tensors)

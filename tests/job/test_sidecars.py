@@ -85,7 +85,8 @@ DAMAGES = [
 def test_what_an_engine_lacks_is_said(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    words, out = damage(source), tmp_path / "out"
+    words = damage(source)
+    out = tmp_path / "out"
     for more in (("--dry-run",), ()):
         shown = run_cli("run", source, out, "--rule", "max", *more, code=0)
         assert f"warning: {source}: {words}\n" in shown.stderr

@@ -105,7 +105,9 @@ def result(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> Case:
     """The command of a verb, and what shows that it computes."""
     folder.mkdir(exist_ok=True)
-    out, cpu, use = folder / "out", ("--device", "cpu"), ("--tokens", "1024", "--window", "64")
+    out = folder / "out"
+    cpu = ("--device", "cpu")
+    use = ("--tokens", "1024", "--window", "64")
     work = "out/.k2convert"
     if verb in ("evaluate", "validate") and not out.exists():
         shutil.copytree(result, out)
@@ -177,7 +179,8 @@ def test_forty_random_moments(short: Path, text: Path, result: Path, tmp_path: P
         seconds[verb] = time.monotonic() - begin
     interrupted = 0
     for attempt in range(40):
-        verb, number = verbs[attempt % len(verbs)], draw.choice((signal.SIGINT, signal.SIGTERM))
+        verb = verbs[attempt % len(verbs)]
+        number = draw.choice((signal.SIGINT, signal.SIGTERM))
         case = case_of(verb, tmp_path / f"{attempt}", short, text, result)
         due = time.monotonic() + draw.uniform(0.1, 1) * seconds[verb]
         ended = interrupt(case, number, lambda due=due: time.monotonic() > due)
@@ -191,7 +194,9 @@ def test_forty_random_moments(short: Path, text: Path, result: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_layer_of_rule_gptq_is_left_in_time_wherever_it_is(tmp_path: Path) -> None:
-    source, ids, out = tmp_path / "source", tmp_path / "ids.jsonl", tmp_path / "out"
+    source = tmp_path / "source"
+    ids = tmp_path / "ids.jsonl"
+    out = tmp_path / "out"
     words = ("--experts", "16", "--hidden", "2048", "--intermediate", "1024", "--dense-layers", "1")
     make(["k2-shaped", str(source), *words])
     make(["token-ids", str(ids), "--tokens", "4096"])

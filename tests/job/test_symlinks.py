@@ -43,7 +43,8 @@ def refusal(source: Path, destination: Path) -> str:
     [*((name, begun) for name in FILES for begun in (False, True)), *((name, False) for name in FOLDERS)],
 )
 def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finished: Path, tmp_path: Path) -> None:
-    destination, precious = tmp_path / "out", tmp_path / "precious"
+    destination = tmp_path / "out"
+    precious = tmp_path / "precious"
     if name in FOLDERS:
         precious.mkdir()
     kept = precious / f"{SHARD}.json.tmp" if name in FOLDERS else precious
@@ -62,7 +63,8 @@ def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finish
 
 @pytest.mark.parametrize("name", ["report.html", "report.html.tmp", "report.md.tmp"])
 def test_the_report_follows_no_link(name: str, finished: Path, tmp_path: Path) -> None:
-    destination, precious = tmp_path / "out", tmp_path / "precious"
+    destination = tmp_path / "out"
+    precious = tmp_path / "precious"
     shutil.copytree(finished, destination)
     precious.write_text("the only copy")
     plant(destination / name, precious)
@@ -79,7 +81,8 @@ def test_a_destination_that_is_a_link_is_what_the_user_named(small: Path, tmp_pa
 
 def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path: Path) -> None:
     """A hard link cannot be told from a file that a killed run left, so the name is removed and the file made anew."""
-    destination, precious = tmp_path / "out", tmp_path / "precious"
+    destination = tmp_path / "out"
+    precious = tmp_path / "precious"
     (destination / ".k2convert" / "shards").mkdir(parents=True)
     precious.write_text("the only copy")
     for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp", ".k2convert/lock"):
@@ -90,7 +93,8 @@ def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path:
 
 
 def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, finished: Path, tmp_path: Path) -> None:
-    original, copy = tmp_path / "original", tmp_path / "copy"
+    original = tmp_path / "original"
+    copy = tmp_path / "copy"
     shutil.copytree(finished, original)
     shutil.copytree(original, copy, copy_function=os.link)
     kept = contents(copy)
@@ -105,7 +109,8 @@ def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, fini
 
 
 def test_a_lock_with_two_names_is_still_a_lock(finished: Path, tmp_path: Path) -> None:
-    original, copy = tmp_path / "original", tmp_path / "copy"
+    original = tmp_path / "original"
+    copy = tmp_path / "copy"
     shutil.copytree(finished, original)
     with lock_destination(original):
         shutil.copytree(original, copy, copy_function=os.link)
@@ -124,7 +129,9 @@ def write_shard(path: Path) -> None:
 
 def test_no_write_follows_a_link_that_is_planted_later(tmp_path: Path) -> None:
     """The file takes the place of a link, and a folder that is a link is refused."""
-    precious, outside, out = tmp_path / "precious", tmp_path / "outside", tmp_path / "out"
+    precious = tmp_path / "precious"
+    outside = tmp_path / "outside"
+    out = tmp_path / "out"
     precious.write_text("the only copy")
     outside.mkdir()
     out.mkdir()

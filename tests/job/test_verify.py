@@ -85,7 +85,8 @@ def test_a_source_changed_under_its_header_is_refused(lost: str | None, source: 
 
 def test_a_source_that_was_copied_goes_on(source: Path, own: Path, tmp_path: Path) -> None:
     """By a scheduler to another node, by tar, or by a second download: the same bytes with other times."""
-    before, others = contents(own), times(own)
+    before = contents(own)
+    others = times(own)
     (own / OTHER).unlink()
     copy = Path(shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copy))
     for options, words in (((), "a tensor"), (("--verify",), "every tensor")):
@@ -113,7 +114,8 @@ def test_a_copy_with_another_byte_is_refused_as_soon_as_it_is_seen(
     source: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte of the shards is in the sample here, so only the tensors tell."""
-    out, copy = tmp_path / "out", tmp_path / "copy"
+    out = tmp_path / "out"
+    copy = tmp_path / "copy"
     monkeypatch.setattr(fingerprint, "_SAMPLE_BYTES", 0)
     assert run("run", source, out, "--quiet") == 0
     before = contents(out)

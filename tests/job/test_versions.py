@@ -44,7 +44,8 @@ def test_only_a_version_with_the_same_arithmetic_continues_a_job(cut: Path, tmp_
 
 def test_a_job_that_a_cuda_device_began_is_continued_on_the_cpu(cut: Path, tmp_path: Path) -> None:
     """Earlier versions converted on a GPU: the same command goes on, and a finished result keeps its ledger."""
-    out, words = tmp_path / "out", ("run", cut, tmp_path / "out", "--device", "cuda")
+    out = tmp_path / "out"
+    words = ("run", cut, tmp_path / "out", "--device", "cuda")
     first = run_here(*words, code=0)
     assert "note: --device cuda: the conversion runs on the CPU." in said(first.stderr)
     shards = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}

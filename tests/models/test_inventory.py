@@ -74,7 +74,8 @@ def checkpoint(tensors: Tensors, config: dict[str, Any]) -> Checkpoint:
 
 
 def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None]]:
-    family, architecture = detect_family(source), read_architecture(source)
+    family = detect_family(source)
+    architecture = read_architecture(source)
     experts = find_experts(parse_tensor_names(source, family=family).values())
     model = DescribedModel(family, architecture, source.config, "folder")
     assert not list(model.find_faults(source.tensors, experts))

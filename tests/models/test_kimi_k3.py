@@ -128,7 +128,8 @@ def renamed(old: str, new: str) -> Callable[[Path], object]:
     return lambda folder: edit_checkpoint(folder, change)
 
 
-PACKED, SCALE = torch.zeros(512, 128, dtype=torch.uint8), torch.zeros(512, 8, dtype=torch.uint8)
+PACKED = torch.zeros(512, 128, dtype=torch.uint8)
+SCALE = torch.zeros(512, 8, dtype=torch.uint8)
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "block scales of NVFP4": (

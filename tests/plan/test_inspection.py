@@ -18,7 +18,8 @@ def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path:
     recipe = "kimi-k2-thinking-nvfp4-mlp"
     assert run_cli("run", tiny, out, "--recipe", recipe, "--layout", layout).returncode == 0
     assert "144 INT4 projections" in run_cli("inspect", tiny).stdout
-    before, after = holdings(run_cli, tiny), holdings(run_cli, out)
+    before = holdings(run_cli, tiny)
+    after = holdings(run_cli, out)
     assert after["experts", "NVFP4"] == before["experts", "INT4"] == 4_718_592
     for role in ("shared_experts", "dense_mlp"):
         assert after[role, "NVFP4"] == before[role, "BF16"]

@@ -22,7 +22,8 @@ from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import Magnitude, measure
 
-ONE_BITS, NAN_BITS = 0x3F80, 0x7FC0
+ONE_BITS = 0x3F80
+NAN_BITS = 0x7FC0
 Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
 
 
@@ -78,7 +79,8 @@ def assert_same_bytes(one: Nvfp4Weight, other: Nvfp4Weight, name: str) -> None:
 def assert_same_figures(one: WeightMetrics, other: WeightMetrics) -> None:
     """Sums may differ by the order of their terms, and only kernels count blocks outside the normal range."""
     for field in fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
+        a = getattr(one, field.name)
+        b = getattr(other, field.name)
         if field.name != "blocks_outside_normal":
             assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b), field.name
 

@@ -103,7 +103,8 @@ def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes]) -> None
 
 @pytest.mark.parametrize(("name", "is_sealed"), [(name, True) for name in RECORDS] + [("an unknown field", False)])
 def test_record_of_another_form_is_made_again(name: str, is_sealed: bool, result: Path, tiny: Path) -> None:
-    whole, path = contents(result), result / RECORD
+    whole = contents(result)
+    path = result / RECORD
     edit_sealed(path, RECORDS[name], is_sealed=is_sealed)
     assert_made_again(result, tiny, whole)
 
@@ -111,7 +112,8 @@ def test_record_of_another_form_is_made_again(name: str, is_sealed: bool, result
 @pytest.mark.parametrize("damage", [0.3, 0.9999, "", "[]"])
 def test_a_damaged_record_is_made_again(damage: float | str, result: Path, tiny: Path) -> None:
     """A flipped byte at a place of the file, or another text."""
-    whole, data = contents(result), bytearray((result / RECORD).read_bytes())
+    whole = contents(result)
+    data = bytearray((result / RECORD).read_bytes())
     if isinstance(damage, str):
         data = damage.encode()
     else:

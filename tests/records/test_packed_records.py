@@ -45,7 +45,8 @@ def finished(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
 
 def test_a_projection_takes_at_most_150_bytes_and_its_record_is_equal(finished: tuple[ShardRecord, Recipe]) -> None:
     """247,296 projections of Kimi K3 then take 37 MB; as objects they would take 0.3 GB."""
-    record, packed = finished[0], PackedRecords()
+    record = finished[0]
+    packed = PackedRecords()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     packed[record.shard] = record

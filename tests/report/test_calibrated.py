@@ -196,7 +196,8 @@ CHARTS = {
 def test_page_markdown_card_and_json_say_the_same(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     files = written(folder)
-    page, markdown = files.page.read_text(), files.markdown.read_text()
+    page = files.page.read_text()
+    markdown = files.markdown.read_text()
     _, body = card(folder)
     for text in (as_read(page), as_read(markdown), body):
         for words in EVERYWHERE[name]:
@@ -215,7 +216,8 @@ def test_page_markdown_card_and_json_say_the_same(name: str, request: pytest.Fix
 
 
 def test_calibrated_results_lead_with_what_they_make_small(imatrix: Path, fed_back: Path) -> None:
-    before, after = written(imatrix), written(fed_back)
+    before = written(imatrix)
+    after = written(fed_back)
     assert [tile.label for tile in headline(before.report, None)[:2]] == ["weighted SQNR", "SQNR"]
     first = headline(after.report, None)[0]
     assert (first.value, first.label) == ("0.0037", "error of the outputs")

@@ -64,7 +64,8 @@ def card(folder: Path) -> str:
 
 def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluation, Path, ReportFiles]) -> None:
     found, folder, files = shown
-    page, markdown = files.page.read_text(), files.markdown.read_text()
+    page = files.page.read_text()
+    markdown = files.markdown.read_text()
     words = {
         "evaluate": "Measured on 1,542 tokens of emma.txt (6 windows of 257) against hf://moon/K2: KL ",
         "compare": "Against http://a:8000/v1, http://b:8000/v1 has a KL of at least ",
@@ -242,7 +243,8 @@ def test_hostile_names_and_tokens_are_shown_and_do_nothing(records_only: Path) -
             row["worst"] = [one | token for one in row["worst"]]
 
     files = write_report(folder=edited(records_only, change))
-    page, markdown = files.page.read_text(), files.markdown.read_text()
+    page = files.page.read_text()
+    markdown = files.markdown.read_text()
     assert page.count("<script") == 2
     assert "<img" not in page
     assert "\\x1b[2J" in html.unescape(page)

@@ -179,7 +179,8 @@ def test_values_for_the_read_out_are_those_of_the_map(reported: ReportFiles) -> 
 
 
 def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, converted: Path) -> None:
-    page, today = reported.page.read_text(), datetime.now(UTC).date()
+    page = reported.page.read_text()
+    today = datetime.now(UTC).date()
     assert f"<title>{converted.name}: INT4 to NVFP4</title>" in page
     assert f"<h1>{converted.name}</h1>" in page
     (day,) = re.findall(r'k2convert report of <time datetime="([^"]*)">\1</time> \(UTC\)', page)

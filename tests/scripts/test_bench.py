@@ -17,7 +17,8 @@ def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.gptq_steps", str(tiny), "--tokens", "4096"]
     shown = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line.startswith("|")]
-    steps, machines = rows[2:12], rows[14:]
+    steps = rows[2:12]
+    machines = rows[14:]
     assert sum(float(row[-1].removesuffix(" %")) for row in steps) == pytest.approx(100, abs=5), "rounded shares"
     assert any(" core-hours by rule gptq; " in line for line in shown)
     assert [row[0].split()[0] for row in machines] == ["16", "64", "192", "1", "8"]
@@ -25,7 +26,8 @@ def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
 
 
 def test_the_time_on_a_gpu_follows_from_its_rates() -> None:
-    gpu, flops = find_gpu("h200"), Flops(tf32=1e12, fp32=1e11, fp64=1e10)
+    gpu = find_gpu("h200")
+    flops = Flops(tf32=1e12, fp32=1e11, fp64=1e10)
     assert gpu.bandwidth is not None
     found = gpu_time(GpuWork(tf32=7e11, fp32=7e10, fp64=7e9), gpu, flops, search=5)
     assert found == Time(pytest.approx(3 * 0.7 / 0.7 + 5), pytest.approx(3 * 0.7 / 0.2 + 5))
@@ -34,8 +36,10 @@ def test_the_time_on_a_gpu_follows_from_its_rates() -> None:
 
 
 def test_the_work_of_a_walk_on_gpus_is_that_of_its_steps(tiny: Path) -> None:
-    model, size = read_sizes(open_checkpoint(tiny)), PassSize(16, 256, 16, ("cuda:0",), 4, 4)
-    one, counted = pass_work(model, size), walk_steps(model, size)
+    model = read_sizes(open_checkpoint(tiny))
+    size = PassSize(16, 256, 16, ("cuda:0",), 4, 4)
+    one = pass_work(model, size)
+    counted = walk_steps(model, size)
     walk, many = (walk_work(model, size, gpus=gpus) for gpus in (1, 8))
     assert walk.fp32 == pytest.approx(3 * sum(step.fp32 for step in counted.values())), "three layers have experts"
     assert walk.fp64 == pytest.approx(3 * sum(step.fp64 for step in counted.values()))

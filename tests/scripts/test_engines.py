@@ -37,7 +37,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Path]:
 def test_the_guide_and_the_readme_count_every_load() -> None:
     loads = [variant for engine in ENGINES.values() for variant in KINDS if engine.reads(variant)]
     of_k3 = sum(variant.form == K3 for variant in loads)
-    guide, readme = (ROOT / "k2convert/guide/engines.md").read_text(), (ROOT / "README.md").read_text()
+    guide = (ROOT / "k2convert/guide/engines.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| .* \| .* \| w4a.* \| (\d+) \| (\d+|known defect|skips the codes) \|$", guide, flags=re.M)
     assert sum(int(count) for count, _ in rows) == len(loads) == 77
     whole = sum(int(count) for count, checks in rows if checks.isdecimal())
@@ -56,7 +57,8 @@ def test_the_wrapped_checkpoint_is_of_the_k25_family(tiny: Path, tmp_path: Path)
 
 def test_clients_decode_what_the_libraries_decode(converted: dict[Variant, Path]) -> None:
     for variant, folder in converted.items():
-        files, decode = Checkpoint(folder), create_decoder(variant.layout)
+        files = Checkpoint(folder)
+        decode = create_decoder(variant.layout)
         assert files.is_modelopt == (variant.layout == "modelopt")
         assert files.is_weight_only == (variant.activations == "w4a16")
         for projection in PROJECTIONS:
@@ -125,7 +127,8 @@ def test_tolerances_follow_from_what_is_rounded() -> None:
 def test_logits_that_differ_are_a_problem() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 8, 32, generator=generator)
-    ids, expected = torch.arange(8).view(1, 8), Expected(logits, [1, 2])
+    ids = torch.arange(8).view(1, 8)
+    expected = Expected(logits, [1, 2])
     same = compare(logits, torch.tensor([1, 2]), expected=expected, source=expected, windows=ids)
     assert same.problems(FLOAT32) == []
     other = compare(logits * 1.01, torch.tensor([1, 3]), expected=expected, source=expected, windows=ids)

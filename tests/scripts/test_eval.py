@@ -45,7 +45,8 @@ def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
         state[f"{stem}.experts.down_proj"] = torch.stack([e.down.weight.decode() for e in experts])
     theirs.load_state_dict(state, strict=True)
     with torch.inference_mode():
-        ours, expected = model.logits(ids), theirs(ids).logits
+        ours = model.logits(ids)
+        expected = theirs(ids).logits
     assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -78,7 +79,8 @@ def test_captured_states_serve_the_layer_check(trained: Path, tmp_path: Path) ->
     )
     assert report.passed
     for layer in report.layers:
-        ours, usual = layer.error(Variant.CONVERTED), layer.error(Variant.MAX)
+        ours = layer.error(Variant.CONVERTED)
+        usual = layer.error(Variant.MAX)
         assert ours is not None
         assert usual is not None
         assert ours.sqnr_db > usual.sqnr_db + 2
@@ -103,6 +105,7 @@ def test_slices_of_an_mlp_add_up_to_it() -> None:
 
 
 def unpack(pieces: dict[str, torch.Tensor], module: str) -> torch.Tensor:
-    packed, scales = pieces[f"{module}.weight_packed"].view(torch.uint8), pieces[f"{module}.weight_scale"].float()
+    packed = pieces[f"{module}.weight_packed"].view(torch.uint8)
+    scales = pieces[f"{module}.weight_scale"].float()
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).float() - 8
     return (codes.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2)

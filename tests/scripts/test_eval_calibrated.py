@@ -30,7 +30,8 @@ def halved(layer: LinearLayer) -> LinearLayer:
 
 
 def test_scaled_norms_and_routers_are_those_of_the_row(tiny: Path) -> None:
-    source, tensors = source_mlps(tiny), scaled_tensors(tiny)
+    source = source_mlps(tiny)
+    tensors = scaled_tensors(tiny)
     assert len(tensors) == 6  # a norm and a router in each of the three MoE layers
     scaled = {name: tensor * 2 if "norm" in name else tensor / 2 for name, tensor in tensors.items()}
     mlps = {

@@ -70,7 +70,8 @@ def test_streamed_shard_equals_the_file_of_the_library(tmp_path: Path) -> None:
 
 
 def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
-    wrapped, by_max = tensors_of(k25), tensors_of(tiny)
+    wrapped = tensors_of(k25)
+    by_max = tensors_of(tiny)
     assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in by_max.items())
     others = {name for name in wrapped if not name.startswith("language_model.")}
     assert {name.split(".")[0] for name in others} == {"vision_tower", "mm_projector"}
@@ -82,7 +83,8 @@ def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
 
 
 def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) -> None:
-    scattered, whole = tensors_of(split), tensors_of(tiny)
+    scattered = tensors_of(split)
+    whole = tensors_of(tiny)
     assert scattered.keys() == whole.keys()
     assert all(same(scattered[name], whole[name]) for name in whole)
     where = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
@@ -96,7 +98,8 @@ def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) 
 
 
 def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path) -> None:
-    pruned, whole = tensors_of(reap), tensors_of(tiny)
+    pruned = tensors_of(reap)
+    whole = tensors_of(tiny)
     for layer in (1, 2, 3):
         router, rows = (tensors[f"model.layers.{layer}.mlp.gate.weight"] for tensors in (pruned, whole))
         kept = [next(i for i in range(16) if torch.equal(rows[i], row)) for row in router]
@@ -113,13 +116,15 @@ def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path)
 
 
 def test_i64_changes_only_the_dtype_of_shapes(i64: Path, tiny: Path) -> None:
-    changed, by_max = tensors_of(i64), tensors_of(tiny)
+    changed = tensors_of(i64)
+    by_max = tensors_of(tiny)
     for name, tensor in by_max.items():
         assert same(changed[name], tensor.long() if name.endswith("weight_shape") else tensor)
 
 
 def test_minus8_has_many_codes_that_training_never_gives(minus8: Path, tiny: Path) -> None:
-    planted, by_max = tensors_of(minus8), tensors_of(tiny)
+    planted = tensors_of(minus8)
+    by_max = tensors_of(tiny)
     module = experts(2, 3, "up")
     assert (codes_of(by_max, module) == -8).sum() == 0
     codes = codes_of(planted, module)

@@ -61,7 +61,8 @@ def bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Path, tmp_path: Path) -> None:
     options = ["--rule", rule, "--layout", "compressed-tensors", "--activations", activations, "--json"]
     assert run("run", tiny, tmp_path / "out", *options) == 0
-    decode, found = library(tmp_path / "out"), projections(tmp_path / "out")
+    decode = library(tmp_path / "out")
+    found = projections(tmp_path / "out")
     assert len(found) == 144
     with torch.compiler.set_stance("force_eager"):  # old releases compile their unpacking
         for state in found.values():
@@ -72,7 +73,8 @@ def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Pat
 
 
 def test_it_reads_the_numbers_of_a_source(tiny: Path) -> None:
-    decode, found = library(tiny), projections(tiny)
+    decode = library(tiny)
+    found = projections(tiny)
     assert len(found) == 144
     for state in found.values():
         scale_bits = state["weight_scale"].view(torch.uint16).numpy()

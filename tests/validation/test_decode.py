@@ -90,7 +90,8 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation_whatever_the_instructions
 def test_one_flipped_bit_is_seen() -> None:
     source = trained_like(1, seed=3)
     result = convert(source, rule="mse", global_scale=2.0**-12).weight
-    packed, block_scales = result.packed, result.block_scales
+    packed = result.packed
+    block_scales = result.block_scales
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
     minus_zero = 0
     for part in (packed.reshape(-1), block_scales.reshape(-1)):
@@ -156,7 +157,8 @@ def test_figures_of_scaled_and_weighted_columns_equal_a_plain_evaluation(
 
 def test_figures_of_bf16_weights_are_weighted_by_importance() -> None:
     source = bf16_weight((0.02 * torch.randn(8, 256, generator=torch.Generator().manual_seed(5))).to(torch.bfloat16))
-    packed, block_scales = np.zeros((8, 128), np.uint8), np.full((8, 16), 0x38, np.uint8)
+    packed = np.zeros((8, 128), np.uint8)
+    block_scales = np.full((8, 16), 0x38, np.uint8)
     importance = drawn_columns(256, seed=3)[1]
 
     def measured(importance: NDArray[np.uint8] | None) -> DecodedError:
@@ -164,7 +166,8 @@ def test_figures_of_bf16_weights_are_weighted_by_importance() -> None:
             source, packed=packed, block_scales=block_scales, global_scale=1.0, importance=importance
         )
 
-    by_max, weighted = measured(None), measured(importance)
+    by_max = measured(None)
+    weighted = measured(importance)
     assert dataclasses.replace(weighted, weighted_energy=None, weighted_error=None) == by_max
     assert weighted.weighted_error == weighted.weighted_energy  # every code is zero
     values = (source.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

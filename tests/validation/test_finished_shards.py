@@ -33,12 +33,14 @@ from scripts.fixture_maker import damage
 
 SHARD = "model-00003-of-000005.safetensors"
 CUT_SHARD = "model-00002-of-000005.safetensors"
-ROUTER, GATE = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.gate_proj"
+ROUTER = "model.layers.1.mlp.gate.weight"
+GATE = "model.layers.1.mlp.experts.0.gate_proj"
 
 
 def plan(source: Path, folder: Path, *, statistics: Statistics | None = None, **overrides: Any) -> Job:
     checkpoint = open_checkpoint(source)
-    recipe, destination = choose_recipe(checkpoint, None, overrides), Destination(folder)
+    recipe = choose_recipe(checkpoint, None, overrides)
+    destination = Destination(folder)
     return prepare(source=Source(checkpoint), destination=destination, recipe=recipe, statistics=statistics)
 
 
@@ -87,7 +89,8 @@ def test_every_tensor_of_a_good_shard_is_compared(tiny: Path, tmp_path: Path, la
 
 def tampered(task: ShardTask, change: Callable[[bytearray], object]) -> ShardRecord:
     """Convert a shard and change its file; the record has the hash of the changed one."""
-    record, path = convert_shard(task), task.destination / task.shard.name
+    record = convert_shard(task)
+    path = task.destination / task.shard.name
     data = bytearray(path.read_bytes())
     change(data)
     path.write_bytes(data)
@@ -227,7 +230,8 @@ class Sent:
 
     def validate(self, records: list[ShardRecord] | None = None) -> ValidationReport:
         found = self.records if records is None else records
-        headers, source = output_headers(self.job.plan), self.job.source.checkpoint
+        headers = output_headers(self.job.plan)
+        source = self.job.source.checkpoint
         return validate_sent(self.left, headers=headers, source=source, records=found)
 
 
@@ -242,13 +246,15 @@ def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job
 @pytest.fixture
 def sent(converted: tuple[Job, list[ShardRecord]], tmp_path: Path) -> Sent:
     job, records = converted
-    folder, left = job.destination.folder, tmp_path / "left"
+    folder = job.destination.folder
+    left = tmp_path / "left"
     shutil.copytree(folder, left, ignore=shutil.ignore_patterns("*.safetensors"))
     return Sent(job, folder, records, left)
 
 
 def test_findings_on_single_shards_give_the_verdict_on_the_whole_folder(sent: Sent) -> None:
-    found, whole = sent.validate(), validate_checkpoint(folder=sent.folder, source=sent.job.source.checkpoint)
+    found = sent.validate()
+    whole = validate_checkpoint(folder=sent.folder, source=sent.job.source.checkpoint)
     assert found.passed
     assert found.contract.unchecked == []
     assert found.contract.rules == whole.contract.rules

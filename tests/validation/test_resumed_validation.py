@@ -133,7 +133,8 @@ def damage_kept(folder: Path, _source: Path) -> None:
 def test_what_changed_meanwhile_is_read_again(
     change: Callable[[Path, Path], None], mse: Path, tiny: Path, tmp_path: Path, read: list[str]
 ) -> None:
-    folder, source = shutil.copytree(mse, tmp_path / "out"), shutil.copytree(tiny, tmp_path / "source")
+    folder = shutil.copytree(mse, tmp_path / "out")
+    source = shutil.copytree(tiny, tmp_path / "source")
     with pytest.raises(Stopped):
         validate_checkpoint(folder=folder, source=open_checkpoint(source), events=StopAfter(folder))
     change(folder, source)

@@ -130,10 +130,12 @@ def test_weights_with_exponents_and_importance_are_made_again(
 
 def test_a_block_scale_that_ignores_the_importance_is_found() -> None:
     source, importance = columns_like(trained_like(64, seed=2), is_scaled=False)
-    free, weighted = convert(source)[0], convert(source, rule="imatrix", importance=importance)[0]
+    free = convert(source)[0]
+    weighted = convert(source, rule="imatrix", importance=importance)[0]
     blocks = np.flatnonzero((free.block_scales != weighted.block_scales).reshape(-1))
     assert blocks.size
-    packed, scales = weighted.packed.copy(), weighted.block_scales.copy()
+    packed = weighted.packed.copy()
+    scales = weighted.block_scales.copy()
     packed.reshape(-1, 8)[blocks[0]] = free.packed.reshape(-1, 8)[blocks[0]]
     scales.reshape(-1)[blocks[0]] = free.block_scales.reshape(-1)[blocks[0]]
     changed = dataclasses.replace(weighted, packed=packed, block_scales=scales)

@@ -50,7 +50,8 @@ def scale_bits(bits: NDArray[np.uint16], exponents: NDArray[np.int8], *, name: s
     """Return BF16 bits times 2**exponents, which broadcast to them; FormatError if a number would not be exact."""
     scaled = np.empty_like(bits)
     rows = np.broadcast_to(exponents, bits.shape).reshape(-1, *bits.shape[-1:])
-    source, target = bits.reshape(rows.shape), scaled.reshape(rows.shape)
+    source = bits.reshape(rows.shape)
+    target = scaled.reshape(rows.shape)
     for start, stop in row_chunks(*rows.shape):
         # Exact in float32, which has room for sixteen times the largest BF16 number's bits below the smallest.
         wide = scale_fp32(bf16_values(source[start:stop]), rows[start:stop], name=name).view(np.uint32)

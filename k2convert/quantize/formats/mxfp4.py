@@ -42,7 +42,8 @@ class Mxfp4Weight(Bf16Weight):
                 f"MXFP4 codes must be uint8 [N, K/2] with scales uint8 [N, K/{GROUP_SIZE}], "
                 f"not {describe(packed)} with {describe(scale_bytes)}"
             )
-        self.packed, self.scale_bytes = packed, scale_bytes
+        self.packed = packed
+        self.scale_bytes = scale_bytes
         self.tally: NDArray[np.int64] | None = None  # what the kernels count once, see kernels/cpu.py
 
     @property

@@ -111,7 +111,8 @@ def decode_e4m3(scale_bytes: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def _all_values() -> NDArray[np.float64]:
-    exponents, mantissas = np.arange(128) >> 3, np.arange(128) & 7
+    exponents = np.arange(128) >> 3
+    mantissas = np.arange(128) & 7
     positive = np.where(exponents == 0, mantissas * 2.0**-9, (8 + mantissas) * 2.0 ** (exponents - 10.0))
     positive[0x7F] = np.nan
     return np.concatenate([positive, -positive])

@@ -51,7 +51,8 @@ def make_curvature(form_KK: Tensor, shrinkage: float, team: Team = ALONE) -> Cur
     for damping in DAMPING:
         damped_KK = form_KK.double().mul_((1 - shrinkage) / mean)
         damped_KK.diagonal().add_(form_KK.diagonal().double(), alpha=shrinkage / mean).add_(damping)
-        kept_KK, flipped_KK = damped_KK.float(), damped_KK.flip(0, 1)
+        kept_KK = damped_KK.float()
+        flipped_KK = damped_KK.flip(0, 1)
         del damped_KK
         factor_KK = _upper_factor(flipped_KK, team)
         del flipped_KK

@@ -152,7 +152,8 @@ class Missing:
     ) -> None:
         """Add tokens: f32 inputs [t, K] and missing [t, N]."""
         for number, half in enumerate(halves):
-            inputs, missing = inputs_tK[half.places] * half.roots, missing_tN[half.places] * half.roots
+            inputs = inputs_tK[half.places] * half.roots
+            missing = missing_tN[half.places] * half.roots
             add_product(self.crosses[number], missing.T, inputs, team)
             self.energies[number] += missing.square_().sum(dim=0)
 
@@ -187,7 +188,9 @@ def correct(
     form_KK.mul_(scales_K).mul_(scales_K[:, None])
     fit = _HalvesFit(moments, missing, scales_K, team)
     even = _sketch(missing.crosses.shape[1]).to(form_KK.device)
-    seen, lower_KK, losses = fit.see(even if rows_nN is None else rows_nN), torch.empty_like(form_KK), list[float]()
+    seen = fit.see(even if rows_nN is None else rows_nN)
+    lower_KK = torch.empty_like(form_KK)
+    losses = list[float]()
     for strength in STRENGTHS:
         _factor(lower_KK, form_KK, strength, team)
         losses.append(fit.loss(seen, lower_KK))
@@ -237,7 +240,8 @@ class _HalvesFit:
     def solution(self, lower_KK: Tensor) -> Tensor:
         """Return d f32 [N, K], fitted to both halves."""
         first, second = self.missing.crosses
-        found, factors_K = torch.empty_like(first), self.scales / sum(self.moments.weights)
+        found = torch.empty_like(first)
+        factors_K = self.scales / sum(self.moments.weights)
 
         def solve(rows: slice) -> None:
             cross = (first[rows] + second[rows]).mul_(factors_K)

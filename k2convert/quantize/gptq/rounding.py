@@ -103,7 +103,8 @@ def choose_shrinkage(
     for number, shrinkage in enumerate(SHRINKAGES):
         loss = losses[2 * number] + losses[2 * number + 1]
         if loss < least:
-            least, best = loss, shrinkage
+            least = loss
+            best = shrinkage
     return best
 
 
@@ -213,7 +214,8 @@ class _Chunk:
         factor = self._curvature.factor
         errors = torch.zeros(weights.shape[0], stop - start, device=weights.device)
         for begin in range(start, stop, BLOCK_SIZE):
-            block, behind = slice(begin, begin + BLOCK_SIZE), slice(begin + BLOCK_SIZE, stop)
+            block = slice(begin, begin + BLOCK_SIZE)
+            behind = slice(begin + BLOCK_SIZE, stop)
             scales, values, own, _ = self._search(weights[:, block], factor[block, block])
             self._bytes[:, begin // BLOCK_SIZE], self._values[:, block] = scales, values
             errors[:, begin - start : begin - start + BLOCK_SIZE] = own
@@ -227,12 +229,14 @@ class _Chunk:
         steps_nS = self._scale_values[bytes_nS]
         inverses_nS = 1 / steps_nS
         rest_nJS = weights_nJ[:, :, None].repeat(1, 1, NUM_SCALES)
-        values_nJS, errors_nJS = torch.empty_like(rest_nJS), torch.empty_like(rest_nJS)
+        values_nJS = torch.empty_like(rest_nJS)
+        errors_nJS = torch.empty_like(rest_nJS)
         losses_nS = torch.zeros_like(steps_nS)
         for j in range(BLOCK_SIZE):
             values = nearest_value(rest_nJS[:, j] * inverses_nS) * steps_nS
             errors = (rest_nJS[:, j] - values) / factor_JJ[j, j]
-            values_nJS[:, j], errors_nJS[:, j] = values, errors
+            values_nJS[:, j] = values
+            errors_nJS[:, j] = errors
             losses_nS.addcmul_(errors, errors)
             rest_nJS[:, j + 1 :] -= errors[:, None] * factor_JJ[j, j + 1 :, None]
         best_n1 = losses_nS.argmin(dim=1, keepdim=True)
@@ -254,9 +258,11 @@ class _Chunk:
         gradient[:, stop:] -= changes @ form[start:stop, stop:]
 
     def _improve_block(self, gradient: Tensor, begin: int) -> None:
-        block, index = slice(begin, begin + BLOCK_SIZE), begin // BLOCK_SIZE
+        block = slice(begin, begin + BLOCK_SIZE)
+        index = begin // BLOCK_SIZE
         form_JJ = self._curvature.form[block, block]
-        values, own = self._values[:, block], gradient[:, block].clone()
+        values = self._values[:, block]
+        own = gradient[:, block].clone()
         optimum = own @ self._block_inverses[index]
         current = (optimum * own).sum(dim=1)
         scales, found, _, losses = self._search(optimum + values, self._curvature.block_factors[index])

@@ -81,7 +81,8 @@ def cut(size: int, step: int, like: Tensor) -> list[slice]:
 
 def add_product(result: Tensor, left: Tensor, right: Tensor, team: Team, *, lower: bool = False) -> None:
     """Add left [N, T] times right [T, K] to result [N, K]; with `lower`, only to the tiles down to the diagonal."""
-    rows, columns = cut(result.shape[0], TILE, result), cut(result.shape[1], TILE, result)
+    rows = cut(result.shape[0], TILE, result)
+    columns = cut(result.shape[1], TILE, result)
 
     def add(row: slice, column: slice) -> None:
         result[row, column].addmm_(left[row], right[:, column])

@@ -116,7 +116,8 @@ def convert(
         return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
     if isinstance(weight, Bf16Weight):
         return Converted(_convert_bf16(weight, rule, global_scale, importance))
-    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_max(rule)
+    result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
+    is_max = _is_max(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
     targets = flat(result.packed), flat(result.block_scales)
     exponent = 0 if is_max else global_exponent(global_scale)
@@ -137,7 +138,8 @@ def convert(
 def _convert_bf16(
     weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
 ) -> Nvfp4Weight:
-    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_max(rule)
+    result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
+    is_max = _is_max(rule)
     targets = flat(result.packed), flat(result.block_scales)
     if not is_max and global_scale > LARGEST_BF16_SCALE:
         return RULES[rule].quantize(weight, global_scale, importance)

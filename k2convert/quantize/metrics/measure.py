@@ -129,8 +129,11 @@ def _add_up_mxfp4(
     source: Mxfp4Weight, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], block_values: NDArray[np.float64]
 ) -> Sums:
     """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
-    tally, groups, scales = tally_mxfp4(source), source.groups(), flat(source.scale_bytes)
-    written, written_scales = flat(packed).reshape(groups.shape), flat(block_scales).reshape(-1, BLOCKS_PER_GROUP)
+    tally = tally_mxfp4(source)
+    groups = source.groups()
+    scales = flat(source.scale_bytes)
+    written = flat(packed).reshape(groups.shape)
+    written_scales = flat(block_scales).reshape(-1, BLOCKS_PER_GROUP)
     exists_S, bytes_S = _same_scales(block_values)
     expected = look_up(bytes_S, scales)
     is_equal = (expected == written_scales[:, 0]) & (expected == written_scales[:, 1])
@@ -138,13 +141,20 @@ def _add_up_mxfp4(
         is_equal &= exists_S[scales]
     if packed is not source.packed and not np.array_equal(groups.view(np.uint64), written.view(np.uint64)):
         is_equal &= (groups == written).all(axis=1)
-    others, num_rest, equal_rest, equal_blocks, errors = np.flatnonzero(~is_equal), 0, 0, 0, [0.0]
+    others = np.flatnonzero(~is_equal)
+    num_rest = 0
+    equal_rest = 0
+    equal_blocks = 0
+    errors = [0.0]
     for start in range(0, others.size, CHUNK_GROUPS):
         some = others[start : start + CHUNK_GROUPS]
-        rest, sums = Mxfp4Weight(groups[some], scales[some, None]), np.zeros(4)
+        rest = Mxfp4Weight(groups[some], scales[some, None])
+        sums = np.zeros(4)
         arrays = flat(rest.bits), flat(written[some]), flat(written_scales[some])
         counts = _cpu.measure_bf16(*arrays, block_values, 2 * written[some].size, None, sums)
-        num_rest, equal_rest, equal_blocks = num_rest + counts[0], equal_rest + counts[1], equal_blocks + counts[2]
+        num_rest = num_rest + counts[0]
+        equal_rest = equal_rest + counts[1]
+        equal_blocks = equal_blocks + counts[2]
         errors.append(float(sums[1]))
     num_nonzero = int(tally[:, 1].sum())
     exact_blocks = BLOCKS_PER_GROUP * (len(groups) - others.size)
@@ -173,7 +183,8 @@ def _same_scales(block_values: NDArray[np.float64]) -> tuple[NDArray[np.bool_], 
 def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | None]:
     """Return the counts of a cast, by their fields in WeightMetrics."""
     groups_S = tally_mxfp4(source)[:, 0]
-    steps_S, used = np.arange(256) - SCALE_BIAS - global_exponent(global_scale), np.flatnonzero(groups_S)
+    steps_S = np.arange(256) - SCALE_BIAS - global_exponent(global_scale)
+    used = np.flatnonzero(groups_S)
     below = int(groups_S[steps_S < SMALLEST_STEP].sum())
     subnormal = int(groups_S[(steps_S >= SMALLEST_STEP) & (steps_S < SMALLEST_NORMAL_STEP)].sum())
     return {
@@ -204,8 +215,11 @@ def _sample_mxfp4(
     blocks = slice(chosen.start, None, chosen.step)
     scales = flat(source.scale_bytes)[np.arange(chosen.start, chosen.stop, chosen.step) // BLOCKS_PER_GROUP, None]
     bits = flat(decode_mxfp4(flat(source.packed).reshape(-1, BLOCK_SIZE // 2)[blocks], scales))
-    codes, block_scales = flat(written[0].reshape(-1, BLOCK_SIZE // 2)[blocks]), flat(written[1][blocks])
-    max_codes, max_scales, sums = np.empty_like(codes), np.empty_like(block_scales), np.zeros((2, 4))
+    codes = flat(written[0].reshape(-1, BLOCK_SIZE // 2)[blocks])
+    block_scales = flat(written[1][blocks])
+    max_codes = np.empty_like(codes)
+    max_scales = np.empty_like(block_scales)
+    sums = np.zeros((2, 4))
     _cpu.quantize_max_bf16(bits, max_scale, max_codes, max_scales)
     if not is_exact:
         _cpu.measure_bf16(bits, codes, block_scales, written[2], bits.size, None, sums[0])

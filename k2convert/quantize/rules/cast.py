@@ -86,7 +86,8 @@ def check_exponent(largest_byte: int | None, *, name: str) -> int | None:
 
 def largest_weight(weight: Mxfp4Weight) -> float:
     """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once nothing is larger."""
-    largest, groups = 0.0, weight.groups()
+    largest = 0.0
+    groups = weight.groups()
     for byte, places in _used_bytes(weight):
         most = E2M1_MAX * 2.0 ** (byte - SCALE_BIAS)
         for start in range(0, places.size, _CHUNK_GROUPS):
@@ -103,7 +104,8 @@ _CHUNK_GROUPS: Final = 1024
 
 def _used_bytes(weight: Mxfp4Weight) -> Iterator[tuple[int, NDArray[np.intp]]]:
     """Yield the scale bytes of non-empty groups, the largest first, each with the places of its groups."""
-    scales, groups = weight.scale_bytes.reshape(-1), weight.groups()
+    scales = weight.scale_bytes.reshape(-1)
+    groups = weight.groups()
     for byte in reversed(np.flatnonzero(np.bincount(scales, minlength=256)).tolist()):
         places = np.flatnonzero(scales == byte)
         chunks = (places[start : start + _CHUNK_GROUPS] for start in range(0, places.size, _CHUNK_GROUPS))
@@ -113,8 +115,10 @@ def _used_bytes(weight: Mxfp4Weight) -> Iterator[tuple[int, NDArray[np.intp]]]:
 
 def cast(weight: Mxfp4Weight, exponent: int) -> Nvfp4Weight:
     """Return a weight cast with g = 2**exponent. Its codes are the source's array if no group is below the window."""
-    scales, packed = weight.scale_bytes.reshape(-1), weight.packed
-    scale_bytes, maps = look_up(_scale_table(exponent), scales), _code_maps()
+    scales = weight.scale_bytes.reshape(-1)
+    packed = weight.packed
+    scale_bytes = look_up(_scale_table(exponent), scales)
+    maps = _code_maps()
     outside = np.flatnonzero(scale_bytes == 0)
     if outside.size:
         groups = weight.groups()

@@ -84,7 +84,8 @@ def _best_scale_bytes(
     steps = decode_e4m3(all_bytes) * global_scale
     unsure: NDArray[np.int64]
     if factors_ME is not None:
-        unsure, best_M = np.arange(amax_M.size, dtype=np.int64), np.zeros(amax_M.size, dtype=np.int64)
+        unsure = np.arange(amax_M.size, dtype=np.int64)
+        best_M = np.zeros(amax_M.size, dtype=np.int64)
     else:
         found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)

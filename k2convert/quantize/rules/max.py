@@ -80,7 +80,8 @@ class Magnitude:
 def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
     """Measure a weight; FormatError, naming the tensor, if a value is not usable."""
     if isinstance(weight, Mxfp4Weight):
-        exponent, amax = largest_exponent(weight, name=name), largest_weight(weight)
+        exponent = largest_exponent(weight, name=name)
+        amax = largest_weight(weight)
         return Magnitude(scale_max=amax, amax=amax, largest_exponent=exponent)
     if isinstance(weight, Bf16Weight):
         return _measure_bf16(weight, name=name)

@@ -169,10 +169,12 @@ def _quantize_chunk(blocks: _Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint
     tables of fields, so all their errors are one matrix product. Errors are integers, in units of (s / 32 ms)**2, times
     the importance.
     """
-    best_M, bytes_OC = np.zeros_like(blocks.mantissas), column_candidates()[1]
+    best_M = np.zeros_like(blocks.mantissas)
+    bytes_OC = column_candidates()[1]
     exists_OC = bytes_OC > 0
     # Without smoothing nine of the 81 fields occur. Leaving out the others halves the time.
-    lowest, highest = int(blocks.exponents.min(initial=0)), int(blocks.exponents.max(initial=0))
+    lowest = int(blocks.exponents.min(initial=0))
+    highest = int(blocks.exponents.max(initial=0))
     used = slice(NUM_MAGNITUDES * (lowest + MAX_COLUMN_EXPONENT), NUM_MAGNITUDES * (highest + MAX_COLUMN_EXPONENT + 1))
     num_fields = used.stop - used.start
     fields_ME = NUM_MAGNITUDES * (blocks.exponents - lowest).astype(np.int64) + np.abs(blocks.codes)
@@ -226,7 +228,8 @@ def candidate_bytes(shifts: range, offsets: range) -> NDArray[np.uint8]:
 @cache
 def _field_errors(mantissa: int) -> NDArray[np.float64]:
     """Return the error of an element of each field under each candidate, float64 [81, 146], for one ms."""
-    wanted_FC, steps_C = _wanted(mantissa), column_candidates()[0]
+    wanted_FC = _wanted(mantissa)
+    steps_C = column_candidates()[0]
     # The two candidates off the grid count as zero codes.
     reached_FC = np.array(DOUBLED_VALUES)[nearest_code(wanted_FC, steps_C)] * steps_C
     reached_FC[:, [0, -1]] = 0
@@ -236,7 +239,8 @@ def _field_errors(mantissa: int) -> NDArray[np.float64]:
 @cache
 def _field_codes() -> NDArray[np.uint8]:
     """Return the code of an element of each field under each candidate for every ms, uint8 [128, 81, 146]."""
-    steps_C, mantissas = column_candidates()[0], range(MIN_MANTISSA, 2 * MIN_MANTISSA)
+    steps_C = column_candidates()[0]
+    mantissas = range(MIN_MANTISSA, 2 * MIN_MANTISSA)
     return np.stack([nearest_code(_wanted(mantissa), steps_C) for mantissa in mantissas])
 
 

@@ -109,7 +109,8 @@ def check_result(
 
 def check_block_scales(scan: ScanResult) -> list[Findings]:
     """Rules 4 and 5. 0x7F and 0xFF are NaN, engines do not read the sign, and Marlin flushes 0x01 to 0x07 to zero."""
-    wrong, subnormal = Findings(4), Findings(5)
+    wrong = Findings(4)
+    subnormal = Findings(5)
     for name, count in scan.invalid_scales.items():
         wrong.error(name, f"{count:,} block scales are NaN or negative", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
@@ -131,7 +132,8 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     for name, raw in scan.scalars.items():
         module_name, _, parameter = name.rpartition(".")
         value = struct.unpack("<f", raw)[0]
-        module, wanted = result.modules[module_name], None
+        module = result.modules[module_name]
+        wanted = None
         if parameter == result.names.input_scale:
             wanted = _recipe_input_scale(result, module)
         if not math.isfinite(value) or value <= 0:
@@ -260,9 +262,11 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     `totals` are the measured figures by role; None if they are not known. Of a part, the hashes of the shards are not
     known, so only their sizes are compared.
     """
-    found, digests = Findings(19), scan.digests
+    found = Findings(19)
+    digests = scan.digests
     if result.whole is not None:
-        result, totals = result.whole, None
+        result = result.whole
+        totals = None
         stated = {} if result.ledger is None else result.ledger.shards
         digests = {shard: stated[shard].blake3 for shard in result.headers if shard in stated}
     ledger = result.ledger
@@ -270,7 +274,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
     if ledger is None:
         return found.error(LEDGER_NAME, result.ledger_problem)
-    stated, used = ledger.calibration, ledger.fingerprint.get("statistics")
+    stated = ledger.calibration
+    used = ledger.fingerprint.get("statistics")
     # With rule gptq, the statistics come out of the conversion. They do not identify it.
     digest = None if stated is None or stated.gptq else stated.statistics
     if digest != used:
@@ -280,7 +285,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     if problem := _evaluation_problem(result.folder / EVALUATION_NAME, ledger):
         found.error(EVALUATION_NAME, problem)
     for shard, digest in digests.items():
-        stated, header = ledger.shards.get(shard), result.headers.get(shard)
+        stated = ledger.shards.get(shard)
+        header = result.headers.get(shard)
         size = scan.unreadable_bytes[shard] if header is None else header.file_bytes
         if stated is None:
             found.error(shortened(shard), "not in the ledger")
@@ -305,7 +311,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
 
 
 def _list_problem(ledger: Ledger) -> str:
-    used, kept = ledger.fingerprint.get("kept_experts"), ledger.fingerprint.get("num_kept_experts")
+    used = ledger.fingerprint.get("kept_experts")
+    kept = ledger.fingerprint.get("num_kept_experts")
     if ledger.pruning is None:
         return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"

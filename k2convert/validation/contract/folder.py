@@ -213,9 +213,11 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
-    stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(result)
+    stated = mapping_or_empty(document.get("quantization"))
+    expected = _expected_modelopt(result)
     del expected["quant_method"]
-    recipe, declared = result.recipe, result.declared
+    recipe = result.recipe
+    declared = result.declared
     has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
     expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
     if compare_lists:

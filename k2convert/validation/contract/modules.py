@@ -78,7 +78,8 @@ def check_exclude_list(result: Result) -> Findings:
         names.append(f"{engine.name} {len(modules)}")
         _check_engine(engine, modules, found)
     for module in result.modules.values():
-        is_router, weight = module.parts.role is Role.ROUTER and not module.is_converted, module.parameters.get(WEIGHT)
+        is_router = module.parts.role is Role.ROUTER and not module.is_converted
+        weight = module.parameters.get(WEIGHT)
         if is_router and weight is not None and weight.dtype not in ("BF16", "F16", "F32"):
             found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
     found.note = "modules: " + ", ".join(names)
@@ -135,7 +136,8 @@ def _engine_name(module: Module, engine: Engine) -> str:
 
 def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
     """Return the three engines as they read this layout. Compressed-tensors entries name every expert."""
-    naming, is_modelopt = result.family.naming, result.layout == MODELOPT
+    naming = result.family.naming
+    is_modelopt = result.layout == MODELOPT
 
     def vllm(module: EngineModule, entries: Sequence[str]) -> bool:
         if is_modelopt:

@@ -211,7 +211,8 @@ def read_result(
     recipe = None if ledger is None else ledger.recipe
     view, no_source, list_problem = view_source(source, ledger)
     if ledger is None and ledger_problem != "missing":
-        view, no_source = None, "the ledger is damaged, see rule 19"
+        view = None
+        no_source = "the ledger is damaged, see rule 19"
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(view) if view is not None else expected_family(config, found)
     result = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
@@ -240,7 +241,8 @@ def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe
 def _from_headers(
     folder: Path, headers: dict[str, ShardHeader], *, family: Family, source: Checkpoint | None, recipe: Recipe | None
 ) -> Result:
-    tensors, renamed = dict[str, TensorInfo](), dict[str, str]()
+    tensors = dict[str, TensorInfo]()
+    renamed = dict[str, str]()
     for name, tensor in (item for header in headers.values() for item in header.tensors.items()):
         if (expected := family.expected_name(name)) != name:
             renamed[name] = expected

@@ -195,14 +195,16 @@ class _Scan:
                 adjoins = batch and batch[-1].tensor.begin + batch[-1].end == tensor.begin + begin
                 if batch and (not adjoins or filled + end - begin > BATCH_BYTES):
                     yield batch
-                    batch, filled = [], 0
+                    batch = []
+                    filled = 0
                 batch.append(Piece(tensor, begin, end, filled))
                 filled += end - begin
         if batch:
             yield batch
 
     def _read_batch(self, batch: list[Piece]) -> Bytes:
-        first, last = batch[0], batch[-1]
+        first = batch[0]
+        last = batch[-1]
         return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
 
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
@@ -257,14 +259,16 @@ class _Scan:
         """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
         if tensor.rows is None:
             return self.source_reader.read(tensor, begin=begin, end=end)
-        whole, width = tensor.end - tensor.begin, tensor.num_bytes // len(tensor.rows)
+        whole = tensor.end - tensor.begin
+        width = tensor.num_bytes // len(tensor.rows)
         data = self.source_reader.read(tensor._replace(rows=None), end=whole).tobytes()
         kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
         return np.frombuffer(kept[begin:end], dtype=np.uint8)
 
     def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
         assert target.source is not None
-        dtype, columns = target.source.dtype, target.source.shape[-1:]
+        dtype = target.source.dtype
+        columns = target.source.shape[-1:]
         if target.name in self.found.misscaled:
             return
         if dtype not in SCALED_DTYPES or columns != exponents.shape:
@@ -291,7 +295,8 @@ class _Scan:
         for begin in range(0, scales.size, _BLOCKS_AT_ONCE):
             zero = np.flatnonzero(scales[begin : begin + _BLOCKS_AT_ONCE] == 0)
             if zero.size:
-                first, last = begin + int(zero[0]), begin + int(zero[-1]) + 1
+                first = begin + int(zero[0])
+                last = begin + int(zero[-1]) + 1
                 codes = self.reader.read(
                     weight, begin=first * _CODE_BYTES_A_BLOCK, end=last * _CODE_BYTES_A_BLOCK
                 ).reshape(-1, _CODE_BYTES_A_BLOCK)

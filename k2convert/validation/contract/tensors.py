@@ -89,8 +89,10 @@ def check_shapes(result: Result) -> Findings:
 
 def shape_problems(result: Result, module: Module) -> dict[str, str]:
     """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
-    names, problems = result.names, dict[str, str]()
-    weight, scale = module.parameters.get(names.weight), module.parameters.get(names.block_scale)
+    names = result.names
+    problems = dict[str, str]()
+    weight = module.parameters.get(names.weight)
+    scale = module.parameters.get(names.block_scale)
     size = _source_size(result, module) or _own_size(weight, scale)
     for parameter, tensor, dtype, columns_a_byte in (
         (names.weight, weight, "U8", 2),
@@ -160,7 +162,8 @@ def _expected_totals(result: Result) -> tuple[int, int]:
         parts = result.source_names.get(name)
         module = parts.module if parts is not None else ""
         if parts is None or not (module in result.int4_modules or _is_converted(result, module)):
-            count, size = count + 1, size + tensor.num_bytes
+            count = count + 1
+            size = size + tensor.num_bytes
         elif module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
             done.add(module)
             is_packed = parts.parameter == WEIGHT_PACKED
@@ -171,7 +174,8 @@ def _expected_totals(result: Result) -> tuple[int, int]:
                 num_columns=columns,
                 has_input_scale=result.has_input_scale,
             )
-            count, size = count + len(tensors), size + sum(t[3] for t in tensors)
+            count = count + len(tensors)
+            size = size + sum(t[3] for t in tensors)
     return count, size
 
 
@@ -181,7 +185,8 @@ def check_expert_counts(result: Result) -> Findings:
     architecture = _architecture(result, found)
     if architecture is None:
         return found
-    count, family = architecture.num_experts, result.family
+    count = architecture.num_experts
+    family = result.family
     experts = find_experts(module.parts for module in result.modules.values())
     found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
     _check_list(result, architecture, found)
@@ -227,7 +232,8 @@ def _check_list(result: Result, architecture: Architecture, found: Findings) -> 
     pruning = None if result.ledger is None else result.ledger.pruning
     if pruning is None:
         return
-    kept, layers = pruning.kept.num_experts, tuple(pruning.kept.layers)
+    kept = pruning.kept.num_experts
+    layers = tuple(pruning.kept.layers)
     key = key_of(result.config or {}, EXPERTS_KEY)
     found.note += f", {kept} of {pruning.num_source_experts} kept"
     if kept != architecture.num_experts:
@@ -263,13 +269,16 @@ def check_alignment(result: Result) -> Findings:
     found = Findings(10)
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
-    text, allowed = text_config(result.config), result.family.tensor_parallel_sizes
+    text = text_config(result.config)
+    allowed = result.family.tensor_parallel_sizes
     columns = LATENT_KEY if LATENT_KEY in text else "hidden_size"
-    hidden, width = text.get(columns), text.get("moe_intermediate_size")
+    hidden = text.get(columns)
+    width = text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
         found.error(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
     recommended = usual_parallelism(result.config).tensor
-    card, sizes = result.folder / CARD_NAME, [recommended]
+    card = result.folder / CARD_NAME
+    sizes = [recommended]
     if card.is_file():
         stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
         sizes = sorted({int(size) for size in stated if int(size) > 0}) or [recommended]

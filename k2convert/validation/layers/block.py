@@ -79,7 +79,8 @@ def compute_block(
         {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
         {variant: [] for variant in variants},
     )
-    num_reached, workers = 0, num_cores()
+    num_reached = 0
+    workers = num_cores()
     scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
     def run_mlp(call: tuple[str, Tensor]) -> MlpOutputs:
@@ -119,7 +120,8 @@ def int4_output(
     stem: str, hidden_TK: Tensor, routing: Routing, *, source: WeightReader, progress: Callable[[int, int], None]
 ) -> Tensor:
     """Return the output f64 [T, hidden] of the block `stem` with the source's weights."""
-    total, num_experts = torch.zeros_like(hidden_TK, dtype=torch.float64), routing.scores.shape[1]
+    total = torch.zeros_like(hidden_TK, dtype=torch.float64)
+    num_experts = routing.scores.shape[1]
     mlps = [(f"{stem}.experts.{expert}", *routing.tokens_of(expert)) for expert in range(num_experts)]
     if source.has_layer(f"{stem}.shared_experts.{PROJECTIONS[0]}"):
         mlps.append((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]), torch.ones(hidden_TK.shape[0])))
@@ -226,6 +228,7 @@ def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | C
         magnitude = measured[name] if name == "down_proj" else gate_up
         scale = by_max.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
         result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
-        packed, block_scales = torch.as_tensor(result.packed), torch.as_tensor(result.block_scales)
+        packed = torch.as_tensor(result.packed)
+        block_scales = torch.as_tensor(result.block_scales)
         weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
     return weights

@@ -122,12 +122,15 @@ class _Readers:
 def _check_layer(
     layer: int, stem: str, states: Tensor, read: _Readers, budget: Budget, scaling: Scaling, events: Events
 ) -> LayerResult:
-    source, converted = read.source, read.converted
-    routing, progress = read_router(source, stem)(states), partial(events.experts_computed, layer)
+    source = read.source
+    converted = read.converted
+    routing = read_router(source, stem)(states)
+    progress = partial(events.experts_computed, layer)
     pruning = whole = None
     if read.whole is not None:
         all_routing = read_router(read.whole, stem)(states)
-        kept, weights = source.info(f"{stem}.gate.weight").rows or (), all_routing.weights
+        kept = source.info(f"{stem}.gate.weight").rows or ()
+        weights = all_routing.weights
         dropped = ~torch.isin(all_routing.experts, torch.tensor(kept, dtype=torch.int64))
         share = float(weights[dropped].double().sum() / weights.double().sum())
         pruning = LayerPruning(all_routing.scores.shape[1], share)
@@ -159,12 +162,14 @@ def _check_layer(
 
 
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
-    one, other = source.info(name), converted.info(name)
+    one = source.info(name)
+    other = converted.info(name)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     family = detect_family(source.checkpoint)
     exponents = scaling.of_copy(parse_tensor_name(name, family=family), family=family)
-    before, after = source.raw(name), converted.raw(name)
+    before = source.raw(name)
+    after = converted.raw(name)
     if exponents is None:
         return torch.equal(before, after)
     return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)

@@ -47,8 +47,10 @@ def layers_cost(
     those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
     `source`.
     """
-    family, architecture = detect_family(source), read_architecture(source)
-    chosen, is_pruned = tuple(layers) or architecture.moe_layers, whole is not source
+    family = detect_family(source)
+    architecture = read_architecture(source)
+    chosen = tuple(layers) or architecture.moe_layers
+    is_pruned = whole is not source
     read = (source, converted or source, *((whole,) if is_pruned else ()))
     num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in read)
     below = range(max(chosen)) if is_text and chosen else range(0)

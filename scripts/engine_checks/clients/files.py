@@ -108,6 +108,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
     """Return the signal to noise ratio in dB."""
-    reference, other = reference.double(), other.double()
+    reference = reference.double()
+    other = other.double()
     noise = (reference - other).square().sum()
     return float("inf") if noise == 0 else float(10 * torch.log10(reference.square().sum() / noise))

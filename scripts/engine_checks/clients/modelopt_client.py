@@ -14,8 +14,10 @@ from scripts.engine_checks.clients.outcome import Outcome, read_arguments
 
 def main() -> int:
     arguments = read_arguments(__doc__)
-    files, outcome = Checkpoint(arguments.checkpoint), Outcome(f"ModelOpt {__version__}")
-    exact, close = 0, 0
+    files = Checkpoint(arguments.checkpoint)
+    outcome = Outcome(f"ModelOpt {__version__}")
+    exact = 0
+    close = 0
     for place in files.experts():
         name = files.expert(*place)
         codes, block_scales, global_scale = (files.get(f"{name}.{parameter}") for parameter in files.parameters[:3])

@@ -14,7 +14,8 @@ def fp4_activations(values: Tensor, scale: float) -> Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     scales = (amax / (6 * scale)).clamp(max=448).to(torch.float8_e4m3fn).float() * scale
     steps = torch.where(scales > 0, blocks / scales, 0).abs()
-    grid, middles = E2M1[:8], (E2M1[:7] + E2M1[1:8]) / 2
+    grid = E2M1[:8]
+    middles = (E2M1[:7] + E2M1[1:8]) / 2
     upper = torch.bucketize(steps.contiguous(), middles)  # at or below a middle: the lower neighbour
     tie = (steps == middles[upper.clamp(max=6)]) & (upper % 2 == 1) & (upper < 7)
     return (grid[upper + tie.long()] * blocks.sign() * scales).flatten(-2)
@@ -22,7 +23,8 @@ def fp4_activations(values: Tensor, scale: float) -> Tensor:
 
 def moe(checkpoint: Checkpoint, layer: int, hidden: Tensor) -> Tensor:
     """Return the output f32 [T, H] of a layer's mixture-of-experts block for hidden f32 [T, H]."""
-    config, name = checkpoint.config, f"model.layers.{layer}.mlp"
+    config = checkpoint.config
+    name = f"model.layers.{layer}.mlp"
 
     def weight(module: str) -> Tensor:
         return checkpoint.weight(f"{name}.{module}").float()

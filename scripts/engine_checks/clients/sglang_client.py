@@ -67,7 +67,8 @@ def record_loading(files: Checkpoint) -> Loading:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     loading = Loading()
-    all_weights, load_only = DefaultModelLoader._get_all_weights, DefaultModelLoader.load_weights_only
+    all_weights = DefaultModelLoader._get_all_weights
+    load_only = DefaultModelLoader.load_weights_only
     expert_loader = FusedMoE.weight_loader
 
     def get_all_weights(self: Any, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:

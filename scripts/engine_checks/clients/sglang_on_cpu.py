@@ -31,7 +31,8 @@ def enable() -> None:
     torch.library.register_fake = register_fake
     import torchvision  # noqa: F401
 
-    package, operators = types.ModuleType("vllm"), types.ModuleType("vllm._custom_ops")
+    package = types.ModuleType("vllm")
+    operators = types.ModuleType("vllm._custom_ops")
     package.__path__, operators.rotary_embedding = [], None  # type: ignore[attr-defined]
     sys.modules.update({"vllm": package, "vllm._custom_ops": operators})
     _pass_for_blackwell()

@@ -32,7 +32,8 @@ def main() -> int:
         carry_global_scale()
     import compressed_tensors
 
-    files, outcome = Checkpoint(arguments.checkpoint), Outcome(f"transformers {transformers.__version__}")
+    files = Checkpoint(arguments.checkpoint)
+    outcome = Outcome(f"transformers {transformers.__version__}")
     outcome.note(f"compressed-tensors {compressed_tensors.__version__}")
     model, report = load(files)
     if arguments.as_released:
@@ -122,7 +123,8 @@ def expert_weight(model: Any, layer: int, expert: int, projection: str) -> Tenso
 
 def check_weights(model: Any, files: Checkpoint, outcome: Outcome) -> None:
     """Decompressed weights against the files' numbers. compressed-tensors decompresses to BF16."""
-    exact, close = 0, 0
+    exact = 0
+    close = 0
     for layer, expert, projection in files.experts():
         found = expert_weight(model, layer, expert, projection)
         written = files.weight(files.expert(layer, expert, projection))
@@ -165,7 +167,8 @@ def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 
 def kl_divergence(reference: Tensor, other: Tensor) -> float:
     """Return the mean KL divergence in nats of logits [T, vocabulary]; infinite if a logit is not a number."""
-    p, q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
+    p = reference.double().log_softmax(-1)
+    q = other.double().log_softmax(-1)
     value = float((p.exp() * (p - q)).sum(-1).mean())
     return value if math.isfinite(value) else math.inf
 

@@ -27,7 +27,8 @@ def main() -> int:
     from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
 
     title = f"vLLM {__version__.removesuffix('+cpu')}{files.suffix}"
-    outcome, loading = Outcome(title), record_loading()
+    outcome = Outcome(title)
+    loading = record_loading()
     if files.is_k3:
         try:
             model, config = load_k3(arguments.checkpoint)

@@ -48,7 +48,8 @@ def enable(*, is_weight_only: bool) -> None:
 
     # vLLM replaces triton by a placeholder on a CPU, so its kernels are plain functions. HAS_TRITON stays false, and
     # vLLM takes its CPU paths everywhere else.
-    triton_utils.triton, triton_utils.tl = triton, tl
+    triton_utils.triton = triton
+    triton_utils.tl = tl
     _quiet_dispatcher()
     _admit_emulation(is_weight_only=is_weight_only)
     _admit_small_heads()
@@ -95,7 +96,8 @@ def _admit_small_heads() -> None:
 def _replace_helpers() -> None:
     from vllm import _custom_ops as ops
 
-    compiled_decode, compiled_rotary = ops.mla_decode_kvcache_cpu, ops.rotary_embedding
+    compiled_decode = ops.mla_decode_kvcache_cpu
+    compiled_rotary = ops.rotary_embedding
 
     def mla_decode_either(
         out: Tensor, query: Tensor, cache: Tensor, scale: float, tables: Tensor, lengths: Tensor
@@ -110,8 +112,10 @@ def _replace_helpers() -> None:
             if target is not None and value is not None:
                 target.copy_(value.view(target.shape))
 
-    ops.moe_align_block_size, ops.moe_sum = moe_align_block_size, moe_sum
-    ops.mla_decode_kvcache_cpu, ops.rotary_embedding = mla_decode_either, rotary_embedding
+    ops.moe_align_block_size = moe_align_block_size
+    ops.moe_sum = moe_sum
+    ops.mla_decode_kvcache_cpu = mla_decode_either
+    ops.rotary_embedding = rotary_embedding
 
 
 def moe_align_block_size(
@@ -148,7 +152,8 @@ def moe_sum(values: Tensor, output: Tensor, topk_ids: None = None, expert_map: N
 
 def mla_decode(out: Tensor, query: Tensor, cache: Tensor, scale: float, tables: Tensor, lengths: Tensor) -> None:
     """Attention of one token for each sequence over the latent cache [pages, page size, rank + rotary]."""
-    rank, page = out.shape[-1], cache.shape[1]
+    rank = out.shape[-1]
+    page = cache.shape[1]
     for i in range(query.shape[0]):
         length = int(lengths[i])
         pages = tables[i, : -(-length // page)].long()
@@ -162,8 +167,10 @@ def _teach_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    handle = interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+    dot = builder.create_dot
 
     def widen(value: Any) -> Any:
         if value.dtype.scalar != tl.bfloat16:
@@ -179,4 +186,5 @@ def _teach_bfloat16() -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         return dot(self, widen(a), widen(b), d, *rest)
 
-    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    builder.cast_impl = cast_impl
+    builder.create_dot = create_dot

@@ -59,7 +59,8 @@ def fused_experts(loading: Loading, files: Checkpoint) -> Iterator[FusedExperts]
 
 def check_weights(experts: FusedExperts, files: Checkpoint, outcome: Outcome) -> None:
     """The files' bytes, decoded by vLLM's own decoder to the files' numbers."""
-    wrong_bytes, wrong_numbers = [], []
+    wrong_bytes = []
+    wrong_numbers = []
     for expert in range(files.num_experts):
         loaded = (*_decoded(experts, expert)[0].chunk(2), _decoded(experts, expert)[1])
         for place, projection in enumerate(PROJECTIONS):

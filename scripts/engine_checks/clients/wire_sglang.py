@@ -40,7 +40,8 @@ def meta_information(question: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     """Return what TokenizerManager makes of the same numbers."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    tokens, tops = wanted["input_token_logprobs"], [row or [] for row in wanted["input_top_logprobs"]]
+    tokens = wanted["input_token_logprobs"]
+    tops = [row or [] for row in wanted["input_top_logprobs"]]
     words = {token[1]: token[2] for token in (*tokens, *(entry for row in tops for entry in row))}
     manager = TokenizerManager.__new__(TokenizerManager)
     manager.tokenizer = SimpleNamespace(batch_decode=lambda lists: [words[ids[0]] for ids in lists])

@@ -41,7 +41,8 @@ def test_the_key_opens_the_servers_and_is_written_nowhere(serve: Serve, text: Pa
 
 
 def test_each_server_gets_its_own_key(serve: Serve, text: Path, tmp_path: Path) -> None:
-    first, second = serve(markov(1), key=KEY), serve(markov(1), key=OTHER)
+    first = serve(markov(1), key=KEY)
+    second = serve(markov(1), key=OTHER)
     done = run(first, text, other=second, **{OTHER_KEY_NAME: OTHER})
     assert done.returncode == 0, done.stderr
     assert not [headers for headers in second.headers if KEY in str(headers)]

@@ -41,10 +41,13 @@ def merged(p: Array, q: Array, tokens: NDArray[np.int32], top_k: int) -> Array:
     for row_p, row_q, token in zip(p, q, tokens, strict=True):
         tops = [set(np.argsort(-row, kind="stable")[:top_k].tolist()) for row in (row_p, row_q)]
         alone = (tops[0] & tops[1]) | {int(token)}
-        total, rest_p, rest_q = 0.0, 1.0, 1.0
+        total = 0.0
+        rest_p = 1.0
+        rest_q = 1.0
         for i in alone:
             total += np.exp(row_p[i]) * (row_p[i] - row_q[i])
-            rest_p, rest_q = rest_p - np.exp(row_p[i]), rest_q - np.exp(row_q[i])
+            rest_p = rest_p - np.exp(row_p[i])
+            rest_q = rest_q - np.exp(row_q[i])
         found.append(total + (rest_p * np.log(rest_p / max(rest_q, FLOOR)) if rest_p > 1e-12 else 0.0))
     return np.array(found)
 
@@ -54,7 +57,8 @@ def merged(p: Array, q: Array, tokens: NDArray[np.int32], top_k: int) -> Array:
 def test_the_bound_is_below_the_divergence_and_rises_with_k(spread: float, apart: float) -> None:
     p, q = distributions(7, positions=400, vocabulary=120, spread=spread, apart=apart)
     tokens = np.random.default_rng(8).integers(0, 120, 400).astype(np.int32)
-    truth, shares = true_divergence(p, q), []
+    truth = true_divergence(p, q)
+    shares = []
     for top_k in (1, 2, 5, 20, 60, 120):
         found = lower_bound(answer(p, tokens, top_k), answer(q, tokens, top_k), tokens)
         assert (found <= truth + 1e-5).all(), "float32 in the answers"
@@ -65,7 +69,8 @@ def test_the_bound_is_below_the_divergence_and_rises_with_k(spread: float, apart
 
 
 def test_a_token_of_one_server_only_goes_into_the_bucket_of_both() -> None:
-    p, q = np.log([[0.5, 0.3, 0.1, 0.1]]), np.log([[0.1, 0.1, 0.5, 0.3]])
+    p = np.log([[0.5, 0.3, 0.1, 0.1]])
+    q = np.log([[0.1, 0.1, 0.5, 0.3]])
     tokens = np.array([0], dtype=np.int32)
     found = lower_bound(answer(p, tokens, 2), answer(q, tokens, 2), tokens)
     assert found == pytest.approx(0.5 * np.log(5) + 0.5 * np.log(0.5 / 0.9), rel=1e-6)

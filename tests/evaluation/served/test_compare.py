@@ -14,7 +14,8 @@ from scripts.engine_checks.model_server import VOCABULARY, markov, noisy
 
 
 def test_the_figures_are_those_of_the_models(serve: Serve, compare: Compare, text: Path) -> None:
-    first, second = serve(markov(1), name="a"), serve(markov(1, apart=0.4), name="b")
+    first = serve(markov(1), name="a")
+    second = serve(markov(1, apart=0.4), name="b")
     found = compare(first.url, second.url)
     windows = np.load(text).reshape(-1, WINDOW)
     p, q = (np.stack([model.model(list(ids))[:-1] for ids in windows]) for model in (first, second))
@@ -37,7 +38,8 @@ def test_the_figures_are_those_of_the_models(serve: Serve, compare: Compare, tex
 
 
 def test_the_document_is_an_evaluation_and_says_a_difference(serve: Serve, options: list[object]) -> None:
-    first, second = serve(markov(1)), serve(markov(1, apart=0.4))
+    first = serve(markov(1))
+    second = serve(markov(1, apart=0.4))
     done = run_here("compare", first.url, second.url, *options, "--json", code=0)
     document = parse(Evaluation, done.stdout, where="stdout")
     assert not is_noise(document, document.rows[0])

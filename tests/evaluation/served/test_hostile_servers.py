@@ -110,7 +110,8 @@ def refused(*arguments: object) -> str:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_that_is(name: str, serve: Serve, options: list[object]) -> None:
     change, words = ANSWERS[name]
-    good, bad = serve(markov(1)), serve(markov(1), spoil=spoiled(change))
+    good = serve(markov(1))
+    bad = serve(markov(1), spoil=spoiled(change))
     message = refused(good.url, bad.url, *options)
     assert bad.url.removesuffix("/v1") in message
     assert all(word in message for word in words), message
@@ -361,7 +362,8 @@ def test_a_folder_with_other_files_or_answers_is_not_written_to(
 
 def test_many_threads_end_with_the_first_refusal(serve: Serve, options: list[object]) -> None:
     """A refusal after the first window ends the requests that are under way."""
-    gate, waited_out = threading.Event(), list[bool]()
+    gate = threading.Event()
+    waited_out = list[bool]()
     count = 0
 
     def spoil(handler: Handler, document: Document) -> bool:

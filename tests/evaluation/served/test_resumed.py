@@ -43,7 +43,8 @@ def test_killed_after_every_answer(serve: Serve, text: Path, tmp_path: Path, sav
     arguments = ["compare", *arguments, "--requests", 1, "--json", "--quiet", *save]
     num_questions = 2 * 2 + 2
     for _ in range(num_questions - 1):
-        gate.left, gate.is_asked = 1, threading.Event()
+        gate.left = 1
+        gate.is_asked = threading.Event()
         with start_cli(*arguments, cwd=tmp_path) as process:
             assert gate.is_asked.wait(60), command(*arguments)
             process.send_signal(signal.SIGKILL)

@@ -9,7 +9,8 @@ from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_cu
 
 
 def assert_factors_are_right(curvature: Curvature) -> None:
-    form, factor = curvature.form.double().numpy(), curvature.factor.double().numpy()
+    form = curvature.form.double().numpy()
+    factor = curvature.factor.double().numpy()
     assert np.array_equal(factor, np.triu(factor))
     inverse = np.linalg.inv(form)
     assert np.abs(factor.T @ factor - inverse).max() <= 1e-4 * np.abs(inverse).max()
@@ -48,7 +49,8 @@ def test_singular_forms_have_factors() -> None:
 
 def test_nothing_measured_counts_every_column_the_same() -> None:
     for form in (torch.zeros(32, 32), torch.full((32, 32), torch.nan)):
-        found, even = make_curvature(form, 0.5), even_curvature(32, device="cpu")
+        found = make_curvature(form, 0.5)
+        even = even_curvature(32, device="cpu")
         assert torch.equal(found.form, torch.eye(32))
         assert torch.equal(found.factor, even.factor)
         assert torch.equal(found.block_factors, even.block_factors)

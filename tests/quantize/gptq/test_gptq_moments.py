@@ -21,8 +21,10 @@ def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> T
 
 
 def moments_of(tokens: Tokens, step: int = 1 << 20, workers: int = 1) -> tuple[Moments, Missing]:
-    columns, rows = tokens.inputs.shape[1], tokens.missing.shape[1]
-    moments, sums = Moments.start(columns, device="cpu"), Missing.start(columns, rows, device="cpu")
+    columns = tokens.inputs.shape[1]
+    rows = tokens.missing.shape[1]
+    moments = Moments.start(columns, device="cpu")
+    sums = Missing.start(columns, rows, device="cpu")
     arrays = [torch.as_tensor(a) for a in (tokens.inputs, tokens.missing, tokens.weights, tokens.halves)]
     with Team(workers) as team:
         for inputs, missing, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):

@@ -55,9 +55,12 @@ def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
     columns: int, block: int, kernel: RoundingKernel
 ) -> None:
     """Given the values of the blocks before, the block's own follow directly: within a panel of 128 and beyond."""
-    curvature, target = curvature_of(columns), weights(3, columns)
+    curvature = curvature_of(columns)
+    target = weights(3, columns)
     codes = round_gptq(target, UNIT, curvature, kernel, sweeps=0)
-    form, values, start = curvature.form.double().numpy(), dequantize_nvfp4(codes), 16 * block
+    form = curvature.form.double().numpy()
+    values = dequantize_nvfp4(codes)
+    start = 16 * block
     for row, found, byte in zip(target.double().numpy(), values, codes.block_scales[:, block].tolist(), strict=True):
         own = compensated(row, found[:start], form)[:16]
         by_byte = {int(other): round_block(own, form[start:, start:], int(other), UNIT) for other in NORMAL}
@@ -70,7 +73,8 @@ def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
 @pytest.mark.parametrize("columns", [16, 272])
 def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKernel) -> None:
     """With 16 columns the row is one block."""
-    curvature, target = curvature_of(columns), weights(40, columns)
+    curvature = curvature_of(columns)
+    target = weights(40, columns)
     found = [
         losses(target, round_gptq(target, UNIT, curvature, kernel, sweeps=sweeps), curvature.form)
         for sweeps in range(3)
@@ -81,9 +85,11 @@ def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKern
 
 
 def test_after_many_sweeps_no_single_code_can_be_improved(kernel: RoundingKernel) -> None:
-    curvature, target = curvature_of(48), weights(20, 48)
+    curvature = curvature_of(48)
+    target = weights(20, 48)
     codes = round_gptq(target, UNIT, curvature, kernel, sweeps=15)
-    form, values = curvature.form.double().numpy(), dequantize_nvfp4(codes)
+    form = curvature.form.double().numpy()
+    values = dequantize_nvfp4(codes)
     gradient = (target.double().numpy() - values) @ form
     steps = (decode_e4m3(codes.block_scales) * UNIT).repeat(16, axis=1)
     for code in (0, 0.5, 1, 1.5, 2, 3, 4, 6):
@@ -115,7 +121,8 @@ def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
 
 @pytest.mark.parametrize("kind", ["zero", "rank 3", "duplicates", "silent columns"])
 def test_any_form_gives_codes_as_good_as_those_of_mse(kind: str, kernel: RoundingKernel) -> None:
-    columns, inputs = 160, correlated(600, 160)
+    columns = 160
+    inputs = correlated(600, 160)
     if kind == "zero":
         inputs = torch.zeros_like(inputs)
     elif kind == "rank 3":
@@ -124,7 +131,8 @@ def test_any_form_gives_codes_as_good_as_those_of_mse(kind: str, kernel: Roundin
         inputs = inputs[:1].expand(600, -1)
     else:
         inputs[:, 30:50] = 0
-    form, even = form_of(inputs), even_curvature(columns, device="cpu")
+    form = form_of(inputs)
+    even = even_curvature(columns, device="cpu")
     target = weights(30, columns)
     codes = round_gptq(target, UNIT, make_curvature(form, 0.5), kernel)
     by_max = round_gptq(target, UNIT, even, kernel)
@@ -151,7 +159,8 @@ def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: Roundin
 @pytest.mark.parametrize("rows", [1, 47, 100])
 @pytest.mark.usefixtures("instructions")
 def test_threads_do_not_change_the_bytes(rows: int) -> None:
-    curvature, target = curvature_of(160), weights(rows, 160)
+    curvature = curvature_of(160)
+    target = weights(rows, 160)
     one, two, many = (round_gptq(target, UNIT, curvature, kernel_for("cpu", threads)) for threads in (1, 2, 7))
     alone = round_gptq(target[-1:], UNIT, curvature, kernel_for("cpu"))
     assert_same(one, two)
@@ -160,7 +169,8 @@ def test_threads_do_not_change_the_bytes(rows: int) -> None:
 
 
 def test_kernels_agree(kernel: RoundingKernel) -> None:
-    curvature, target = curvature_of(272), weights(200, 272)
+    curvature = curvature_of(272)
+    target = weights(200, 272)
     expected = round_gptq(target, UNIT, curvature, kernel_for("cpu"))
     found = round_gptq(target, UNIT, curvature, kernel)
     assert (unpack_nibbles(found.packed) == unpack_nibbles(expected.packed)).mean() > 0.999

@@ -9,7 +9,8 @@ from k2convert.quantize.gptq.curvature import even_curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, kernel_for, round_gptq
 
-UNIT, COLUMNS = 2.0**-13, 64
+UNIT = 2.0**-13
+COLUMNS = 64
 
 
 def moments_of(inputs: torch.Tensor) -> Moments:

@@ -59,9 +59,11 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
     scale_bits = np.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=np.uint16)
     weight = Int4Weight(blocks.reshape(1, -1), scale_bits)
     found_by_kernel = convert(weight, rule="mse", global_scale=0.5)
-    result, counted = found_by_kernel.weight, found_by_kernel.sums
+    result = found_by_kernel.weight
+    counted = found_by_kernel.sums
     assert counted is not None
-    errors, sums_M = full_errors(mantissa), []
+    errors = full_errors(mantissa)
+    sums_M = []
     for start in range(0, len(histograms), 1 << 15):
         sums = histograms[start : start + (1 << 15)].astype(np.float64) @ errors
         sums_M.append(np.stack([NUM_CANDIDATES - 1 - sums[:, ::-1].argmin(axis=1), sums.min(axis=1)]))
@@ -89,7 +91,8 @@ def test_every_histogram_under_every_mantissa(mantissa: int) -> None:
 def test_six_assignments_bound_every_histogram() -> None:
     """The kernel takes the greatest quotient of six; here it is compared with that of all assignments."""
     histograms = all_histograms()[1:]
-    nibbles, ones = packed_blocks(histograms).reshape(-1), np.full(len(histograms) // 2, ONE_BF16, dtype=np.uint16)
+    nibbles = packed_blocks(histograms).reshape(-1)
+    ones = np.full(len(histograms) // 2, ONE_BF16, dtype=np.uint16)
     written = np.zeros_like(nibbles), np.zeros(len(histograms), dtype=np.uint8), np.zeros(256)
     stride = len(histograms)
     found = [_cpu.sample_int4(nibbles, ones, None, *written, i, stride, 1.0)[2] for i in range(0, stride, 3)]

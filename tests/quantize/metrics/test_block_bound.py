@@ -17,7 +17,8 @@ VALUES = [float(value) for value in E2M1]
 def bound_of_int4(magnitudes: np.ndarray, exponents: np.ndarray | None = None) -> float:
     """The kernel's bound of a block of |q| with the scale 1, in front of a block of zeros."""
     nibbles = np.concatenate([np.where(magnitudes == 8, 0, 8 + magnitudes), np.full(16, 8)]).astype(np.uint8)
-    packed, nothing = nibbles[0::2] | nibbles[1::2] << 4, np.zeros(16, dtype=np.uint8)
+    packed = nibbles[0::2] | nibbles[1::2] << 4
+    nothing = np.zeros(16, dtype=np.uint8)
     both = None if exponents is None else np.concatenate([exponents, np.zeros(16, dtype=np.int8)])
     scale_bits = np.array([0x3F80], dtype=np.uint16)
     return _cpu.sample_int4(packed, scale_bits, both, nothing, nothing[:2], np.zeros(256), 0, 2, 1.0)[2]
@@ -98,6 +99,7 @@ def test_no_scale_of_the_exhaustive_search_beats_the_bound() -> None:
 def test_the_bound_with_exponents_is_the_bound_of_the_values(reach: int) -> None:
     rng = np.random.default_rng(reach)
     for _ in range(200):
-        magnitudes, exponents = rng.integers(0, 9, 16), rng.integers(-reach, reach + 1, 16).astype(np.int8)
+        magnitudes = rng.integers(0, 9, 16)
+        exponents = rng.integers(-reach, reach + 1, 16).astype(np.int8)
         expected = bound_of_bf16(np.ldexp(magnitudes, -exponents.astype(int)))
         assert np.isclose(bound_of_int4(magnitudes, exponents), expected, rtol=1e-12, atol=1e-12)

@@ -42,7 +42,8 @@ def converted(
 
 def perturbed(codes: Nvfp4Weight, rng: np.random.Generator) -> Nvfp4Weight:
     """Change a tenth of the codes and of the block scales to anything that NVFP4 has."""
-    packed, scales = codes.packed.copy(), codes.block_scales.copy()
+    packed = codes.packed.copy()
+    scales = codes.block_scales.copy()
     packed[rng.random(packed.shape) < 0.1] = rng.integers(0, 256)
     chosen = rng.random(scales.shape) < 0.1
     scales[chosen] = rng.integers(0, 0x7F, int(chosen.sum()))
@@ -51,8 +52,10 @@ def perturbed(codes: Nvfp4Weight, rng: np.random.Generator) -> Nvfp4Weight:
 
 def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint8] | None) -> dict[str, Any]:
     """The figures by their definitions, element by element."""
-    q, s = unpack_int4(source.packed).astype(np.int64), np.abs(source.element_scales().astype(np.float64))
-    wanted, written = q * s, dequantize_nvfp4(codes)
+    q = unpack_int4(source.packed).astype(np.int64)
+    s = np.abs(source.element_scales().astype(np.float64))
+    wanted = q * s
+    written = dequantize_nvfp4(codes)
     same = wanted == written
     live = s > 0
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,7 +117,8 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     codes, magnitude, expected = converted(source, rule=rule)
     found = measure_quantized(source, codes, name="w", magnitude=magnitude)
     for field in dataclasses.fields(WeightMetrics):
-        measured, stated = getattr(found, field.name), getattr(expected, field.name)
+        measured = getattr(found, field.name)
+        stated = getattr(expected, field.name)
         if field.name == "blocks_outside_normal":
             assert measured is None
         elif isinstance(stated, float) and field.name != "max_error_steps":
@@ -145,12 +149,15 @@ def test_both_instructions_measure_the_same_to_the_last_bit(
         source = some_rows(maker, rng.integers(lowest, highest + 1, 256).astype(np.int8))
     for rule in ("mse", "max"):
         codes = converted(source, rule=rule)[0]
-        packed, scales = codes.packed, codes.block_scales
+        packed = codes.packed
+        scales = codes.block_scales
         if any_bytes_written:
-            packed, scales = rng.integers(0, 256, packed.shape, np.uint8), rng.integers(0, 127, scales.shape, np.uint8)
+            packed = rng.integers(0, 256, packed.shape, np.uint8)
+            scales = rng.integers(0, 127, scales.shape, np.uint8)
         values = decode_e4m3(np.arange(256, dtype=np.uint8) & 0x7F) * codes.global_scale
         for importance in (None, importance_of(rng)):
-            before, found = _cpu.instructions(), []
+            before = _cpu.instructions()
+            found = []
             for name in {"portable", before}:
                 _cpu.use_instructions(name)
                 found.append(add_up(source, packed, scales, values, importance))
@@ -162,7 +169,8 @@ def test_both_instructions_measure_the_same_to_the_last_bit(
 @pytest.mark.parametrize("is_int4", [False, True])
 def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool) -> None:
     rng = np.random.default_rng(0)
-    importance, exponents = importance_of(rng), exponents_of(rng, 2)
+    importance = importance_of(rng)
+    exponents = exponents_of(rng, 2)
     source: Int4Weight | Bf16Weight = any_bytes(rows=16)
     if not is_int4:
         source = dequantize_int4(source)
@@ -179,7 +187,8 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
         g = quantizer.global_scale(magnitude, is_int4=is_int4)
         results.append(quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=g, importance=importance))
     (written, metrics), (_, unweighted), (_, by_max) = results
-    error, shares = exact - dequantize_nvfp4(written), importance / 255
+    error = exact - dequantize_nvfp4(written)
+    shares = importance / 255
     assert metrics.energy == pytest.approx((exact**2).sum(), rel=1e-12)
     assert metrics.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
     assert metrics.weighted_energy == pytest.approx((exact**2 * shares).sum(), rel=1e-12)

@@ -100,7 +100,8 @@ def test_modelopts_lossless_cast_has_the_same_scales_and_codes(spread: int) -> N
     assert exact == in_window.sum() // 2
     theirs = block_scales.view(torch.uint8).numpy()
     assert (theirs[in_window] == result.block_scales[in_window]).all()
-    ours, found = unpack_nibbles(result.packed), unpack_nibbles(codes.numpy())
+    ours = unpack_nibbles(result.packed)
+    found = unpack_nibbles(codes.numpy())
     columns = in_window.repeat(16, axis=1)
     assert (np.where(ours == 8, 0, ours)[columns] == found[columns]).all()
 
@@ -146,7 +147,8 @@ def test_figures_are_those_of_every_value_one_by_one() -> None:
     weight.packed[1::3] &= 0x88  # empty groups, some of -0
     for rule in ("mse", "max"):
         result, metrics = convert(Mxfp4Weight(weight.packed, weight.scale_bytes), rule)
-        before, after = values(weight), dequantize_nvfp4(result)
+        before = values(weight)
+        after = dequantize_nvfp4(result)
         assert metrics.energy == pytest.approx((before**2).sum(), rel=1e-12)
         assert metrics.squared_error == pytest.approx(((before - after) ** 2).sum(), rel=1e-9)
         assert metrics.num_nonzero == np.count_nonzero(before)
@@ -157,7 +159,8 @@ def test_figures_are_those_of_every_value_one_by_one() -> None:
 def test_a_changed_bit_is_measured() -> None:
     weight = draw(np.random.default_rng(3))
     result, _ = convert(weight)
-    packed, scales = result.packed.copy(), result.block_scales.copy()
+    packed = result.packed.copy()
+    scales = result.block_scales.copy()
     packed[5, 7] ^= 1
     scales[9, 3] += 8
     table = decode_e4m3(np.arange(256, dtype=np.uint8)) * result.global_scale

@@ -130,7 +130,8 @@ def test_bf16_weights_get_the_best_scale_by_importance() -> None:
     values = rng.standard_normal((2, 64)) * np.exp2(rng.integers(-6, 1, (2, 64)))
     values[0, :16] = 0
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    weight, importance = Bf16Weight(bits), any_importance(rng, 64)
+    weight = Bf16Weight(bits)
+    importance = any_importance(rng, 64)
     g = mse_global_scale(measure(weight), is_int4=False)
     result = quantize_best(weight, g, importance)
     blocks = bf16_values(bits).reshape(-1, 16).tolist()
@@ -186,7 +187,8 @@ def test_unusable_importance_is_refused() -> None:
 
 def test_dividing_columns_is_exact() -> None:
     rng = np.random.default_rng(3)
-    weight, exponents = trained_like(4, seed=4), any_exponents(rng, 4)
+    weight = trained_like(4, seed=4)
+    exponents = any_exponents(rng, 4)
     scaled = divide_columns(weight, exponents, name="w")
     assert isinstance(scaled, Int4Weight)
     expected = bf16_values(dequantize_int4(weight).bits) / np.exp2(exponents.astype(np.float32))

@@ -115,7 +115,8 @@ def test_a_five_or_seven_with_another_magnitude_is_never_kept(odd: int) -> None:
 def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
     weight = int4_weight(any_codes(48, 512, seed=11), (torch.rand(48, 16) * 0.1).to(torch.bfloat16))
     result = quantize_best(weight, own_scale(weight))
-    exact, packed = decode(result), torch.from_numpy(result.packed)
+    exact = decode(result)
+    packed = torch.from_numpy(result.packed)
     block_scales = torch.from_numpy(result.block_scales).view(torch.float8_e4m3fn)
     modelopt = NVFP4QTensor(torch.Size(result.shape), torch.float32, packed).dequantize(
         torch.float32, scale=block_scales, double_scale=torch.tensor(result.global_scale), block_sizes={-1: 16}

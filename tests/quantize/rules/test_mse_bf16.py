@@ -23,7 +23,8 @@ def nearest_codes(block: np.ndarray, step: float) -> np.ndarray:
 
 
 def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
-    best, least = 0x38, np.inf
+    best = 0x38
+    least = np.inf
     if not block.any():
         return best, np.zeros(16, dtype=np.int64)
     for byte in NORMAL_BYTES:
@@ -33,7 +34,8 @@ def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
             difference = w - v * step
             error += difference * difference
         if error <= least:
-            best, least = byte, error
+            best = byte
+            least = error
     return best, nearest_codes(block, float(e4m3_value(best)) * global_scale)
 
 

@@ -22,7 +22,8 @@ def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """NVFP4A16 by model_free_ptq; compressed-tensors removes INT4 first."""
     from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
 
-    source, out = sources["thinking"], tmp_path_factory.mktemp("llm-compressor") / "out"
+    source = sources["thinking"]
+    out = tmp_path_factory.mktemp("llm-compressor") / "out"
     llmcompressor.model_free_ptq(
         str(source),
         str(out),
@@ -55,7 +56,8 @@ def test_its_weight_error_is_compared_with_ours(
     assert report.comparison is not None
     assert report.comparison.contract.failed == [6]
     assert report.weights is not None
-    mine, other = report.weights.totals()["total"], report.comparison.weights.totals()["total"]
+    mine = report.weights.totals()["total"]
+    other = report.comparison.weights.totals()["total"]
     assert mine.num_weights == other.num_weights
     assert mine.sqnr_db is not None
     assert other.sqnr_db is not None

@@ -255,7 +255,8 @@ def test_statistics_of_the_whole_source_make_the_weights_again(whole: dict[str, 
 
 
 def test_gptq_through_the_pruned_model_is_measured(whole: dict[str, Path], tiny: Path, tmp_path: Path) -> None:
-    text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
+    text = tmp_path / "text.txt"
+    kept = tmp_path / "kept.json"
     text.write_text((tiny / "calibration.txt").read_text()[:2000])
     kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
     words = ("--calibrate", text, "--set", "calibration={tokens: 64, window: 32}", "--device", "cpu")

@@ -28,7 +28,8 @@ WITH_MLP = "Kimi-K2.5-NVFP4"  # shared experts and the dense layer are NVFP4 too
 
 def kept(name: str, reader: str) -> dict[str, bool]:
     """Every module of the whole model as the engine names it, and whether the engine keeps it in BF16."""
-    engine, entries = reader.partition(",")[0], published_list(name)
+    engine = reader.partition(",")[0]
+    entries = published_list(name)
     return {module: READERS[reader](module, entries, True) for module in modules_of(engine, wrapped=True, moe=MOE)}
 
 
@@ -103,7 +104,8 @@ def publish_as(converted: Converted, name: str) -> None:
     published["vision_config"] |= own.get("vision_config", {})
     published |= {key: own[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if key in own}
     quantization = published["quantization_config"]
-    producer, entries = quantization["producer"], quantization["ignore"]
+    producer = quantization["producer"]
+    entries = quantization["ignore"]
     stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": entries}
     beside = {"producer": producer, "quantization": stated}
     (converted.folder / "config.json").write_text(json.dumps(published))

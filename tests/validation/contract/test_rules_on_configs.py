@@ -52,7 +52,8 @@ def edit_list(converted: Converted, apply: Callable[[list[str]], object]) -> Non
         beside(lambda document: apply(document["quantization"]["exclude_modules"]))(converted)
 
 
-ONE, OTHER = ("modelopt",), ("packed",)
+ONE = ("modelopt",)
+OTHER = ("packed",)
 BOTH = ONE + OTHER
 STALE = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 

@@ -84,7 +84,8 @@ def test_rule_9_router_of_another_size(breakable: Converted, parameter: str) -> 
 
 def test_rule_4_zero_blocks_have_zero_codes(breakable: Converted) -> None:
     module = breakable.expert(2, 0, "gate")
-    scales, codes = f"{module}.{breakable.names.block_scale}", f"{module}.{breakable.names.weight}"
+    scales = f"{module}.{breakable.names.block_scale}"
+    codes = f"{module}.{breakable.names.weight}"
     change_tensor(breakable, scales, lambda t: set_byte(set_byte(t, 9, 0), 40, 0))
 
     def clear(index: int) -> None:

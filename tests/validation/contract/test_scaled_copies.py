@@ -33,7 +33,8 @@ from scripts.fixture_maker.damage import edit_json, edit_tensor
 from scripts.fixture_maker.folder import read_small, write_small
 
 LAYER = "model.layers.1"
-NORM, ROUTER = f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.mlp.gate.weight"
+NORM = f"{LAYER}.post_attention_layernorm.weight"
+ROUTER = f"{LAYER}.mlp.gate.weight"
 SHARED_GATE, SHARED_UP = (f"{LAYER}.mlp.shared_experts.{kind}_proj.weight" for kind in ("gate", "up"))
 GATE, UP = (f"{LAYER}.mlp.experts.2.{kind}_proj" for kind in ("gate", "up"))
 CHANNEL = 37
@@ -84,7 +85,8 @@ def test_a_result_with_statistics_keeps_all_rules(
     report = validate(convert(**recipe), cut, statistics)
     assert report.passed, offenders(report)
     assert [rule.number for rule in report.contract.rules if rule.verdict is Verdict.SKIPPED] == []
-    title, note = report.contract.rules[6].title, report.contract.rules[6].note
+    title = report.contract.rules[6].title
+    note = report.contract.rules[6].note
     if recipe.get("activations") == "w4a16":
         assert title.endswith("byte-identical to the source")
     elif tensors == 12:
@@ -183,7 +185,8 @@ def written_again(
     exponents: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Convert one expert's gate or up again, and replace its bytes. `exponents` replace those of a module."""
-    checkpoint, quantizer = open_checkpoint(source), NativeQuantizer("imatrix")
+    checkpoint = open_checkpoint(source)
+    quantizer = NativeQuantizer("imatrix")
     weights = {}
     with ShardReader(checkpoint.path) as reader:
         for name in (GATE, UP):

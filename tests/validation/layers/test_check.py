@@ -53,7 +53,8 @@ def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path
     report = check(tiny, mse, layers=(1, 2, 3))
     assert report.passed
     for layer in report.layers:
-        ours, usual = error(layer, Variant.CONVERTED), error(layer, Variant.MAX)
+        ours = error(layer, Variant.CONVERTED)
+        usual = error(layer, Variant.MAX)
         assert layer.router_unchanged
         assert layer.num_experts == layer.num_reached == 16
         assert 19.5 < ours.sqnr_db < 21.5
@@ -65,8 +66,10 @@ def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path
 
 def test_four_bit_activations_cost_more_than_the_conversion(tiny: Path, mse: Path) -> None:
     (layer,) = check(tiny, mse).layers
-    weights, both = error(layer, Variant.CONVERTED), error(layer, Variant.CONVERTED_W4A4)
-    alone, usual = error(layer, Variant.ACTIVATIONS_ONLY), error(layer, Variant.MAX_W4A4)
+    weights = error(layer, Variant.CONVERTED)
+    both = error(layer, Variant.CONVERTED_W4A4)
+    alone = error(layer, Variant.ACTIVATIONS_ONLY)
+    usual = error(layer, Variant.MAX_W4A4)
     assert usual.sqnr_db < both.sqnr_db < alone.sqnr_db < weights.sqnr_db
     # Two independent errors add up by energy.
     expected = -10 * math.log10(10 ** (-weights.sqnr_db / 10) + 10 ** (-alone.sqnr_db / 10))

@@ -66,8 +66,10 @@ def test_pruning_alone_is_the_error_that_transformers_finds(tiny: Path, pruned: 
     expected = blocks_of_transformers(tiny, torch.as_tensor(windows_of(tiny, 64).ids))
     for number, (whole, without, share) in expected.items():
         errors = {error["variant"]: error for error in layers[number]["errors"]}
-        alone, result = errors["pruning-alone"], errors["pruned-result"]
-        signal, noise = float(whole.square().sum()), float((whole - without).square().sum())
+        alone = errors["pruning-alone"]
+        result = errors["pruned-result"]
+        signal = float(whole.square().sum())
+        noise = float((whole - without).square().sum())
         assert alone["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
         cosine = torch.nn.functional.cosine_similarity(whole, without, dim=-1)
         assert alone["cosine"] == pytest.approx(float(cosine.mean()), abs=1e-4)

@@ -54,7 +54,8 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> N
     """The figures are those of the same states captured in a file."""
     from safetensors.torch import save_file
 
-    source, converted = open_checkpoint(tiny), open_checkpoint(mse)
+    source = open_checkpoint(tiny)
+    converted = open_checkpoint(mse)
     windows = windows_of(tiny, 64)
     states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
     save_file(states, tmp_path / "states.safetensors")

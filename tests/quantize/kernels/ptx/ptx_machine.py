@@ -49,7 +49,8 @@ class Warps:
         lanes = chosen.repeat(WARP)
         taken = {name: v[lanes] if v.size > 1 else v for name, v in self.registers.items()}
         self.registers = {name: v[~lanes] if v.size > 1 else v for name, v in self.registers.items()}
-        gone, self.programs = self.programs[chosen], self.programs[~chosen]
+        gone = self.programs[chosen]
+        self.programs = self.programs[~chosen]
         return Warps(taken, gone, self.turn, at)
 
 
@@ -76,7 +77,8 @@ class Kernel:
         for name, value in zip(self.program.parameters, [*arguments, *scratch], strict=True):
             number = value.ctypes.data if isinstance(value, np.ndarray) else int(value)
             common[name] = np.array([number], dtype=np.int64).view(np.uint64)
-        num_warps, programs = self.program.num_lanes // WARP, np.arange(num_programs)
+        num_warps = self.program.num_lanes // WARP
+        programs = np.arange(num_programs)
         order_PW = rng.permuted(np.tile(np.arange(num_warps), (num_programs, 1)), axis=1)
         waiting: list[Warps] = []
         for turn in range(num_warps):
@@ -93,12 +95,14 @@ class Kernel:
 
     def _run(self, start: Warps) -> list[Warps]:
         """Run warps to their next barrier or their end, which branches may take them to separately."""
-        running, stopped = [start], []
+        running = [start]
+        stopped = []
         while running:
             warps = running.pop()
             for _ in range(MOST_STEPS):
                 at = warps.at
-                warps.at, self.executed[at] = at + 1, 1
+                warps.at = at + 1
+                self.executed[at] = 1
                 try:
                     left = self._steps[at](warps)
                 except (PtxError, KeyError) as error:
@@ -128,7 +132,8 @@ class Kernel:
 
     def _reader(self, operand: str, type_: str, *, may_be_wider: bool = False) -> Callable[[Warps], Lanes]:
         """Return how warps read a register or a constant as a type."""
-        dtype, bits = dtype_of(type_), bits_of(type_)
+        dtype = dtype_of(type_)
+        bits = bits_of(type_)
         if width := self._width(operand):
             if width != bits and not (may_be_wider and width > bits):
                 raise PtxError(f"{operand} has {width} bits, not {bits}")
@@ -148,7 +153,8 @@ class Kernel:
         """Return how warps set a register, in the lanes that the guard lets through; narrower values are extended."""
         if register == "_":
             return lambda warps, value: None
-        width, guard = self._width(register), self._guard(instruction)
+        width = self._width(register)
+        guard = self._guard(instruction)
         if width < bits:
             raise PtxError(f"{register} has {width} bits, not {bits}")
         dtype = np.dtype("?" if width == 1 else f"u{width // 8}")
@@ -171,7 +177,8 @@ class Kernel:
 
     def _stop(self, instruction: Instruction) -> Step:
         """`ret` ends a lane; `bar.sync 0` waits for all lanes of the program."""
-        opcode, ends = (instruction.opcode, *instruction.operands), instruction.opcode == "ret"
+        opcode = (instruction.opcode, *instruction.operands)
+        ends = instruction.opcode == "ret"
         if instruction.guard or opcode not in (("ret",), ("bar.sync", "0")):
             raise PtxError(f"{' '.join(opcode)} is not known")
 
@@ -183,7 +190,8 @@ class Kernel:
 
     def _branch(self, instruction: Instruction) -> Step:
         """`bra` and `bra.uni` go to a label, here whole warps only."""
-        target, guard = self.program.labels[instruction.operands[0]], self._guard(instruction)
+        target = self.program.labels[instruction.operands[0]]
+        guard = self._guard(instruction)
 
         def step(warps: Warps) -> list[Warps] | None:
             if guard is not None:
@@ -206,7 +214,8 @@ class Kernel:
         operation = find_operation(instruction.opcode, instruction.types)
         sources = zip(given, operation.sources, strict=True)
         reads = [self._reader(name, type_) for name, type_ in sources]
-        function, bits = operation.function, bits_of(operation.result)
+        function = operation.function
+        bits = bits_of(operation.result)
         put = self._writer(instruction, target, bits)
         return lambda warps: put(warps, stored(function(*[read(warps) for read in reads]), bits))
 
@@ -214,10 +223,12 @@ class Kernel:
         """`mov` between a register and its parts, the lowest bits first; a part named _ is left out."""
         (type_,), (target, source) = instruction.types, instruction.operands
         parts = (source if source.startswith("{") else target).strip("{} ").split(",")
-        parts, bits = [part.strip() for part in parts], bits_of(type_)
+        parts = [part.strip() for part in parts]
+        bits = bits_of(type_)
         narrow = f"b{bits // len(parts)}"
         if source.startswith("{"):
-            reads, put = [self._reader(part, narrow) for part in parts], self._writer(instruction, target, bits)
+            reads = [self._reader(part, narrow) for part in parts]
+            put = self._writer(instruction, target, bits)
             return lambda w: put(
                 w, np.stack([w.lanes(read(w)) for read in reads], axis=1).view(f"u{bits // 8}").ravel()
             )
@@ -234,10 +245,12 @@ class Kernel:
     def _load(self, instruction: Instruction) -> Step:
         """`ld` reads parameters, arguments or shared memory, `.v2` and `.v4` neighbors at once; it extends by zeros."""
         (type_,), (target, address) = instruction.types, instruction.operands
-        targets, bits = [name.strip() for name in target.strip("{} ").split(",")], bits_of(type_)
+        targets = [name.strip() for name in target.strip("{} ").split(",")]
+        bits = bits_of(type_)
         puts = [self._writer(instruction, name, bits) for name in targets]
         if instruction.opcode == "ld.param":
-            name, dtype = address.strip("[] "), dtype_of(type_)
+            name = address.strip("[] ")
+            dtype = dtype_of(type_)
             return lambda warps: puts[0](warps, warps.registers[name].astype(dtype))
         locate = self._locator(instruction, address, len(targets), writes=False)
 
@@ -269,7 +282,8 @@ class Kernel:
         if instruction.opcode != "red.global.gpu.relaxed.add":
             raise PtxError(f"{instruction.opcode} is not known")
         (type_,), (address, source) = instruction.types, instruction.operands
-        read, locate = self._reader(source, type_), self._locator(instruction, address, 1, writes=True)
+        read = self._reader(source, type_)
+        locate = self._locator(instruction, address, 1, writes=True)
 
         def step(warps: Warps) -> None:
             if (found := locate(warps)) is not None:
@@ -282,19 +296,24 @@ class Kernel:
         self, instruction: Instruction, operand: str, count: int, *, writes: bool
     ) -> Callable[[Warps], tuple[Lanes, NDArray[np.int64], NDArray[np.bool_]] | None]:
         """Return how warps find memory as unsigned numbers, the place of each lane, and the lanes that use it."""
-        parts, found = instruction.opcode.split("."), re.fullmatch(r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", operand)
+        parts = instruction.opcode.split(".")
+        found = re.fullmatch(r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", operand)
         size = bits_of(instruction.types[0]) // 8
         if found is None or parts[1] not in ("global", "shared") or (parts[2:] != [f"v{count}"] and count > 1):
             raise PtxError(f"{instruction.opcode} {operand} is not known")
-        register, offset, is_shared = found[1], int(found[2] or 0), parts[1] == "shared"
-        read, guard = self._reader(register, "b32" if is_shared else "b64"), self._guard(instruction)
+        register = found[1]
+        offset = int(found[2] or 0)
+        is_shared = parts[1] == "shared"
+        read = self._reader(register, "b32" if is_shared else "b64")
+        guard = self._guard(instruction)
 
         def locate(warps: Warps) -> tuple[Lanes, NDArray[np.int64], NDArray[np.bool_]] | None:
             addresses = warps.lanes(read(warps)).astype(np.int64) + offset
             active = np.ones(addresses.size, bool) if guard is None else warps.lanes(guard(warps))
             if not active.any():
                 return None
-            used, programs = addresses[active], warps.programs.repeat(WARP)[active]
+            used = addresses[active]
+            programs = warps.programs.repeat(WARP)[active]
             if (used % (size * count)).any():
                 raise PtxError(f"an address is no multiple of {size * count}")
             memory = self._shared if is_shared else self._arguments
@@ -310,7 +329,8 @@ class Kernel:
         target, source, bits, *clamp = instruction.operands
         if (instruction.opcode, instruction.guard, clamp) != ("shfl.sync.bfly", "", ["31", "-1"]):
             raise PtxError(f"{instruction.opcode} of a part of a warp is not known")
-        read, put = self._reader(source, "b32"), self._writer(instruction, target, 32)
+        read = self._reader(source, "b32")
+        put = self._writer(instruction, target, 32)
         others = np.arange(WARP) ^ int(bits)
         return lambda warps: put(warps, warps.lanes(read(warps)).reshape(-1, WARP)[:, others].ravel())
 
@@ -321,11 +341,9 @@ class Kernel:
         functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
         if kind not in functions or instruction.guard:
             raise PtxError(f"{instruction.opcode} is not known")
-        read, read_mask, put = (
-            self._reader(source, type_),
-            self._reader(mask, "s32"),
-            self._writer(instruction, target, 32),
-        )
+        read = self._reader(source, type_)
+        read_mask = self._reader(mask, "s32")
+        put = self._writer(instruction, target, 32)
 
         def step(warps: Warps) -> None:
             if (read_mask(warps) != -1).any():

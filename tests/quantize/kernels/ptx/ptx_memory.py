@@ -17,17 +17,20 @@ class Arguments:
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
         found = sorted((array.ctypes.data, array.reshape(-1).view(np.uint8)) for array in arrays if array.size)
-        self._bases, self._bytes = [base for base, _ in found], [values for _, values in found]
+        self._bases = [base for base, _ in found]
+        self._bytes = [values for _, values in found]
 
     def find(
         self, addresses: NDArray[np.int64], num_bytes: int, programs: NDArray[np.int64], turn: int, *, writes: bool
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the array that all addresses are in, as bytes, and their places in it."""
-        low, high = int(addresses.min()), int(addresses.max()) + num_bytes
+        low = int(addresses.min())
+        high = int(addresses.max()) + num_bytes
         number = bisect_right(self._bases, low) - 1
         if number < 0:
             raise PtxError("an address lies before every argument")
-        base, values = self._bases[number], self._bytes[number]
+        base = self._bases[number]
+        values = self._bytes[number]
         if high > base + values.size:
             raise PtxError(f"bytes {low - base} to {high - base} are not in an argument of {values.size} bytes")
         return values, addresses - base
@@ -37,7 +40,8 @@ class Shared:
     """The shared memory of all programs, full of noise at first, and who used which byte since the last barrier."""
 
     def __init__(self, num_programs: int, size: int, rng: np.random.Generator) -> None:
-        self.size, self.room = size, -(-size // 16) * 16
+        self.size = size
+        self.room = -(-size // 16) * 16
         self.bytes = rng.integers(0, 256, num_programs * self.room, dtype=np.uint8)
         self.readers = np.zeros(self.bytes.size, dtype=np.uint32)
         self.writers = np.zeros(self.bytes.size, dtype=np.uint32)
@@ -46,11 +50,13 @@ class Shared:
         self, addresses: NDArray[np.int64], num_bytes: int, programs: NDArray[np.int64], turn: int, *, writes: bool
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the bytes of all programs and the places of addresses there; `turn` is the bit of a program's warp."""
-        low, high = int(addresses.min()) - SHARED_BASE, int(addresses.max()) - SHARED_BASE + num_bytes
+        low = int(addresses.min()) - SHARED_BASE
+        high = int(addresses.max()) - SHARED_BASE + num_bytes
         if low < 0 or high > self.size:
             raise PtxError(f"bytes {low} to {high} are not in the {self.size} bytes of shared memory")
         places = programs * self.room + (addresses - SHARED_BASE)
-        touched, own = (places[:, None] + np.arange(num_bytes)).ravel(), np.uint32(1 << turn)
+        touched = (places[:, None] + np.arange(num_bytes)).ravel()
+        own = np.uint32(1 << turn)
         others = self.writers[touched] | (self.readers[touched] if writes else np.uint32(0))
         if (others & ~own).any():
             raise PtxError(f"a {'write' if writes else 'read'} of shared memory races with another warp")

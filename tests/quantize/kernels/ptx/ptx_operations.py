@@ -36,7 +36,10 @@ def _fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
 
     An exact result needs no rounding, fused or not. The errors of both steps are those of Dekker and Knuth.
     """
-    type_, a, b, c = a.dtype, a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
+    type_ = a.dtype
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
+    c = c.astype(np.float64)
     product = a * b
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low

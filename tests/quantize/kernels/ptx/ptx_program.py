@@ -62,6 +62,7 @@ def _read_instruction(line: int, statement: str) -> Instruction:
     negation, guard, opcode, operands = found.groups()
     parts = opcode.split(".")
     num_types = next((n for n, part in enumerate(reversed(parts)) if not _TYPE.fullmatch(part)), 0)
-    names, types = parts[: len(parts) - num_types], parts[len(parts) - num_types :]
+    names = parts[: len(parts) - num_types]
+    types = parts[len(parts) - num_types :]
     values = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", operands)
     return Instruction(line, ".".join(names), tuple(types), tuple(values), guard or "", negation == "!")

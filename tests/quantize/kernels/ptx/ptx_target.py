@@ -62,7 +62,8 @@ class Target:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")
-        ptx, kinds = Path(path).read_text(), list(source.signature.values())
+        ptx = Path(path).read_text()
+        kinds = list(source.signature.values())
 
         def launcher(programs: int, _y: int, _z: int, *rest: Any) -> None:
             arguments = rest[-len(kinds) :]

@@ -97,7 +97,8 @@ def branching(condition: str, skipped: str) -> str:
 
 def test_warps_may_part_but_not_their_lanes() -> None:
     """Warp 0 skips the addition; its lanes cannot, and it cannot skip a barrier."""
-    by_warp, by_lane = "setp.lt.u32 %p1, %r1, 32", "setp.lt.u32 %p1, %r1, 33"
+    by_warp = "setp.lt.u32 %p1, %r1, 32"
+    by_lane = "setp.lt.u32 %p1, %r1, 33"
     lanes = np.arange(128)
     assert (run(branching(by_warp, "add.s32 %r1, %r1, 500")) == np.where(lanes < 32, lanes, lanes + 500)).all()
     with pytest.raises(PtxError, match="bra: lanes of a warp decide differently"):
@@ -144,10 +145,12 @@ ORACLES: dict[tuple[str, str], Callable[..., int]] = {
 
 @pytest.mark.parametrize(("opcode", "types"), ORACLES)
 def test_operations_of_integers_are_those_of_python(opcode: str, types: str) -> None:
-    operation, rng = find_operation(opcode, tuple(types.split("."))), np.random.default_rng(1)
+    operation = find_operation(opcode, tuple(types.split(".")))
+    rng = np.random.default_rng(1)
     sources: list[NDArray[np.generic]] = []
     for number, type_ in enumerate(operation.sources):
-        bits, dtype = bits_of(type_), dtype_of(type_)
+        bits = bits_of(type_)
+        dtype = dtype_of(type_)
         numbers = rng.integers(0, 1 << 63, 500, dtype=np.uint64) >> rng.integers(0, 64, 500, dtype=np.uint64)
         numbers = np.where(rng.random(500) < 0.5, numbers, ~numbers).astype(f"u{max(bits, 8) // 8}")
         if number and opcode in ("shl", "shr", "bfe"):
@@ -159,7 +162,8 @@ def test_operations_of_integers_are_those_of_python(opcode: str, types: str) -> 
 
 
 def test_operations_of_floats_round_once_or_not_at_all() -> None:
-    fma, truncate = find_operation("fma.rn", ("f64",)).function, find_operation("cvt.rzi", ("s32", "f32")).function
+    fma = find_operation("fma.rn", ("f64",)).function
+    truncate = find_operation("cvt.rzi", ("s32", "f32")).function
     rng = np.random.default_rng(1)
     a, b, c = (rng.integers(-(1 << 26), 1 << 26, 500) * 2.0**-9 for _ in range(3))
     a = np.rint(a / 2**10)

@@ -33,7 +33,8 @@ def sum_nibbles(words: Tensor, table: Tensor) -> tuple[Tensor, int]:
     """Return the sums float64 [n] of the table float64 [16] over the nibbles of words int32 [n], and how many are
     negative.
     """
-    sums, negative = torch.full(words.shape, torch.nan, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    sums = torch.full(words.shape, torch.nan, dtype=torch.float64)
+    negative = torch.zeros(1, dtype=torch.int64)
     programs = -(-words.numel() // TILE)
     sum_kernel[(programs,)](words, table, sums, negative, words.numel(), NIBBLES, TILE=TILE)
     return sums, int(negative)
