@@ -4,12 +4,17 @@ The checkpoints are shared by the whole session: read them, never write into the
 copies first.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from command import RunCli, run_here
+# With this variable, every process of a test would compile all modules that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import pytest  # noqa: E402
+from command import RunCli, run_here  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
