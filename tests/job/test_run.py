@@ -265,17 +265,6 @@ def test_dry_run_touches_nothing(tiny: Path, run_cli: RunCli, tmp_path: Path) ->
     assert len(plan["shards"]) == 5
 
 
-def test_whole_k2_thinking_is_planned_from_headers(k2_headers: Path, run_cli: RunCli, tmp_path: Path) -> None:
-    found = json.loads(run_cli("inspect", k2_headers, "--json").stdout)
-    assert found["num_tensors"] == 208_215
-    assert found["tensor_bytes"] == 594_205_904_896
-    assert found["int4_projections"] == 69_120
-    plan = json.loads(run_cli("run", k2_headers, tmp_path / "out", "--dry-run", "--json").stdout)
-    assert plan["num_tensors_out"] == 277_335
-    assert plan["tensor_bytes_out"] == 594_205_904_896
-    assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
-
-
 def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, local_result: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     plan = plan_conversion(source=checkpoint, recipe=choose_recipe(checkpoint, None, {}))
