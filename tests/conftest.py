@@ -4,6 +4,7 @@ The checkpoints are shared by the whole session: read them, never write into the
 copies first.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ from statistics_makers import random_statistics  # noqa: E402
 
 from k2convert.job import estimate  # noqa: E402  (after the path is set)
 from scripts import fixture_maker as fixtures  # noqa: E402
+
+
+def pytest_collection_finish() -> None:
+    """Leave all modules and tests out of every collection of garbage: a walk collects it after each layer."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

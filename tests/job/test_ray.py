@@ -45,11 +45,10 @@ def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
 def test_a_cluster_gives_equal_bytes_wherever_the_source_lies(
     name: str, kind: str, nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    source: Path = request.getfixturevalue(name)
-    assert run("run", source, tmp_path / "here") == 0
     (tmp_path / "place").mkdir()
-    place = PLACES[kind](source, tmp_path / "place")
-    said = run_here(*job(place, tmp_path / "there", nodes), code=0).stderr
+    source = PLACES[kind](request.getfixturevalue(name), tmp_path / "place")
+    assert run("run", source, tmp_path / "here") == 0
+    said = run_here(*job(source, tmp_path / "there", nodes), code=0).stderr
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) == len(nodes.nodes)
 
