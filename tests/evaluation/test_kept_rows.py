@@ -146,7 +146,9 @@ def test_another_theta_and_another_conversion_have_other_figures(
     assert rows(result)[0].figures.divergence.mean > first.divergence.mean
 
 
-@pytest.mark.parametrize(("name", "side"), [("theta", 0), pytest.param("weights", 0, marks=pytest.mark.slow), ("weights", 1)])
+@pytest.mark.parametrize(
+    ("name", "side"), [("theta", 0), pytest.param("weights", 0, marks=pytest.mark.slow), ("weights", 1)]
+)
 def test_an_interrupted_evaluation_does_not_go_on_with_changed_files(
     pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch, name: str, side: int
 ) -> None:
