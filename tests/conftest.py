@@ -7,6 +7,7 @@ copies first.
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 from command import RunCli, run_here  # noqa: E402
+from markupsafe import Markup  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -195,6 +197,13 @@ def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run_cli() -> RunCli:
     """Run the real `k2convert` command, in this process."""
     return run_here
+
+
+@pytest.fixture
+def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without charts, whose drawing is half of a job's time here."""
+    monkeypatch.setattr("k2convert.report.page._charts", lambda _report: defaultdict(Markup))
+    monkeypatch.setattr("k2convert.report.page.render_picture", lambda _report: b"\x89PNG")
 
 
 @pytest.fixture(params=["avx2", "portable"])

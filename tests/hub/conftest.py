@@ -4,12 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from markupsafe import Markup
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,20 +19,13 @@ from k2convert.hub.source import RemoteRepo, resolve_source
 
 
 @pytest.fixture(autouse=True)
-def hub_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hub_environment(quick_pictures: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this folder can reach the real Hub or the user's login."""
     for name in [n for n in os.environ if n.startswith(("HF_", "HUGGING")) and n != "HF_HUB_DISABLE_XET"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-
-
-@pytest.fixture(autouse=True)
-def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without charts, whose drawing is half of a job's time here; tests/report looks at them."""
-    monkeypatch.setattr("k2convert.report.page._charts", lambda _report: defaultdict(Markup))
-    monkeypatch.setattr("k2convert.report.page.render_picture", lambda _report: b"\x89PNG")
 
 
 @pytest.fixture

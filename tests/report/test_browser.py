@@ -111,6 +111,7 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     script = f"""
         const image = document.getElementById("map-up"), readout = document.getElementById("readout");
         image.focus();
+        if (!document.hasFocus()) image.dispatchEvent(new FocusEvent("focus"));  // not yet in front
         const first = readout.textContent;
         for (const key of {keys}) image.dispatchEvent(new KeyboardEvent("keydown", {{ key, cancelable: true }}));
         const pressed = readout.textContent, box = image.getBoundingClientRect();

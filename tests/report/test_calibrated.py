@@ -279,6 +279,7 @@ def test_inspect_says_what_is_kept(pruned: Path, capsys: pytest.CaptureFixture[s
     assert any("a pruned or a small model" in oddity for oddity in whole["oddities"])
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_measured_router_weights_are_shown_layer_by_layer(shares_known: Path, tmp_path: Path) -> None:
     layer = {"layer": 2, "errors": [], "failures": [], "router_unchanged": True}
     layer["pruning"] = {"num_source_experts": 4, "router_weight_left_out": 0.3}
@@ -292,6 +293,7 @@ def test_measured_router_weights_are_shown_layer_by_layer(shares_known: Path, tm
     assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in as_read(files.markdown.read_text())
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_report_on_an_unfinished_job_says_what_is_kept(pruned: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
     (folder / "k2convert.json").unlink()
@@ -299,6 +301,7 @@ def test_a_report_on_an_unfinished_job_says_what_is_kept(pruned: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("scores", "is_reap"), [(SCORES, True), (None, False), ("reaping by hand", False)])
+@pytest.mark.usefixtures("quick_pictures")
 def test_the_word_reap_is_for_scores_of_reap(pruned: Path, tmp_path: Path, scores: str | None, is_reap: bool) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
     edit_json(folder / "k2convert.json", lambda found: found["pruning"].update(chosen_by=scores))

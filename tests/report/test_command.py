@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_pictures")
+
 
 @pytest.fixture(scope="module")
 def folder(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -109,6 +109,7 @@ def test_figures_are_those_of_the_tokens(shown: tuple[Evaluation, Path, ReportFi
     assert f"{(scores.reference_loss - scores.loss).mean():.4f} ± " in text
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_the_mode_that_the_result_declares_comes_first(converted: Path, tmp_path: Path) -> None:
     found = evaluation_of(converted)
     ledger = json.loads((converted / "k2convert.json").read_text())
@@ -169,6 +170,7 @@ def test_the_picture_has_the_distribution(shown: tuple[Evaluation, Path, ReportF
         assert ours.height > other.height + 100
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_two_servers_that_differ_by_noise_are_said_to_be_the_same(records_only: Path) -> None:
     found = comparison()
     write_evaluation(records_only, replace(found, noise=found.rows[0].figures.divergence.mean))
@@ -258,6 +260,7 @@ def test_hostile_names_and_tokens_are_shown_and_do_nothing(records_only: Path) -
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_long_token_is_cut(records_only: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         for row in document["rows"]:
@@ -267,6 +270,7 @@ def test_a_long_token_is_cut(records_only: Path) -> None:
     assert f"| …{('abc ' * 1000)[-60:]} | {'␣' * 40}… |" in text
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_stale_or_damaged_evaluation_is_not_shown(records_only: Path) -> None:
     def other(document: dict[str, Any]) -> None:
         document["rows"][1]["model"]["weights"] = "0" * 64
