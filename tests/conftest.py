@@ -17,6 +17,7 @@ sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 from command import RunCli, run_here  # noqa: E402
+from fake_system import make_system  # noqa: E402
 from markupsafe import Markup  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,6 +198,13 @@ def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run_cli() -> RunCli:
     """Run the real `k2convert` command, in this process."""
     return run_here
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root folder of a machine that does not exist."""
+    make_system(tmp_path / "system", monkeypatch)
+    return tmp_path / "system"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_system import limit_by_version_1, limit_by_version_2, make_system, write
+from fake_system import limit_by_version_1, limit_by_version_2, write
 
 from k2convert import machine
 from k2convert.machine import BufferPool
@@ -93,12 +93,6 @@ def test_threads_never_share_a_buffer() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(fill, [number % 251 for number in range(2000)]))
-
-
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_system(tmp_path / "system", monkeypatch)
-    return tmp_path / "system"
 
 
 def test_without_limits_the_job_has_the_machine(system: Path) -> None:

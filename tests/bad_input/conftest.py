@@ -13,6 +13,7 @@ from blake3 import blake3
 from command import RunCli, said
 from safetensors import safe_open
 
+Damage = Callable[[Path], object]
 REMEDY = re.compile(
     r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown"
     r"|export the model|Run|Merge it|Shipped|should be|must be|must contain)\b"
@@ -86,5 +87,19 @@ def refuse(run_cli: RunCli) -> Callable[..., str]:
         assert contents(source) == before, "the source was touched"
         assert_nothing_half_made(dest, existed)
         return done.stderr
+
+    return run
+
+
+@pytest.fixture
+def refuse_at_once(refuse: Callable[..., str], source: Path, dest: Path) -> Callable[[Damage, list[str]], str]:
+    """`refuse_at_once(damage, words)` damages the source; it is refused with these words, before anything is made."""
+
+    def run(damage: Damage, words: list[str]) -> str:
+        damage(source)
+        message = refuse(source=source, dest=dest)
+        assert all(word in message for word in words), message
+        assert not dest.exists()
+        return message
 
     return run

@@ -16,14 +16,6 @@ WORK = Path("k2convert-work/me--out")
 
 
 @pytest.fixture
-def text(text: Path, tmp_path: Path) -> Path:
-    """The beginning of it."""
-    path = tmp_path / "text.txt"
-    path.write_text(text.read_text()[:1000])
-    return path
-
-
-@pytest.fixture
 def evaluated(local_result: Path, tmp_path: Path) -> Path:
     """A finished folder with an evaluation."""
     folder = Path(shutil.copytree(local_result, tmp_path / "out"))

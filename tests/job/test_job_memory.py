@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command import command, run_here
-from fake_system import limit_by_version_1, limit_by_version_2, make_system, write
+from fake_system import limit_by_version_1, limit_by_version_2, write
 
 from k2convert import machine
 from scripts.fixture_maker import K2Shape, make_k2_shaped, make_k2_thinking_headers
@@ -22,12 +22,6 @@ SHAPE = K2Shape(
     hidden=2048, moe_intermediate=512, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
     vocabulary=1024, heads=16, q_lora_rank=256, kv_lora_rank=128,
 )  # fmt: skip
-
-
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_system(tmp_path / "system", monkeypatch)
-    return tmp_path / "system"
 
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
