@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Converted, change, change_tensor, check, only, set_byte, verdicts
+from converted import GOOD, Converted, change, change_tensor, check, only, set_byte, verdicts
 
 from k2convert.validation.results import ContractReport, Verdict
 from scripts.fixture_maker import damage
@@ -60,7 +60,15 @@ FAULTS: list[tuple[int, str, Apply, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("number", "tensor", "apply", "count", "words"), FAULTS)
+@pytest.mark.parametrize(
+    ("breakable", "number", "tensor", "apply", "count", "words"),
+    [
+        pytest.param(kind, *fault, marks=[pytest.mark.slow] if (number + place) % 2 else [])
+        for number, fault in enumerate(FAULTS)
+        for place, kind in enumerate((GOOD[0], GOOD[-1]))
+    ],
+    indirect=["breakable"],
+)
 def test_a_fault_of_one_tensor_is_found_by_its_rule_alone(
     breakable: Converted, number: int, tensor: str, apply: Apply, count: int, words: str
 ) -> None:
