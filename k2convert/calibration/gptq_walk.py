@@ -39,6 +39,7 @@ from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
+from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
@@ -62,9 +63,12 @@ class GptqOptions:
 def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
     """Convert the layers that are not done, in order; `save` declares one done.
 
-    Raises CalibrationError if too many windows have to be dropped, what `check_stop` raises, and what reading and
-    writing raise.
+    Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be dropped,
+    what `check_stop` raises, and what reading and writing raise.
     """
+    for device in walk.devices:
+        if torch.device(device).type == "cuda":
+            check_device(device)
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
     with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
