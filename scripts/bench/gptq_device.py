@@ -114,9 +114,9 @@ def main() -> None:
     print(f"and {time.perf_counter() - begin:.2f} s with compiled kernels\n")
     phases = Phases()
     converter = gptq_layer.LayerConverter
-    marked(phases, gptq_walk._LayerConversion, "run", "streams", "write and check")  # noqa: SLF001
+    marked(phases, gptq_walk._LayerConversion, "run", "streams", "write and check")
     marked(phases, converter, "_prepare_gate_up", "curvature of gate and up", "gate and up, and experts")
-    convert_down = converter._convert_down  # noqa: SLF001
+    convert_down = converter._convert_down
     first: list[bool] = []
 
     def down(*given: Any) -> Any:
@@ -125,7 +125,7 @@ def main() -> None:
             first.append(True)
         return convert_down(*given)
 
-    converter._convert_down = down  # noqa: SLF001
+    converter._convert_down = down
     settings = {"calibration.tokens": arguments.tokens, "calibration.window": min(2048, arguments.tokens)}
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(dir=arguments.layer.parent) as folder:
