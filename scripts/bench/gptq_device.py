@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 import k2convert
-from k2convert.calibration import gptq_layer, gptq_walk
+from k2convert.calibration import accumulate, gptq_layer, gptq_walk
+from k2convert.calibration.gptq_weights import ExpertWeights
 from k2convert.quantize.gptq.device_kernel import check_device
+from k2convert.quantize.gptq.rounding import Codes
 
 KINDS = (
     ("panels of rule gptq", r"round_kernel|improve_kernel"),
@@ -63,6 +65,39 @@ def marked(phases: Phases, owner: Any, method: str, name: str, after: str | None
                 phases.enter(after)
 
     setattr(owner, method, replaced)
+
+
+TIMED = (
+    (ExpertWeights, "read"),
+    (gptq_layer, "shared_scale"),
+    (gptq_layer, "round_together"),
+    (gptq_layer, "choose_shrinkage"),
+    (gptq_layer, "make_curvature"),
+    (gptq_layer, "correct"),
+    (gptq_layer, "round_gptq"),
+    (gptq_layer.LayerConverter, "_compute"),
+    (gptq_layer.LayerConverter, "_convert_group"),
+    (gptq_layer.LayerConverter, "_prepare_down"),
+    (gptq_layer.LayerConverter, "_convert_down"),
+    (Codes, "weight"),
+    (accumulate.LayerAccumulator, "output"),
+    (accumulate.LayerAccumulator, "finish"),
+)
+"""What is timed by its caller: the launch of kernels, and waiting for them where a number is needed."""
+
+
+def timed(owner: Any, name: str, spent: dict[str, list[float]]) -> None:
+    """Add the seconds that each call of a function takes in its thread."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return original(*arguments, **options)
+        finally:
+            spent[name.lstrip("_")].append(time.perf_counter() - begin)
+
+    setattr(owner, name, replaced)
 
 
 def kind_of(kernel: str) -> str:
@@ -112,6 +147,9 @@ def main() -> None:
     begin = time.perf_counter()
     check_device.__wrapped__("cuda:0")
     print(f"and {time.perf_counter() - begin:.2f} s with compiled kernels\n")
+    spent: dict[str, list[float]] = defaultdict(list)
+    for owner, name in TIMED:
+        timed(owner, name, spent)
     phases = Phases()
     converter = gptq_layer.LayerConverter
     marked(phases, gptq_walk._LayerConversion, "run", "streams", "write and check")
@@ -147,6 +185,9 @@ def main() -> None:
     print("| phase | seconds |\n|---|---:|")
     for name, spent in phases.seconds.items():
         print(f"| {name} | {spent:.2f} |")
+    print("\n| function | calls | seconds in its threads |\n|---|---:|---:|")
+    for name, calls in spent.items():
+        print(f"| {name} | {len(calls):,} | {sum(calls):.2f} |")
     print(f"\nIn all {seconds:.1f} s; {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak.\n")
     if not arguments.plain:
         show_kernels(profile, seconds)
