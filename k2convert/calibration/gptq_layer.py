@@ -9,7 +9,8 @@ is corrected for what all experts before it left over.
 
 Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
 token is in files if that is a CPU (layer_tokens.py). The large matrices are cut into tiles (quantize/gptq/tiles.py) and
-sums are made in a fixed order, so the number of workers does not change them.
+sums are made in a fixed order, so the number of workers does not change them. A GPU multiplies in TF32 while it rounds
+gate and up, as in the streams, and in FP32 for everything that is summed over tokens, factored or solved.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from k2convert.calibration.gptq_weights import (
 )
 from k2convert.calibration.layer_files import Write
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch, output_errors
+from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.models import read_architecture
@@ -141,7 +143,7 @@ class LayerConverter:
         first = inputs.first_measured
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
         experts = self._route(inputs)
-        with closing(self._gates_and_ups(experts, inputs, curvature)) as converted:
+        with allowing_tf32(self.devices), closing(self._gates_and_ups(experts, inputs, curvature)) as converted:
             for number, expert in enumerate(converted):
                 tokens = experts[number].tokens
                 for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
