@@ -63,8 +63,8 @@ class GptqOptions:
 def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
     """Convert the layers that are not done, in order; `save` declares one done.
 
-    Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be dropped,
-    what `check_stop` raises, and what reading and writing raise.
+    Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be
+    dropped, what `check_stop` raises, and what reading and writing raise.
     """
     for device in walk.devices:
         if torch.device(device).type == "cuda":
