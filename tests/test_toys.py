@@ -1,4 +1,4 @@
-"""A new rule is a word, a file and a row; so is a new family: toy ones are added to a copy of the package and used."""
+"""A new rule, layout or family is a word, a file and a row: toy ones are added to a copy of the package and used."""
 
 import json
 import re
@@ -148,6 +148,33 @@ TOY = Family(
     source_format=INT4,
 )
 '''
+LAYOUT = """
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
+
+
+def _declare(declared, version):
+    scheme = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    group = {"weights": scheme, "targets": ["Linear"]}
+    if declared.activations == "w4a4":
+        group["input_activations"] = scheme
+    return {"quant_method": "toy", "config_groups": {"0": group}, "ignore": list(declared.excludes)}
+
+
+TOY_LAYOUT = CheckpointLayout(
+    name="toy",
+    title="`toy`",
+    weight="codes",
+    block_scale="steps",
+    global_scale="toy_scale",
+    input_scale="toy_input",
+    is_divisor=True,
+    library="modelopt",
+    declared_keys=("quant_method",),
+    quantization_config=_declare,
+    read_activations=lambda stated: "w4a4" if stated.get("quant_method") == "toy" else None,
+    exclude_entry=lambda part, is_open: f"*{part}*" if is_open else f"*{part}",
+)
+"""
 COMMAND = "from k2convert.cli.app import main; main(sys.argv[2:])"
 START = """
 import sys
@@ -165,7 +192,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the toy rule and the toy family added in the places that CONTRIBUTING.md lists."""
+    """A copy of the package with a toy rule, layout and family added in the places that CONTRIBUTING.md lists."""
     root = tmp_path_factory.mktemp("copy")
     copied = root / "k2convert"
     original = Path(k2convert.__file__).parent
@@ -178,6 +205,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = "from k2convert.quantize.rules.toy import quantize_toy, toy_global_scale\n"
     edit(rules, "\n\nclass GlobalScale", f"{line}\n\nclass GlobalScale")
     edit(rules, '\n}\n"""One row for each word', ROW)
+    edit(copied / "choices.py", "\nLayout = Literal[", '\nLayout = Literal["toy", ')
+    layouts = copied / "checkpoint" / "layouts"
+    (layouts / "toy.py").write_text(LAYOUT)
+    edit(layouts / "__init__.py", "\n\nLAYOUTS", "\nfrom k2convert.checkpoint.layouts.toy import TOY_LAYOUT\n\nLAYOUTS")
+    edit(layouts / "__init__.py", '\n}\n"""One row', '\n    "toy": TOY_LAYOUT,\n}\n"""One row')
     (copied / "models" / "toy.py").write_text(FAMILY)
     (root / "recipes" / "toy-nvfp4.yaml").write_text("name: toy-nvfp4\nfamily: toy\nroles: [experts]\n")
     families = copied / "models" / "__init__.py"
@@ -236,6 +268,31 @@ def test_a_toy_family_is_converted_and_validated(package: Path, toy: Path, tiny:
         assert {toy_name(name) for name in ours} == set(toys)
         for name, tensor in ours.items():
             assert tensor.reshape(-1).view(torch.uint8).equal(toys[toy_name(name)].reshape(-1).view(torch.uint8))
+
+
+def test_a_toy_layout_is_written_validated_and_inspected(package: Path, cut: Path, tmp_path: Path) -> None:
+    in_copy(package, COMMAND, "run", cut, tmp_path / "toy", "--layout", "toy", "--quiet")
+    in_copy(package, COMMAND, "run", cut, tmp_path / "usual", "--quiet")
+    validated = in_copy(package, COMMAND, "validate", tmp_path / "toy", "--source", cut, "--quiet")
+    assert "(toy, w4a4)" in validated
+    inspected = json.loads(in_copy(package, COMMAND, "inspect", tmp_path / "toy", "--json"))
+    assert inspected["conversion"]["layout"] == "toy"
+    assert json.loads((tmp_path / "toy" / "config.json").read_text())["quantization_config"]["quant_method"] == "toy"
+    assert not (tmp_path / "toy" / "hf_quant_config.json").exists()
+    renamed = {"codes": "weight", "steps": "weight_scale"}
+    toys: dict[str, torch.Tensor] = {}
+    ours: dict[str, torch.Tensor] = {}
+    for shard in cut.glob("*.safetensors"):
+        toys |= load_file(tmp_path / "toy" / shard.name)
+        ours |= load_file(tmp_path / "usual" / shard.name)
+    assert len(toys) == len(ours)
+    scales = [name for name in toys if name.endswith(".toy_scale")]
+    assert scales
+    for scale in scales:
+        module = scale.removesuffix(".toy_scale")
+        assert float(toys[scale]) == 1 / float(ours[f"{module}.weight_scale_2"])
+        for name, usual in renamed.items():
+            assert torch.equal(toys[f"{module}.{name}"].view(torch.uint8), ours[f"{module}.{usual}"].view(torch.uint8))
 
 
 def test_a_checkpoint_of_no_family_is_refused_naming_all(toy: Path, run_cli: RunCli) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
@@ -234,9 +234,8 @@ def _converted_bytes(tensor: Tensor, parameter: str, family: Family, role: Role,
 
 @lru_cache(maxsize=64)
 def _projection_bytes(layout: str, num_rows: int, num_columns: int, activations: str) -> int:
-    tensors = projection_tensors(
-        layout=layout, num_rows=num_rows, num_columns=num_columns, has_input_scale=activations == "w4a4"
-    )
+    has_input_scale = activations == "w4a4"
+    tensors = LAYOUTS[layout].tensors(num_rows=num_rows, num_columns=num_columns, has_input_scale=has_input_scale)
     return sum(tensor[3] for tensor in tensors)
 
 

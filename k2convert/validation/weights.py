@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.layouts import LayoutNames
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import FormatError
@@ -89,7 +89,11 @@ class CheckedWeight:
 
 
 def check_weights(
-    weights: Sequence[WrittenWeight], *, partners: Sequence[SourceWeight] = (), names: LayoutNames, rule: Rule | None
+    weights: Sequence[WrittenWeight],
+    *,
+    partners: Sequence[SourceWeight] = (),
+    names: CheckpointLayout,
+    rule: Rule | None,
 ) -> list[CheckedWeight]:
     """Check weights that share one global scale (gate and up of an expert; a down projection is alone).
 
@@ -106,7 +110,7 @@ def check_weights(
     return [_check(weight, shared, reference, names, rule) for weight in weights]
 
 
-def _decode(weight: WrittenWeight, names: LayoutNames) -> CheckedWeight:
+def _decode(weight: WrittenWeight, names: CheckpointLayout) -> CheckedWeight:
     recorded = weight.recorded_scale
     is_recorded = recorded is not None and names.stores(recorded, weight.global_scale)
     scale = recorded if is_recorded and recorded is not None else names.decode_scalar(weight.global_scale)
@@ -124,7 +128,7 @@ def _measure(weight: WrittenWeight, global_scale: float) -> DecodedError:
 
 
 def _check(
-    weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: LayoutNames, rule: Rule
+    weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: CheckpointLayout, rule: Rule
 ) -> CheckedWeight:
     """Check one weight with the magnitude of its whole set, as the kernels and as the definition measure it."""
     quantizer = NativeQuantizer(rule)

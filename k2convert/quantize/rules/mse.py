@@ -12,7 +12,7 @@ does not depend on order or thread count.
 
 With s = ms * 2**es, b = mb * 2**eb and g = 2**kg, ms in 128..255 and mb in 8..15, a weight is 2k * ms * 2**(4 - a) and
 a value 2v * mb * 2**(j + 4), in units of s / (32 ms), where j = eb + (kg - es). A column with the exponent a sees the
-shift j + a. kernels/search_tables.py proves that ten shifts are enough for a = 0. So, whatever the importance, the
+shift j + a. kernels/cpu.py proves that ten shifts are enough for a = 0. So, whatever the importance, the
 shifts -4 .. 13 are enough here:
 
     j >= 14    every column sees 10 or more, so every code is zero: one candidate, first in rank

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, LayoutNames
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, CheckpointLayout
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
@@ -105,8 +106,8 @@ class Result:
         )
 
     @property
-    def names(self) -> LayoutNames:
-        """The parameter names of the layout."""
+    def names(self) -> CheckpointLayout:
+        """The layout, with its parameter names."""
         return LAYOUTS[self.layout]
 
     @property
@@ -251,8 +252,8 @@ def _from_headers(
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     parameters = {parts.parameter for parts in parsed.values()}
-    found = (layout for layout in (MODELOPT, COMPRESSED_TENSORS) if LAYOUTS[layout].global_scale in parameters)
-    layout = next(found, MODELOPT)
+    found = (layout.name for layout in LAYOUTS.values() if layout.global_scale in parameters)
+    layout = next(found, next(iter(LAYOUTS)))
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
     return Result(
         folder=folder,
@@ -323,7 +324,7 @@ def _modules(
     parsed: Mapping[str, TensorName],
     int4: frozenset[str],
     recipe: Recipe | None,
-    names: LayoutNames,
+    names: CheckpointLayout,
 ) -> dict[str, Module]:
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     first: dict[str, TensorName] = {}
@@ -341,7 +342,7 @@ def _modules(
     return modules
 
 
-def _has_input_scale(modules: Mapping[str, Module], names: LayoutNames, recipe: Recipe | None) -> bool:
+def _has_input_scale(modules: Mapping[str, Module], names: CheckpointLayout, recipe: Recipe | None) -> bool:
     if recipe is not None:
         return recipe.activations == "w4a4"
     converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]

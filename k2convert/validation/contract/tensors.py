@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
@@ -168,8 +167,7 @@ def _expected_totals(result: Result) -> tuple[int, int]:
             done.add(module)
             is_packed = parts.parameter == WEIGHT_PACKED
             columns = tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1)
-            tensors = projection_tensors(
-                layout=result.layout,
+            tensors = result.names.tensors(
                 num_rows=tensor.shape[0],
                 num_columns=columns,
                 has_input_scale=result.has_input_scale,

@@ -3,7 +3,7 @@
 // `mse` has three phases with short dependency chains:
 //
 //     count     16 bytes -> two histograms of |q|, one byte for each magnitude, and the set of magnitudes that occur
-//     search    histogram x error table [8, 16] -> the best of 16 candidates (see search_tables.py)
+//     search    histogram x error table [8, 16] -> the best of 16 candidates (see cpu.py)
 //     encode    byte shuffle by the candidate's map, block scale, tally
 //
 // Some blocks are settled one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
@@ -34,7 +34,7 @@ constexpr int kLowestStep = 6;
 constexpr int kLastGridRank = kNumCandidates - 2;
 constexpr int kLowestOffset = -6, kHighestOffset = 19;
 
-// The tables that search_tables.py builds, aligned to cache lines.
+// The tables that cpu.py builds, aligned to cache lines.
 //
 //     windows      [256]             window of each set of magnitudes
 //     errors       [128, 9, 4, 16, 2]  (ms, window, pair of magnitudes, lane, one of the pair), minus 32768
