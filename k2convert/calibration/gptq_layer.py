@@ -41,12 +41,12 @@ from k2convert.calibration.layer_tokens import LayerInputs, Scratch, output_erro
 from k2convert.forward.moe import Mlp, Routing, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.models import read_architecture
+from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature, make_curvature
 from k2convert.quantize.gptq.moments import Missing, Moments, Ridge, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import RoundingKernel, choose_shrinkage, kernel_for, round_gptq
 from k2convert.quantize.gptq.tiles import CheckStop, Team, cut
-from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.calibration import GptqLayer, OutputErrors
 
 SAMPLED_EXPERTS: Final = 16

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, round_gptq
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.quantize.rules.max import Magnitude
 
 GATE = "gate_proj"
 UP = "up_proj"
@@ -52,7 +50,7 @@ class ExpertWeights:
         source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
         values = exact_weight(found).to(device).decode()
         if self.exponents is not None and projection != DOWN:
-            source = divide_columns(source, self.exponents, name=module)
+            source = source.divide_columns(self.exponents, name=module)
             values /= torch.exp2(torch.as_tensor(self.exponents).to(values))
         return SourceProjection(module, source, values)
 
@@ -64,7 +62,7 @@ def shared_scale(weights: Sequence[SourceProjection]) -> tuple[Magnitude, float]
     shared = magnitudes[0]
     for magnitude in magnitudes[1:]:
         shared = shared.merge(magnitude)
-    return shared, quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
+    return shared, quantizer.global_scale(shared)
 
 
 def by_mse(weight: SourceProjection, magnitude: Magnitude, global_scale: float) -> Nvfp4Weight:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import Activations, Engine, Layout
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 
 WEIGHT: Final = "weight"
 WEIGHT_PACKED: Final = "weight_packed"

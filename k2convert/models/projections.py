@@ -30,8 +30,8 @@ from k2convert.models.names import (
     TensorName,
     why_foreign,
 )
-from k2convert.models.source_formats import INT4, NVFP4, SOURCE_FORMATS, format_of, packed_form
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight
+from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 
 _PACKED_PARAMETERS: Final = tuple(dict.fromkeys(name for row in SOURCE_FORMATS for name in row.parameters))
 SOURCE_REMEDY: Final = (
@@ -310,12 +310,27 @@ def _span(numbers: tuple[int, ...]) -> str:
     return f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
 
 
+def format_of(packed: TensorInfo) -> SourceFormat:
+    """Return the format of a projection by its codes; INT4 for a dtype that none has."""
+    return next((row for row in SOURCE_FORMATS if row.packed_dtype == packed.dtype), INT4)
+
+
+def packed_form(packed: TensorInfo, scale: TensorInfo | None) -> str:
+    """Return how `weight_packed` is stored: the title of a format, or NVFP4; empty if its scales tell of neither."""
+    if packed.dtype != MXFP4.packed_dtype:
+        return format_of(packed).title
+    if scale is None or len(packed.shape) != 2:
+        return ""
+    if scale.dtype == "F8_E4M3" and scale.shape == (packed.shape[0], 2 * packed.shape[1] // BLOCK_SIZE):
+        return NVFP4
+    return MXFP4.title if scale.dtype in MXFP4.scale_dtypes else ""
+
+
 class TensorSource(Protocol):
     """The source of a tensor's bytes: a ShardReader, or bytes that were read before."""
 
     def read(self, tensor: TensorInfo) -> Bytes:
         """Return all bytes of a tensor; raises SourceReadError if reading fails."""
-        ...
 
 
 def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:

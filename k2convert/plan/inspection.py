@@ -21,7 +21,8 @@ from k2convert.models.names import (
     Family,
     TensorName,
 )
-from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS, packed_form
+from k2convert.models.projections import packed_form
+from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
 

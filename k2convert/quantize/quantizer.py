@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import Magnitude
 
 
 class Quantizer(Protocol):
@@ -28,11 +27,9 @@ class Quantizer(Protocol):
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure one weight; FormatError, naming it, if a value is not usable."""
-        ...
 
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+    def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale from the merged magnitude of all tensors that share it."""
-        ...
 
     def quantize(
         self,
@@ -47,7 +44,6 @@ class Quantizer(Protocol):
 
         `importance` uint8 [K], 1..255, is for rules that use it; others ignore it.
         """
-        ...
 
 
 def create_quantizer(kind: QuantizerKind, *, rule: Rule) -> Quantizer:
@@ -75,9 +71,9 @@ class NativeQuantizer:
         """Measure one weight; FormatError if a value is not usable."""
         return cpu.measure_magnitude(source, name=name)
 
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+    def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale of a set of tensors from their merged magnitude."""
-        return RULES[self.rule].global_scale(magnitude, is_int4=is_int4)
+        return RULES[self.rule].global_scale(magnitude)
 
     def quantize(
         self,

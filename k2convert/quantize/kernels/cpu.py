@@ -11,6 +11,7 @@ groups of columns with equal exponents (cpp/channels.hpp).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -20,15 +21,9 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.machine import BUFFERS
-from k2convert.quantize.formats.int4 import (
-    MAX_MAGNITUDE,
-    NUM_MAGNITUDES,
-    Bf16Weight,
-    SourceWeight,
-    bf16_values,
-    check_int4_scales,
-)
-from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES, Int4Weight, check_int4_scales
+from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
 from k2convert.quantize.formats.nvfp4 import (
     DOUBLED_VALUES,
     E2M1_VALUES,
@@ -40,10 +35,14 @@ from k2convert.quantize.formats.nvfp4 import (
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.cast import check_exponent, check_mxfp4_scales
-from k2convert.quantize.rules.imatrix import importance_factors
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import MIN_MANTISSA, NUM_SHIFTS, candidate_bytes, check_importance, global_exponent
+from k2convert.quantize.rules.search_bf16 import importance_factors
+from k2convert.quantize.rules.search_int4 import (
+    MIN_MANTISSA,
+    NUM_SHIFTS,
+    candidate_bytes,
+    check_importance,
+    global_exponent,
+)
 
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
 
@@ -52,11 +51,12 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 
 
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
-    """Measure a weight as `rules.max.measure` does; FormatError, naming it, if a value is not usable."""
-    if isinstance(weight, Mxfp4Weight):
-        return _measure_mxfp4(weight, name=name)
-    if isinstance(weight, Bf16Weight):
-        return measure(weight, name=name)
+    """Measure a weight as its `magnitude` does; FormatError, naming it, if a value is not usable."""
+    measure = _MEASURES.get(type(weight))
+    return weight.magnitude(name=name) if measure is None else measure(weight, name=name)
+
+
+def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
     codes = flat(weight.packed), flat(weight.scale_bits)
     if weight.channel_exponents is not None:
         check_int4_scales(weight.scale_bits, name=name)
@@ -65,7 +65,8 @@ def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     largest_bits, amax, usable = _cpu.measure(*codes)
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
-    return Magnitude(scale_max=float(bf16_values(np.array(largest_bits, dtype=np.uint16))), amax=float(amax))
+    scale_max = float(bf16_values(np.array(largest_bits, dtype=np.uint16)))
+    return Magnitude(scale_max=scale_max, amax=float(amax))
 
 
 def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
@@ -74,6 +75,10 @@ def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
     used = np.flatnonzero(tally[:, 0])
     amax = float(np.ldexp(np.array(E2M1_VALUES)[tally[used, 3]], used - SCALE_BIAS).max(initial=0.0))
     return Magnitude(amax, amax, largest_exponent=check_exponent(used[-1] if used.size else None, name=name))
+
+
+_MEASURES: Final[dict[type, Callable[..., Magnitude]]] = {Int4Weight: _measure_int4, Mxfp4Weight: _measure_mxfp4}
+"""The formats that kernels measure."""
 
 
 def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
@@ -90,8 +95,8 @@ def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
 class Sums:
     """The sums and counts of one weight, as in WeightMetrics, in the order of the kernels.
 
-    `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five have no
-    meaning for BF16 weights. Weighted sums are not yet divided by 255.
+    `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five are
+    of INT4 weights only. Weighted sums are not yet divided by 255.
     """
 
     energy: float
@@ -101,11 +106,11 @@ class Sums:
     num_nonzero: int
     equal_nonzero: int
     equal_blocks: int
-    recoverable_codes: int
-    num_five_or_seven: int
-    num_minus_eight: int
-    max_error_steps: float
-    least_scale: float
+    recoverable_codes: int | None = None
+    num_five_or_seven: int | None = None
+    num_minus_eight: int | None = None
+    max_error_steps: float | None = None
+    least_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +132,12 @@ def convert(
     check_rule_scale(rule, global_scale)
     if importance is not None:
         check_importance(importance, weight.shape[1])
-    if isinstance(weight, Mxfp4Weight) and not _is_max(rule):
-        return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
-    if isinstance(weight, Bf16Weight):
-        return Converted(_convert_bf16(weight, rule, global_scale, importance))
+    return _CONVERSIONS.get(type(weight), _convert_bf16)(weight, rule, global_scale, importance)
+
+
+def _convert_int4(
+    weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     is_max = _is_max(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
@@ -150,21 +157,34 @@ def convert(
     return Converted(result, outside, Sums(energy, error, 0.0, 0.0, *counts))
 
 
+def _convert_mxfp4(
+    weight: Mxfp4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
+    if _is_max(rule):
+        return _convert_bf16(weight, rule, global_scale, importance)
+    return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
+
+
+_CONVERSIONS: Final[dict[type, Callable[..., Converted]]] = {Int4Weight: _convert_int4, Mxfp4Weight: _convert_mxfp4}
+"""The conversion of a source format, if it is not that of the weight's BF16 bits."""
+
+
 def _convert_bf16(
-    weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
-) -> Nvfp4Weight:
+    weight: SourceWeight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     is_max = _is_max(rule)
     targets = flat(result.packed), flat(result.block_scales)
     if not is_max and global_scale > LARGEST_BF16_SCALE:
-        return RULES[rule].quantize(weight, global_scale, importance)
+        return Converted(RULES[rule].quantize(weight, global_scale, importance))
+    bits = flat(weight.bits)
     if is_max:
-        _cpu.quantize_max_bf16(flat(weight.bits), global_scale, *targets)
-    elif RULES[rule].uses_importance and importance is not None and weight.bits.size:
-        _cpu.quantize_imatrix_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
+        _cpu.quantize_max_bf16(bits, global_scale, *targets)
+    elif RULES[rule].uses_importance and importance is not None and bits.size:
+        _cpu.quantize_imatrix_bf16(bits, global_scale, importance_factors(importance), *targets)
     else:
-        _cpu.quantize_mse_bf16(flat(weight.bits), global_scale, *targets)
-    return result
+        _cpu.quantize_mse_bf16(bits, global_scale, *targets)
+    return Converted(result)
 
 
 def _is_max(rule: Rule) -> bool:

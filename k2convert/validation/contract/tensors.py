@@ -12,8 +12,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, DescribedModel, Fault, key_of, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
-from k2convert.models.projections import find_experts
-from k2convert.models.source_formats import format_of
+from k2convert.models.projections import find_experts, format_of
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
 from k2convert.validation.results import Findings
 
