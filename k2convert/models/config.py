@@ -73,6 +73,11 @@ def key_of(config: Mapping[str, Any], field: str) -> str:
     return _ALIASES.get(field, field) if uses_aliases else field
 
 
+def expert_columns_key(config: Mapping[str, Any]) -> str:
+    """Return the field that has the width of a routed expert's input."""
+    return LATENT_KEY if LATENT_KEY in text_config(config) else "hidden_size"
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Return whether the output head is the embedding."""
     return any(part.get("tie_word_embeddings") is True for part in (config, text_config(config)))
@@ -302,7 +307,7 @@ class DescribedModel:
 
     def _experts(self, stem: str, numbers: Iterable[int], tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
         rows = "moe_intermediate_size"
-        columns = LATENT_KEY if LATENT_KEY in text_config(self.config) else "hidden_size"
+        columns = expert_columns_key(self.config)
         sizes = {"gate": f"{rows}, {columns}", "up": f"{rows}, {columns}", "down": f"{columns}, {rows}"}
         shapes = {kind: evaluate_shape(text, self.config, self.where) for kind, text in sizes.items()}
         for number in numbers:

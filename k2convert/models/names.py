@@ -217,6 +217,8 @@ class Family:
     model_types          what model_type in config.json may be; empty: anything
     matches_config       whether a config.json looks like this family's
     unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
+    why_refused          why a config.json is of a part of a model only; empty if it is not
+    linear_layers        (config.json, number of layers, where) -> layers of linear attention, from 0; raises FitError
     inventory            every tensor of a model; None: names and shapes are not compared with config.json
     """
 
@@ -235,6 +237,8 @@ class Family:
     matches_config: Callable[[Mapping[str, Any]], bool]
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
+    why_refused: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda *_: frozenset()
     model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)
     unsplit_attention: tuple[str, ...] = ()

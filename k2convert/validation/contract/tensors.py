@@ -10,7 +10,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, DescribedModel, Fault, key_of, text_config
+from k2convert.models.config import EXPERTS_KEY, DescribedModel, Fault, expert_columns_key, key_of, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
 from k2convert.models.projections import find_experts, format_of
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
@@ -268,7 +268,7 @@ def check_alignment(result: Result) -> Findings:
         return found.skip("config.json cannot be read, see rule 11")
     text = text_config(result.config)
     allowed = result.family.tensor_parallel_sizes
-    columns = LATENT_KEY if LATENT_KEY in text else "hidden_size"
+    columns = expert_columns_key(result.config)
     hidden = text.get(columns)
     width = text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
