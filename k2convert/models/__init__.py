@@ -46,10 +46,12 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
+    stated = checkpoint.config.get("model_type")
     for family in FAMILIES:
-        if why := family.why_refused(checkpoint.config):
-            raise PlanError(f"{checkpoint.folder}: {why}. {family.source_hint}")
-    if (title := REFUSED_MODELS.get(str(checkpoint.config.get("model_type")))) is not None:
+        for (model_type, key), why in family.refused_configs.items():
+            if stated == model_type and key in checkpoint.config:
+                raise PlanError(f"{checkpoint.folder}: {why}. {family.source_hint}")
+    if (title := REFUSED_MODELS.get(str(stated))) is not None:
         raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
     for is_like in (_has_experts, _has_layers):
         for family in FAMILIES:

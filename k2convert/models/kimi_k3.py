@@ -120,11 +120,6 @@ def _linear_layers(config: Mapping[str, Any], num_layers: int, where: str) -> fr
     return frozenset(number - 1 for number in cast(list[int], kda))
 
 
-def _why_refused(config: Mapping[str, Any]) -> str:
-    is_inner = config.get("model_type") == "kimi_linear" and LATENT_KEY in config
-    return "this is the language model of Kimi K3 alone, without the model around it" if is_inner else ""
-
-
 _A_LOG_UNIT: Final = 128
 """The published A_log is padded with zeros to a multiple of it."""
 
@@ -194,7 +189,9 @@ K3: Final = Family(
     read_architecture=read_architecture,
     matches_config=_matches_config,
     unconverted=_unconverted,
-    why_refused=_why_refused,
+    refused_configs={
+        ("kimi_linear", LATENT_KEY): "this is the language model of Kimi K3 alone, without the model around it"
+    },
     linear_layers=_linear_layers,
     card=ModelCardFacts(
         model_kind="a Kimi K3 model",

@@ -217,7 +217,7 @@ class Family:
     model_types          what model_type in config.json may be; empty: anything
     matches_config       whether a config.json looks like this family's
     unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
-    why_refused          why a config.json is of a part of a model only; empty if it is not
+    refused_configs      (model_type, key) of the config.json of a part of a model -> what it is
     linear_layers        (config.json, number of layers, where) -> layers of linear attention, from 0; raises FitError
     inventory            every tensor of a model; None: names and shapes are not compared with config.json
     """
@@ -237,7 +237,7 @@ class Family:
     matches_config: Callable[[Mapping[str, Any]], bool]
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
-    why_refused: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda *_: frozenset()
     model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)

@@ -5,7 +5,7 @@ config.json describes; and a projection's bytes as arrays.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -294,8 +294,8 @@ def _check_counts(source: Checkpoint, experts: Experts, architecture: Architectu
         )
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
-            f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
-            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
+            f"{source.folder}: config.json has the MoE layers {span(architecture.moe_layers)}, but experts are in "
+            f"{span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
             f"{SOURCE_REMEDY}"
         )
     for layer, found in experts.items():
@@ -306,7 +306,8 @@ def _check_counts(source: Checkpoint, experts: Experts, architecture: Architectu
             )
 
 
-def _span(numbers: tuple[int, ...]) -> str:
+def span(numbers: Sequence[int]) -> str:
+    """Return the first and last of numbers, and their count."""
     return f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
 
 

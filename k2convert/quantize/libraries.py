@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -51,9 +51,9 @@ class ReferenceQuantizer:
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
-        scale_max = source.magnitude(name=name).scale_max
+        found = source.magnitude(name=name)
         weight = self.dequantize(source)
-        return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
+        return replace(found, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
     def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""

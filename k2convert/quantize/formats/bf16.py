@@ -55,34 +55,23 @@ class Magnitude:
 
 
 class SourceWeight(Protocol):
-    """A weight of a source checkpoint. Each source format is one class; `bits` are BF16, rounded if need be."""
+    """A weight of a source checkpoint. Each source format is one class, with the members that Bf16Weight describes.
+
+    `bits` are exact, or rounded once to BF16, ties to even. `channel_exponents` are int8 [K] in -4..4, if they are kept
+    beside the numbers: column j is over 2**a_j.
+    """
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K) of the weight."""
-
+    def shape(self) -> tuple[int, int]: ...
     @property
-    def bits(self) -> NDArray[np.uint16]:
-        """The BF16 bits of every weight, uint16 [N, K]: exact, or rounded once, ties to even."""
-
+    def bits(self) -> NDArray[np.uint16]: ...
     @property
-    def channel_exponents(self) -> NDArray[np.int8] | None:
-        """Exponents a int8 [K] that are kept beside the numbers: column j is over 2**a_j. None if there are none."""
-
-    def rows(self, start: int, stop: int) -> SourceWeight:
-        """A view of some rows."""
-
-    def select(self, rows: slice) -> SourceWeight:
-        """A view of the rows of a slice."""
-
-    def values(self) -> NDArray[np.float32]:
-        """The values float32 [N, K], exact."""
-
-    def magnitude(self, *, name: str = "weight") -> Magnitude:
-        """The magnitude; FormatError, naming the tensor, if a value is not usable."""
-
-    def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> SourceWeight:
-        """The weight with column j over 2**exponents[j], int8 [K] in -4..4; FormatError if it is not exact."""
+    def channel_exponents(self) -> NDArray[np.int8] | None: ...
+    def rows(self, start: int, stop: int) -> SourceWeight: ...
+    def select(self, rows: slice) -> SourceWeight: ...
+    def values(self) -> NDArray[np.float32]: ...
+    def magnitude(self, *, name: str = "weight") -> Magnitude: ...
+    def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> SourceWeight: ...
 
 
 class Bf16Weight:
@@ -121,11 +110,11 @@ class Bf16Weight:
         return Bf16Weight(self._bits[rows])
 
     def values(self) -> NDArray[np.float32]:
-        """The values float32 [N, K]."""
+        """The values float32 [N, K], exact."""
         return bf16_values(self.bits)
 
     def magnitude(self, *, name: str = "weight") -> Magnitude:
-        """The magnitude; FormatError for NaN and infinity."""
+        """The magnitude; FormatError, naming the tensor, if a value is NaN or infinite."""
         largest = (self.bits & np.uint16(MAGNITUDE_BITS)).max(initial=0)
         if largest >= _INFINITY_BITS:
             raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
@@ -133,7 +122,7 @@ class Bf16Weight:
         return Magnitude(scale_max=amax, amax=amax)
 
     def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> Bf16Weight:
-        """The weight with other exponents; FormatError if a number overflows or loses a bit."""
+        """The weight with column j over 2**exponents[j], int8 [K] in -4..4; FormatError if it is not exact."""
         check_channel_exponents(exponents, self.shape[1])
         return Bf16Weight(scale_bits(self.bits, -exponents, name=name)) if exponents.any() else self
 

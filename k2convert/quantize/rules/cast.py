@@ -21,20 +21,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.quantize.formats.mxfp4 import (
-    NAN_BYTE,
-    SCALE_BIAS,
-    Mxfp4Weight,
-    is_empty,
-    look_up,
-)
-from k2convert.quantize.formats.nvfp4 import (
-    ONE_BYTE,
-    SIGN_BIT,
-    Nvfp4Weight,
-    decode_e2m1,
-    nearest_code,
-)
+from k2convert.quantize.formats.mxfp4 import NAN_BYTE, SCALE_BIAS, Mxfp4Weight, is_empty, look_up
+from k2convert.quantize.formats.nvfp4 import ONE_BYTE, SIGN_BIT, Nvfp4Weight, decode_e2m1, nearest_code
 
 LARGEST_STEP: Final = 8
 """2**8 is the largest power of two in E4M3."""

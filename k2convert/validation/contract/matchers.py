@@ -267,10 +267,9 @@ def _parts_match(module: str, fusion: Fusion, matches: Callable[[str], bool]) ->
 
 @dataclass(frozen=True, slots=True)
 class ListReader:
-    """An exclude list as the engines' loaders of one library read it; lists are mapped once, then modules are matched.
+    """An exclude list as the engines' loaders of one library read it. Lists are mapped once, then modules are matched.
 
-    fuses_experts   one module has all experts of a layer, which the last argument of `sglang` states
-    reads_regexes   some engine knows `re:` entries
+    `fuses_experts`: one module has all experts of a layer, which the last argument of `sglang` states.
     """
 
     fuses_experts: bool

@@ -52,7 +52,7 @@ class Result:
     tensors                    the name a tensor should have -> where it is
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
-    layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
+    names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
     calibration                of the conversion, if its statistics are given
     scaling                    exact smoothing, if the ledger states it
     whole                      the result that this is a part of; None if this is the whole result
@@ -66,7 +66,7 @@ class Result:
     unknown: tuple[str, ...]
     modules: dict[str, Module]
     family: Family
-    layout: str
+    names: CheckpointLayout
     has_input_scale: bool
     source: Checkpoint | None
     source_names: Mapping[str, TensorName]
@@ -106,9 +106,9 @@ class Result:
         )
 
     @property
-    def names(self) -> CheckpointLayout:
-        """The layout, with its parameter names."""
-        return LAYOUTS[self.layout]
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self.names.name
 
     @property
     def expected_parameters(self) -> tuple[str, ...]:
@@ -252,9 +252,9 @@ def _from_headers(
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     parameters = {parts.parameter for parts in parsed.values()}
-    found = (layout.name for layout in LAYOUTS.values() if layout.global_scale in parameters)
-    layout = next(found, next(iter(LAYOUTS)))
-    modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
+    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in parameters]
+    names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
+    modules = _modules(tensors, parsed, int4, recipe, names)
     return Result(
         folder=folder,
         headers=headers,
@@ -263,8 +263,8 @@ def _from_headers(
         unknown=unknown,
         modules=modules,
         family=family,
-        layout=layout,
-        has_input_scale=_has_input_scale(modules, LAYOUTS[layout], recipe),
+        names=names,
+        has_input_scale=_has_input_scale(modules, names, recipe),
         source=source,
         source_names=source_names,
         int4_modules=int4,
