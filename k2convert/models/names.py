@@ -238,7 +238,7 @@ class Family:
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
     refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
-    linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda *_: frozenset()
+    linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda _, __, ___: frozenset()
     model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)
     unsplit_attention: tuple[str, ...] = ()

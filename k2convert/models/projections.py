@@ -332,6 +332,7 @@ class TensorSource(Protocol):
 
     def read(self, tensor: TensorInfo) -> Bytes:
         """Return all bytes of a tensor; raises SourceReadError if reading fails."""
+        ...
 
 
 def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:

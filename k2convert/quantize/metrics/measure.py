@@ -127,7 +127,8 @@ def add_up(
 def _add_up_bf16(source: SourceWeight, written: _Written, factors: _Factors) -> Sums:
     sums_N4 = np.zeros((source.shape[0], 4))
     counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], factors, sums_N4.reshape(-1))
-    return Sums(*map(_sum, sums_N4.T), *counts[:3])
+    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
+    return Sums(energy, error, weighted_energy, weighted_error, *counts[:3])
 
 
 def _add_up_int4(source: Int4Weight, written: _Written, factors: _Factors) -> Sums:
@@ -139,7 +140,8 @@ def _add_up_int4(source: Int4Weight, written: _Written, factors: _Factors) -> Su
     columns = source.shape[1]
     sums = sums_N4.reshape(-1)
     counts = _cpu.measure_int4(*codes, *_flat(written), columns, powers, inverses, factors, sums)
-    return Sums(*map(_sum, sums_N4.T), *counts)
+    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
+    return Sums(energy, error, weighted_energy, weighted_error, *counts)
 
 
 def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
