@@ -31,11 +31,10 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection, load_project
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, is_weight
 
@@ -359,7 +358,7 @@ class _Conversion:
     def _quantize(
         self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        global_scale = self.quantizer.global_scale(shared)
         name = projection.module
         importance = None
         result = None
@@ -408,5 +407,4 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
 
 
 def _dequantize(source: SourceWeight) -> Bytes:
-    weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
-    return weight.bits.view(np.uint8).reshape(-1)
+    return source.bits.view(np.uint8).reshape(-1)

@@ -41,8 +41,7 @@ from k2convert.models import detect_family
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.events import SILENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
@@ -303,7 +302,7 @@ def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) 
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
         assert not isinstance(source, torch.Tensor)
-        assert codes.read(module).global_scale == mse_global_scale(measure(source, name=module), is_int4=True)
+        assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("shadow:0", marks=pytest.mark.slow)])
