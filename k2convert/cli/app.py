@@ -137,11 +137,13 @@ for _options, *_commands in _VERBS:
 
 
 @app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))
-def recipes(as_json: JsonOption = False) -> None:
+def recipes(json: JsonOption = False) -> None:
     """List the recipes that come with k2convert."""
+    from k2convert.cli import console
     from k2convert.cli.recipes import recipes
 
-    recipes(as_json=as_json)
+    console.begin(json=json)
+    recipes()
 
 
 @app.command(cls=Verb, epilog=_examples("guide", "guide serve"))
@@ -149,8 +151,10 @@ def guide(
     topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Topic of a page.", show_default=False)] = None,
 ) -> None:
     """Show the manual: a list of its pages, or the page of a topic."""
+    from k2convert.cli import console
     from k2convert.cli.guide import guide
 
+    console.begin()
     guide(topic)
 
 

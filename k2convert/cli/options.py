@@ -226,6 +226,9 @@ def verb(options: type) -> Callable[..., None]:
     name = options.__name__.removesuffix("Options").lower()
 
     def command(**values: Any) -> None:
+        from k2convert.cli import console
+
+        console.begin(json=values["json"], quiet=values.get("quiet", False))
         said = "" if values.get("dry_run") else _INTERRUPTED.get(name, "")
         say_when_interrupted(lambda: said, resumes=bool(said) and name != "validate")
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
@@ -259,7 +262,7 @@ def command_words(verb: str, options: Any) -> tuple[str, ...]:
             continue
         if value == field.default or field.name == "dry_run":
             continue
-        name = {"as_json": "json", "settings": "set"}.get(field.name, field.name).replace("_", "-")
+        name = {"settings": "set"}.get(field.name, field.name).replace("_", "-")
         if value is True:
             words.append(f"--{name}")
         else:

@@ -60,7 +60,7 @@ class EvaluateOptions:
     long: LongOption = False
     any_text: AnyTextOption = False
     dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
 
 
@@ -96,5 +96,5 @@ class CompareOptions:
     model_a: Annotated[str | None, option("Which model of A, if it serves several.", "NAME")] = None
     model_b: Annotated[str | None, option("Which model of B, if it serves several.", "NAME")] = None
     requests: Annotated[int, option("Requests at a time.", "N", min=1, max=256)] = 4
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False

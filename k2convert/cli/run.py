@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -83,11 +83,11 @@ def run(options: RunOptions) -> None:
     if options.destination.startswith(SCHEME):
         bound_memory()
     with (
-        Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
+        Waiting(f"reads the headers of {options.source}") as waiting,
         open_job(
             options.source,
             options.destination,
-            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            hub=Hub(notify=console.notifier()),
             recipe=options.recipe,
             settings=overrides,
             statistics=options.statistics,
@@ -132,8 +132,7 @@ def _settle(job: Job, target: "Target", options: RunOptions) -> None:
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
     if options.evaluate:
         console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
-    if options.as_json:
-        console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
+    console.show({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -190,28 +189,26 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         needed = max(converting, last.needed)
-    with Waiting("measures the disk and the kernels", quiet=options.quiet):
+    with Waiting("measures the disk and the kernels"):
         estimated = estimate(job, memory=needed)
         time = None if walk is None else walk.time()
-    if options.as_json:
-        document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
-        if job.gptq is not None and walk is not None and time is not None:
-            document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
-        if last is not None:
-            document["evaluation"] = last.found.document(last.time, last.needed)
-        console.print_json(document)
+    document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
+    views: list[str | Callable[[], None]] = [partial(show_plan, job, source=options.source)]
+    if job.gptq is not None and walk is not None and time is not None:
+        document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
+        smoothing = "on" if job.plan.recipe.smoothing else "off"
+        views += [
+            partial(show_text, job.gptq),
+            f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)",
+            partial(show_walk, walk, time, estimated, needed=needed),
+        ]
     else:
-        show_plan(job, source=options.source)
-        if job.gptq is not None and walk is not None and time is not None:
-            show_text(job.gptq)
-            smoothing = "on" if job.plan.recipe.smoothing else "off"
-            console.print_line(f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)")
-            show_walk(walk, time, estimated, needed=needed)
-        else:
-            show_estimate(estimated)
-        show_network(job, estimated)
+        views.append(partial(show_estimate, estimated))
     if last is not None:
-        (console.print_note if options.as_json else console.print_line)(last.line)
+        document["evaluation"] = last.found.document(last.time, last.needed)
+    console.show(document, *views, partial(show_network, job, estimated))
+    if last is not None:
+        console.print_line(last.line)
     check_room(job)
     check_job_memory(job)
     if walk is not None:
@@ -220,24 +217,22 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         last.check(options.source, may_be_long=options.long)
     if time is not None:
         check_time(time, source=options.source, may_be_long=options.long)
-    if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command(without="--dry-run"))
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
-    with Waiting("looks at the cluster", quiet=options.quiet), _open_cluster(options) as cluster:
+    with Waiting("looks at the cluster"), _open_cluster(options) as cluster:
         found = cluster.capacity
-    if options.as_json:
-        console.print_json(plan_document(job, source=options.source) | {"cluster": asdict(found)})
-    else:
-        show_plan(job, source=options.source)
-        has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
-        rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
-        lack = f"{found.lack}, or wait until the cluster grows"
-        console.print_line(f"cluster: {has}; {lack if found.lack else rate}")
+    has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
+    rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
+    lack = f"{found.lack}, or wait until the cluster grows"
+    console.show(
+        plan_document(job, source=options.source) | {"cluster": asdict(found)},
+        partial(show_plan, job, source=options.source),
+        f"cluster: {has}; {lack if found.lack else rate}",
+    )
     check_room(job)
-    if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command(without="--dry-run"))
 
 
 @contextmanager
@@ -256,7 +251,7 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     """Do one part, and print the command that ends the job."""
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     num_shards = len(part.items(job.items))
-    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
@@ -266,11 +261,11 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     own_process()
     with display as events:
         execute(replace(job, command=whole), part=part, events=events)
-    if options.as_json:
-        console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
-        return
-    console.print_line(f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}")
-    console.print_note("when all parts are done, the command without --part writes index and config:")
+    console.show(
+        {"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)},
+        f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}",
+        partial(console.print_note, "when all parts are done, the command without --part writes index and config:"),
+    )
     console.print_next(whole.line(here=whole.folder))
 
 
@@ -279,14 +274,13 @@ def _do(job: Job, options: RunOptions) -> None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     command = JobCommand(command_words("run", options), str(Path.cwd()))
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
-    display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
+    display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:
         _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         last.check(options.source, may_be_long=options.long)
-        if not options.quiet:
-            console.print_event(last.line)
+        console.print_event(last.line)
     own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
@@ -296,7 +290,7 @@ def _do(job: Job, options: RunOptions) -> None:
     except UnservableError as error:
         from k2convert.cli.validation_view import show_validation
 
-        show_validation(error.validation, as_json=options.as_json)
+        show_validation(error.validation)
         raise
     job = replace(job, finished=outcome.finished)
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
@@ -328,46 +322,41 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     if walk.size.num_layers == 0:
         return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
-    with Waiting("measures one expert", quiet=options.quiet):
+    with Waiting("measures one expert"):
         time = walk.time()
     check_time(time, source=options.source, may_be_long=options.long)
-    if not options.quiet:
-        show_text(plan, time)
+    show_text(plan, time)
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
     totals = summarize(outcome.records.values())
     missed = below_budget(outcome.records.values(), job.plan.recipe)
     doubtful = doubts(outcome.records.values())
-    if options.as_json:
-        document = run_document(job, totals, seconds) | ({"warnings": doubtful} if doubtful else {})
-        if missed:
-            document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
-        if job.uses_hub:
-            document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
-            if outcome.validation is not None:
-                contract = outcome.validation.contract
-                counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
-                document["contract"] = counts
-        if outcome.evaluation is not None:
-            document["evaluation"] = plain(outcome.evaluation)
-        console.print_json(document)
-        check_budget(job.destination.folder, job.plan.recipe, missed)
-        return
+    document = run_document(job, totals, seconds) | ({"warnings": doubtful} if doubtful else {})
+    views: list[str | Callable[[], None]] = []
     if outcome.calibrated is not None:
-        show_outputs(outcome.calibrated, job.gptq)
-    show_run(job, totals, seconds)
-    for doubt in doubtful:
-        console.print_note(f"warning: {doubt}")
+        views.append(partial(show_outputs, outcome.calibrated, job.gptq))
+    views.append(partial(show_run, job, totals, seconds))
+    views += [partial(console.print_note, f"warning: {doubt}") for doubt in doubtful]
+    if missed:
+        document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
+    if job.uses_hub:
+        document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
+    contract = None if outcome.validation is None else outcome.validation.contract
+    if contract is not None:
+        counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
+        document["contract"] = counts
     if outcome.evaluation is not None:
         from k2convert.cli.evaluation_view import show_evaluation
 
-        show_evaluation(outcome.evaluation)
+        document["evaluation"] = plain(outcome.evaluation)
+        views.append(partial(show_evaluation, outcome.evaluation))
+    if contract is not None:
+        views.append(contract.summary)
     if outcome.commit is not None:
-        if outcome.validation is not None:
-            console.print_line(outcome.validation.contract.summary)
-        show_commit(job.hub, job.destination, outcome.commit)
-    elif job.plan.recipe.target == "nvfp4":
+        views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
+    console.show(document, *views)
+    if outcome.commit is None and job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)
         if given and options.statistics is not None:
             given += ("--statistics", options.statistics)

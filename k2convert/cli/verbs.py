@@ -94,7 +94,7 @@ class RunOptions:
         bool, flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", RESULT)
     ] = False
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and write nothing.", RESULT)] = False
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
     statistics: Annotated[
         str | None, option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", CALIBRATION, check=check_statistics)
@@ -159,7 +159,7 @@ class CalibrateOptions:
     max_disk: MaxDiskOption = None
     long: LongOption = False
     dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
 
 
@@ -193,7 +193,7 @@ class ValidateOptions:
             check=check_source,
         ),
     ] = None
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
 
 
@@ -210,7 +210,7 @@ class ReportOptions:
     out: Annotated[
         Path | None, option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", check=check_new_place)
     ] = None
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
 
 
@@ -232,7 +232,7 @@ class PublishOptions:
     ] = None
     source: SourceOption = None
     statistics: StatisticsOption = None
-    as_json: JsonOption = False
+    json: JsonOption = False
     quiet: QuietOption = False
 
 
@@ -243,7 +243,7 @@ class InspectOptions:
     source: Annotated[
         str, argument("SOURCE", f"Folder of a checkpoint, {ADDRESS}, or a statistics file.", check_source)
     ]
-    as_json: JsonOption = False
+    json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class StatusOptions:
             "DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", check_status_place
         ),
     ]
-    as_json: JsonOption = False
+    json: JsonOption = False
 
 
 def _check_experts(text: str) -> None:
@@ -306,4 +306,4 @@ class FitOptions:
     estimate: Annotated[
         bool, flag("--estimate", "Ask AIConfigurator for the speed (pip install 'k2convert[fit]').")
     ] = False
-    as_json: JsonOption = False
+    json: JsonOption = False
