@@ -43,8 +43,9 @@ from k2convert.cli.views import (
 from k2convert.errors import UnservableError, counted, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
-from k2convert.job.opening import open_job, text_files
-from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
+from k2convert.job.locations import read_destination
+from k2convert.job.opening import text_files
+from k2convert.job.prepare import Job, JobOptions, check_job_memory, check_room, memory_bytes, open_job
 from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
@@ -76,7 +77,6 @@ def run(options: RunOptions) -> None:
         from k2convert.job.parts import read_part
 
         part = read_part(options.part, os.environ)
-    overrides = _recipe_overrides(options)
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
@@ -84,19 +84,7 @@ def run(options: RunOptions) -> None:
         bound_memory()
     with (
         Waiting(f"reads the headers of {options.source}") as waiting,
-        open_job(
-            options.source,
-            options.destination,
-            hub=Hub(notify=console.notifier()),
-            recipe=options.recipe,
-            settings=overrides,
-            statistics=options.statistics,
-            text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
-            work_folder=options.work_dir,
-            workers=options.workers,
-            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
-            private=not options.public,
-        ) as job,
+        open_job(_job_options(options), hub=Hub(notify=console.notifier())) as job,
     ):
         if options.evaluate:
             from k2convert.job.final_evaluation import with_evaluation
@@ -159,6 +147,20 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     yield (
         options.max_disk and not (from_hub or to_hub),
         "--max-disk only applies to hf:// sources or destinations: leave it out",
+    )
+
+
+def _job_options(options: RunOptions) -> JobOptions:
+    return JobOptions(
+        source=options.source,
+        destination=read_destination(options.destination, work_folder=options.work_dir),
+        recipe=options.recipe,
+        settings=_recipe_overrides(options),
+        statistics=options.statistics,
+        text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
+        workers=options.workers,
+        max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        private=not options.public,
     )
 
 
