@@ -8,7 +8,8 @@ or the formats. The first failure stops everything. What was finished stays fini
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -114,7 +115,7 @@ class Pipeline:
         works = [self._admit_all, *[self._convert_all] * self._stages.num_workers]
         if self._stages.uploads is not None:
             works += [self._upload_all] * NUM_UPLOADS
-        threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
         try:
             for thread in threads:
                 thread.start()
@@ -131,9 +132,11 @@ class Pipeline:
         if self._failure is not None:
             raise self._failure
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """Stop everything if the block, which is all that a thread does, fails."""
         try:
-            work()
+            yield
         except BaseException as error:  # raised again in the waiting thread
             self._halt(error)
 
@@ -158,31 +161,33 @@ class Pipeline:
 
     def _admit_all(self) -> None:
         disk = self._disk
-        for item in self._items:
-            with self._changed:
-                disk.is_blocked = True
-                if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
-                    return
-                disk.is_blocked = False
-                disk.used += self._need(item)
-                fresh = [source for source in item.sources if source not in disk.held]
-                disk.held.update(fresh)
-            if self._stages.fetch is not None:
-                for source in fresh:
-                    self._stages.fetch(source)
-            with self._changed:
-                self._conversions.waiting.append(item)
-                self._changed.notify_all()
+        with self._guarded():
+            for item in self._items:
+                with self._changed:
+                    disk.is_blocked = True
+                    if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
+                        return
+                    disk.is_blocked = False
+                    disk.used += self._need(item)
+                    fresh = [source for source in item.sources if source not in disk.held]
+                    disk.held.update(fresh)
+                if self._stages.fetch is not None:
+                    for source in fresh:
+                        self._stages.fetch(source)
+                with self._changed:
+                    self._conversions.waiting.append(item)
+                    self._changed.notify_all()
 
     def _convert_all(self) -> None:
         queue = self._conversions
-        while True:
-            with self._changed:
-                if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
-                    return
-                item = queue.waiting.popleft()
-            self._stages.convert(item)
-            self._release_sources(item)
+        with self._guarded():
+            while True:
+                with self._changed:
+                    if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
+                        return
+                    item = queue.waiting.popleft()
+                self._stages.convert(item)
+                self._release_sources(item)
 
     def _release_sources(self, item: Item) -> None:
         disk = self._disk
@@ -206,17 +211,18 @@ class Pipeline:
         def has_work() -> bool:  # or never will have
             return bool(queue.waiting) or queue.num_left == 0 or self._must_commit(uploads)
 
-        while True:
-            with self._changed:
-                if not self._wait(has_work) or queue.num_left == 0:
-                    return
-                item = queue.waiting.popleft() if queue.waiting else None
-                if item is None:
-                    self._sending.is_committing = True
-                else:
-                    self._sending.num_uploading += 1
-            if item is None or self._upload(uploads, item):
-                self._drop_outputs(uploads.commit())
+        with self._guarded():
+            while True:
+                with self._changed:
+                    if not self._wait(has_work) or queue.num_left == 0:
+                        return
+                    item = queue.waiting.popleft() if queue.waiting else None
+                    if item is None:
+                        self._sending.is_committing = True
+                    else:
+                        self._sending.num_uploading += 1
+                if item is None or self._upload(uploads, item):
+                    self._drop_outputs(uploads.commit())
 
     def _upload(self, uploads: UploadStage, item: Item) -> bool:
         """Send one shard; returns whether this thread has to commit now."""

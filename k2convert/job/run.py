@@ -260,10 +260,9 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         sweep_downloads(job, run.items, run.to_upload)
     walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, walking as shard_walk:
-        convert = _LocalStage(run, threads, shard_walk).convert if cluster is None else partial(_on_node, run, cluster)
         yield Stages(
             fetch=fetch,
-            convert=convert,
+            convert=partial(_here, run, threads, shard_walk) if cluster is None else partial(_on_node, run, cluster),
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
@@ -271,32 +270,25 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalStage:
-    run: _Run
-    threads: resources.Threads
-    walk: "ShardWalk | None"
+def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
+    """Convert a shard in this process, when the walk has done its layers, and record it."""
+    job = run.job
+    calibration = job.calibration if walk is None else walk.wait_for(item.name)
+    if job.source.remote is not None and calibration is not None:
+        from k2convert.calibration.fitting import check_norms
 
-    def convert(self, item: Item) -> None:
-        """Convert a shard, when the walk has done its layers, and record it."""
-        run = self.run
-        walk = self.walk
-        job = self.run.job
-        calibration = job.calibration if walk is None else walk.wait_for(item.name)
-        if job.source.remote is not None and calibration is not None:
-            from k2convert.calibration.fitting import check_norms
-
-            check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-        task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
-        record = convert_shard(task, threads=self.threads, events=run.events, stop=run.stop)
-        run.journal.record(record)
-        run.records[item.name] = record
-        if walk is not None:
-            walk.recorded(item.name)
-        run.events.shard_finished(item.name)
+        check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+    task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
+    record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
+    run.journal.record(record)
+    run.records[item.name] = record
+    if walk is not None:
+        walk.recorded(item.name)
+    run.events.shard_finished(item.name)
 
 
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
+    """Convert a shard on a node of the cluster, and record it."""
     from k2convert.job.ray import convert_on_node
 
     record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)
