@@ -25,6 +25,7 @@ TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .np
 ADDRESS: Final = "hf://owner/name[@revision]"
 STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
 RESULT = "Source and result"
+CHECKS = "Output and checks"
 CALIBRATION = "Calibration"
 MACHINE = "Machine"
 HUB = "Hub"
@@ -180,8 +181,8 @@ def flag(name: str, help: str, panel: str | None = None) -> Any:
     return typer.Option(name, help=help, rich_help_panel=panel)
 
 
-JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", RESULT)]
-QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", RESULT)]
+JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", CHECKS)]
+QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", CHECKS)]
 SourceOption = Annotated[
     str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
 ]
@@ -212,9 +213,9 @@ DeviceOption = Annotated[
         help="What computes a text: auto, cpu or cuda.", metavar="DEVICE", rich_help_panel=MACHINE, parser=_device
     ),
 ]
-LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", CALIBRATION)]
+LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", MACHINE)]
 AnyTextOption = Annotated[
-    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CALIBRATION)
+    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CHECKS)
 ]
 
 

@@ -17,6 +17,7 @@ from k2convert.choices import (
 from k2convert.cli.options import (
     ADDRESS,
     CALIBRATION,
+    CHECKS,
     HUB,
     MACHINE,
     RESULT,
@@ -91,9 +92,9 @@ class RunOptions:
         ),
     ] = None
     verify: Annotated[
-        bool, flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", RESULT)
+        bool, flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", CHECKS)
     ] = False
-    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and write nothing.", RESULT)] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and write nothing.", CHECKS)] = False
     json: JsonOption = False
     quiet: QuietOption = False
     statistics: Annotated[
@@ -104,7 +105,7 @@ class RunOptions:
     ] = None
     evaluate: Annotated[
         list[Path] | None,
-        option(f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION),
+        option(f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CHECKS),
     ] = None
     long: LongOption = False
     any_text: AnyTextOption = False
