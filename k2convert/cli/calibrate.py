@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,7 +18,7 @@ from k2convert.cli.forecast import (
     show_text,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes
@@ -27,7 +26,6 @@ from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration, text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
-from k2convert.records.command import JobCommand
 
 if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
@@ -74,7 +72,7 @@ def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     plan.check_room()
     check_time(time, source=options.source, may_be_long=options.long)
     if not options.dry_run:
-        command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
+        command = job_command("calibrate", options)
         _do(replace(plan, command=command), options, time)
     else:
         console.print_next(console.own_command(without="--dry-run"))

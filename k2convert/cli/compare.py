@@ -13,7 +13,7 @@ from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.proof_verbs import CompareOptions
+from k2convert.cli.verbs import CompareOptions
 from k2convert.errors import counted
 from k2convert.evaluation.answers import AnswerFolder, open_saved
 from k2convert.evaluation.connection import (

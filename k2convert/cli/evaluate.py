@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,16 +11,15 @@ from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Forecast, check_time, forecast_evaluation
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.proof_verbs import EvaluateOptions
+from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.opening import text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
-from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     plan.check_room()
     check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
-        command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
+        command = job_command("evaluate", options)
         _do(replace(plan, command=command), time)
     else:
         console.print_next(console.own_command(without="--dry-run"))

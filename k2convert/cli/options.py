@@ -11,25 +11,18 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, cast, get_type_hints
 
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import Device, parse_size
+from k2convert.choices import parse_size
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import ArgumentError, HubError, quoted, shortened
+from k2convert.errors import ArgumentError, HubError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
-TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
-ADDRESS: Final = "hf://owner/name[@revision]"
-STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
-RESULT = "Source and result"
-CHECKS = "Output and checks"
-CALIBRATION = "Calibration"
-MACHINE = "Machine"
-HUB = "Hub"
-"""The panels of `run --help`."""
+if TYPE_CHECKING:
+    from k2convert.records.command import JobCommand
 
 _MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _PAGE: Final = re.compile(
@@ -153,12 +146,6 @@ def argument(name: str, help: str, check: Callable[[str], None]) -> Any:
     return typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
 
 
-SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
-ResultArgument = Annotated[
-    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)
-]  # of a result that is there
-
-
 def option(
     help: str,
     metavar: str | None = None,
@@ -179,44 +166,6 @@ def option(
 def flag(name: str, help: str, panel: str | None = None) -> Any:
     """Define an option without a value."""
     return typer.Option(name, help=help, rich_help_panel=panel)
-
-
-JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", CHECKS)]
-QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", CHECKS)]
-SourceOption = Annotated[
-    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
-]
-StatisticsOption = Annotated[
-    str | None,
-    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics),
-]
-YesOption = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
-PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
-MaxDiskOption = Annotated[
-    str | None,
-    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
-]
-
-
-def _device(text: str) -> Device:
-    """Accept a device of this machine; raises BadParameter."""
-    if text not in get_args(Device):
-        raise typer.BadParameter(
-            f"{quoted(text)} is not auto, cpu or cuda. For what other machines take, see `k2convert guide calibrate`."
-        )
-    return cast(Device, text)
-
-
-DeviceOption = Annotated[
-    Device,
-    typer.Option(
-        help="What computes a text: auto, cpu or cuda.", metavar="DEVICE", rich_help_panel=MACHINE, parser=_device
-    ),
-]
-LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", MACHINE)]
-AnyTextOption = Annotated[
-    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CHECKS)
-]
 
 
 def verb(options: type) -> Callable[..., None]:
@@ -252,8 +201,10 @@ def verb(options: type) -> Callable[..., None]:
     return command
 
 
-def command_words(verb: str, options: Any) -> tuple[str, ...]:
-    """Return the command that has these options, the first two as arguments: what resumes the job."""
+def job_command(verb: str, options: Any) -> "JobCommand":
+    """Return the command that has these options, the first two as arguments, in this folder: it resumes the job."""
+    from k2convert.records.command import JobCommand  # which loads pydantic: help would be slow
+
     known = fields(options)
     words = ["k2convert", verb]
     for number, field in enumerate(known):
@@ -269,4 +220,4 @@ def command_words(verb: str, options: Any) -> tuple[str, ...]:
         else:
             given = cast(list[object], value) if isinstance(value, list) else [value]
             words += [word for one in given for word in (f"--{name}", str(one))]
-    return tuple(words)
+    return JobCommand(tuple(words), str(Path.cwd()))

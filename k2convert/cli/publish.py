@@ -66,7 +66,7 @@ def publish(options: PublishOptions) -> None:
         ):
             for name, problem in missing_sidecars(folder):
                 console.print_note(f"warning: {folder}: {name}: {problem}")
-            confirm(target, total_bytes=ledger.num_bytes, yes=options.yes, ask=typer.confirm)
+            confirm(target, total_bytes=ledger.num_bytes, yes=options.yes)
             with Display("validate", Extent({"check": (folder_bytes(folder), 0)})) as events:
                 validation, hashes = validate_publication(
                     publication, source=origin, shards=shards, statistics=calibrated, events=events

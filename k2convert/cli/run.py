@@ -2,11 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -25,7 +24,7 @@ from k2convert.cli.forecast import (
     show_walk,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -50,7 +49,6 @@ from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
-from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 from k2convert.records.events import Extent
 from k2convert.records.ledger import below_budget, check_budget, doubts, summarize
@@ -195,7 +193,7 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         estimated = estimate(job, memory=needed)
         time = None if walk is None else walk.time()
     document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
-    views: list[str | Callable[[], None]] = [partial(show_plan, job, source=options.source)]
+    views: list[str | Callable[[], None]] = [partial(show_plan, job, document)]
     if job.gptq is not None and walk is not None and time is not None:
         document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
         smoothing = "on" if job.plan.recipe.smoothing else "off"
@@ -228,39 +226,37 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
     has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
     rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
     lack = f"{found.lack}, or wait until the cluster grows"
+    document = plan_document(job, source=options.source)
     console.show(
-        plan_document(job, source=options.source) | {"cluster": asdict(found)},
-        partial(show_plan, job, source=options.source),
+        document | {"cluster": asdict(found)},
+        partial(show_plan, job, document),
         f"cluster: {has}; {lack if found.lack else rate}",
     )
     check_room(job)
     console.print_next(console.own_command(without="--dry-run"))
 
 
-@contextmanager
-def _open_cluster(options: RunOptions) -> "Generator[Cluster]":
+def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
     """Connect to the cluster of --ray; raises PlanError without one."""
     assert options.ray is not None
     from k2convert.job.ray import connect
 
     max_disk = None if options.max_disk is None else parse_size(options.max_disk)
-    cpus = options.cpus_per_shard
-    with connect(options.ray, cpus=cpus, max_disk=max_disk) as cluster:
-        yield cluster
+    return connect(options.ray, cpus=options.cpus_per_shard, max_disk=max_disk)
 
 
 def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     """Do one part, and print the command that ends the job."""
-    whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
+    whole = job_command("run", replace(options, part=None))
+    own = job_command("run", options)
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
         lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
-        console.command(*command_words("run", options)),
+        own.line(here=own.folder),
     )
-    own_process()
     with display as events:
         execute(replace(job, command=whole), part=part, events=events)
     console.show(
@@ -273,8 +269,8 @@ def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
 
 def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None:
-        confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
-    command = JobCommand(command_words("run", options), str(Path.cwd()))
+        confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes)
+    command = job_command("run", options)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:

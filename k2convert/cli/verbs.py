@@ -2,43 +2,29 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, cast, get_args
 
 import typer
 
 from k2convert.choices import (
+    EVALUATION_TOKENS,
+    EVALUATION_WINDOW,
     MAX_SEED,
     Activations,
+    AskedActivations,
+    ComputedKvCache,
+    Device,
     Layout,
     Rule,
     ServedKvCache,
     Target,
 )
 from k2convert.cli.options import (
-    ADDRESS,
-    CALIBRATION,
-    CHECKS,
-    HUB,
-    MACHINE,
-    RESULT,
-    STATISTICS,
-    TEXT_FORMS,
-    AnyTextOption,
-    DeviceOption,
-    JsonOption,
-    LongOption,
-    MaxDiskOption,
-    PublicOption,
-    QuietOption,
-    ResultArgument,
-    SourceArgument,
-    SourceOption,
-    StatisticsOption,
-    YesOption,
     argument,
     check_folder,
     check_new_place,
     check_not_address,
+    check_server,
     check_size,
     check_source,
     check_statistics,
@@ -48,7 +34,61 @@ from k2convert.cli.options import (
 )
 from k2convert.errors import quoted
 
+TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
+ADDRESS: Final = "hf://owner/name[@revision]"
+STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
+RESULT = "Source and result"
+CHECKS = "Output and checks"
+CALIBRATION = "Calibration"
+MACHINE = "Machine"
+HUB = "Hub"
+"""The panels of `run --help`."""
+
 AUTO: Final = "auto"
+
+SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
+ResultArgument = Annotated[
+    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)
+]  # of a result that is there
+JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", CHECKS)]
+QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", CHECKS)]
+SourceOption = Annotated[
+    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
+]
+StatisticsOption = Annotated[
+    str | None,
+    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics),
+]
+YesOption = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
+PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
+MaxDiskOption = Annotated[
+    str | None,
+    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
+]
+
+
+def _device(text: str) -> Device:
+    """Accept a device of this machine; raises BadParameter."""
+    if text not in get_args(Device):
+        raise typer.BadParameter(
+            f"{quoted(text)} is not auto, cpu or cuda. For what other machines take, see `k2convert guide calibrate`."
+        )
+    return cast(Device, text)
+
+
+DeviceOption = Annotated[
+    Device,
+    typer.Option(
+        help="What computes a text: auto, cpu or cuda.", metavar="DEVICE", rich_help_panel=MACHINE, parser=_device
+    ),
+]
+LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", MACHINE)]
+AnyTextOption = Annotated[
+    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CHECKS)
+]
+TextOption = Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
+SeedOption = Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)]
+DryRunOption = Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +190,16 @@ class CalibrateOptions:
             check_folder,
         ),
     ]
-    text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
+    text: TextOption
     tokens: Annotated[
         int | None, option("Tokens to use [default: 2 for each input of an expert, at least 131072].", "N", min=1)
     ] = None
     window: Annotated[int, option("Tokens that are seen together.", "N", min=1)] = 2048
-    seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
+    seed: SeedOption = 0
     device: DeviceOption = "auto"
     max_disk: MaxDiskOption = None
     long: LongOption = False
-    dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
+    dry_run: DryRunOption = False
     json: JsonOption = False
     quiet: QuietOption = False
 
@@ -308,3 +348,80 @@ class FitOptions:
         bool, flag("--estimate", "Ask AIConfigurator for the speed (pip install 'k2convert[fit]').")
     ] = False
     json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """Measure how far whole models are from a reference, on a text. It computes all of them layer by layer. Running it
+    again resumes.
+    """
+
+    reference: Annotated[
+        str, argument("REFERENCE", f"The model to compare with: a folder, or {ADDRESS}.", check_source)
+    ]
+    checkpoints: Annotated[
+        list[str],
+        argument(
+            "CHECKPOINT...",
+            f"INT4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.",
+            check_source,
+        ),
+    ]
+    text: TextOption
+    tokens: Annotated[int, option("Tokens to use.", "N", min=2)] = EVALUATION_TOKENS
+    window: Annotated[int, option("Tokens that are seen together.", "N", min=2)] = EVALUATION_WINDOW
+    seed: SeedOption = 0
+    activations: Annotated[
+        AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
+    ] = None
+    kv_cache: Annotated[
+        ComputedKvCache | None, option("Round what a KV cache holds, but not the reference's [default: FP32].")
+    ] = None
+    device: DeviceOption = "auto"
+    max_disk: MaxDiskOption = None
+    out: Annotated[
+        Path | None,
+        option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
+    ] = None
+    replace: Annotated[bool, flag("--replace", "Replace an evaluation of something else in the file.")] = False
+    long: LongOption = False
+    any_text: AnyTextOption = False
+    dry_run: DryRunOption = False
+    json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """Compare the models of two servers. Both are asked for the log-probabilities of a text. Running it again resumes.
+
+    A is the reference. vLLM must be started with --max-logprobs K; SGLang needs no option. The API key is read from
+    K2CONVERT_API_KEY, and that of B from K2CONVERT_API_KEY_B if it has its own.
+    """
+
+    reference: Annotated[
+        str, argument("A", "Address of a server, http://HOST:PORT/v1, or a folder that --save wrote.", check_server)
+    ]
+    model: Annotated[str | None, argument("[B]", "Address of the other server.", check_server)] = None
+    text: Annotated[list[Path] | None, option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")] = None
+    tokenizer: Annotated[
+        str | None,
+        option(f"Tokenizer of a text: folder of the checkpoint, or {ADDRESS}.", "CHECKPOINT", check=check_source),
+    ] = None
+    tokens: Annotated[int, option("Tokens to ask for.", "N", min=2)] = 8192
+    window: Annotated[int, option("Tokens that are seen together; the servers must have room.", "N", min=2)] = 2048
+    seed: SeedOption = 0
+    top_k: Annotated[
+        int, option("Log-probabilities of each token. More give a better bound.", "K", min=5, max=1024)
+    ] = 64
+    save: Annotated[
+        Path | None,
+        option(
+            "Folder to keep A's answers in, to compare with a B that is served later.", "FOLDER", check=check_folder
+        ),
+    ] = None
+    model_a: Annotated[str | None, option("Which model of A, if it serves several.", "NAME")] = None
+    model_b: Annotated[str | None, option("Which model of B, if it serves several.", "NAME")] = None
+    requests: Annotated[int, option("Requests at a time.", "N", min=1, max=256)] = 4
+    json: JsonOption = False
+    quiet: QuietOption = False

@@ -75,12 +75,6 @@ class _Queue:
     num_left: int
 
 
-@dataclass(slots=True)
-class _Sending:
-    num_uploading: int = 0
-    is_committing: bool = False
-
-
 class Pipeline:
     """One run over the remaining items. `run` returns when all are through, or raises the first failure."""
 
@@ -107,7 +101,8 @@ class Pipeline:
         )
         self._conversions = _Queue(deque(), len(self._items))
         self._uploads = _Queue(deque(to_upload), len(self._items) + len(to_upload))
-        self._sending = _Sending()
+        self._num_uploading = 0
+        self._is_committing = False
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -218,9 +213,9 @@ class Pipeline:
                         return
                     item = queue.waiting.popleft() if queue.waiting else None
                     if item is None:
-                        self._sending.is_committing = True
+                        self._is_committing = True
                     else:
-                        self._sending.num_uploading += 1
+                        self._num_uploading += 1
                 if item is None or self._upload(uploads, item):
                     self._drop_outputs(uploads.commit())
 
@@ -228,18 +223,18 @@ class Pipeline:
         """Send one shard; returns whether this thread has to commit now."""
         uploads.upload(item.name)
         with self._changed:
-            self._sending.num_uploading -= 1
-            must_commit = not self._sending.is_committing and uploads.is_group_due()
+            self._num_uploading -= 1
+            must_commit = not self._is_committing and uploads.is_group_due()
             if must_commit:
-                self._sending.is_committing = True
+                self._is_committing = True
             self._changed.notify_all()
         return must_commit
 
     def _must_commit(self, uploads: UploadStage) -> bool:
         """With nothing to send, commit if a group is due, if room is needed, or if nothing more will come."""
-        is_last = self._conversions.num_left == 0 and self._sending.num_uploading == 0
+        is_last = self._conversions.num_left == 0 and self._num_uploading == 0
         is_wanted = self._disk.is_blocked or is_last or uploads.is_group_due()
-        return not self._sending.is_committing and uploads.num_pending > 0 and is_wanted
+        return not self._is_committing and uploads.num_pending > 0 and is_wanted
 
     def _drop_outputs(self, names: Sequence[str]) -> None:
         for name in names:
@@ -247,5 +242,5 @@ class Pipeline:
         with self._changed:
             self._disk.used -= sum(self._sizes[name] for name in names)
             self._uploads.num_left -= len(names)
-            self._sending.is_committing = False
+            self._is_committing = False
             self._changed.notify_all()
