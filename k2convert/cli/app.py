@@ -23,9 +23,10 @@ from k2convert.cli.verbs import (
     CompareOptions,
     EvaluateOptions,
     FitOptions,
+    GuideOptions,
     InspectOptions,
-    JsonOption,
     PublishOptions,
+    RecipesOptions,
     ReportOptions,
     RunOptions,
     StatusOptions,
@@ -142,33 +143,13 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
     ),
+    (RecipesOptions, "recipes", "recipes --json"),
+    (GuideOptions, "guide", "guide serve"),
 )
 """The options of every verb, and two examples."""
 
 for _options, *_commands in _VERBS:
     app.command(cls=Verb, epilog=_examples(*_commands))(verb(_options))
-
-
-@app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))
-def recipes(json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert."""
-    from k2convert.cli import console
-    from k2convert.cli.recipes import recipes
-
-    console.begin(json=json)
-    recipes()
-
-
-@app.command(cls=Verb, epilog=_examples("guide", "guide serve"))
-def guide(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Topic of a page.", show_default=False)] = None,
-) -> None:
-    """Show the manual: a list of its pages, or the page of a topic."""
-    from k2convert.cli import console
-    from k2convert.cli.guide import guide
-
-    console.begin()
-    guide(topic)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -3,10 +3,11 @@
 import textwrap
 
 from k2convert.cli import console
+from k2convert.cli.verbs import RecipesOptions
 from k2convert.plan.recipe import load_recipe, shipped_recipes
 
 
-def recipes() -> None:
+def recipes(_: RecipesOptions) -> None:
     """Show each recipe by its name: its purpose, and how it converts what. Lines have at most 80 columns."""
     found = [load_recipe(name) for name in shipped_recipes()]
     lines: list[str] = []
