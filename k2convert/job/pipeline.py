@@ -8,12 +8,12 @@ or the formats. The first failure stops everything. What was finished stays fini
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from k2convert.job.resources import Item, Room
+from k2convert.job.resources import Item
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0
@@ -83,19 +83,23 @@ class Pipeline:
         items: Sequence[Item],
         *,
         stages: Stages,
-        room: Room,
+        room: int,
+        source_bytes: Mapping[str, int],
         stop: threading.Event,
         to_upload: Sequence[Item] = (),
     ) -> None:
-        """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
+        """Take `room` bytes of disk at most. `source_bytes` are the sizes of source shards: none for local ones.
+
+        `to_upload` are items that an earlier run converted and that still have to be uploaded.
+        """
         self._items = tuple(items)
-        self._source_bytes = room.source_bytes
+        self._source_bytes = source_bytes
         self._stages = stages
         self._stop = stop
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
         self._disk = _Disk(
-            room=room.num_bytes,
+            room=room,
             used=sum(item.output_bytes for item in to_upload),
             uses=Counter(source for item in items for source in item.sources),
         )

@@ -241,11 +241,6 @@ def _use_torch_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
-def release_buffers() -> None:
-    """Free the tensor buffers, before steps that read no tensors but need memory."""
-    BUFFERS.clear()
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
     """One output shard: the source shards that it needs, and its size."""
@@ -253,14 +248,6 @@ class Item:
     name: str
     sources: tuple[str, ...]
     output_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The bytes that shards may take on a disk. `source_bytes` are the sizes of source shards: none for local ones."""
-
-    num_bytes: int
-    source_bytes: Mapping[str, int]
 
 
 def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:

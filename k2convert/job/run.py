@@ -28,8 +28,9 @@ from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_job_memory, check_room
-from k2convert.job.resources import Item, Room
+from k2convert.job.resources import Item
 from k2convert.job.shard import convert_shard, find_difference, shard_task
+from k2convert.machine import BUFFERS
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
@@ -93,9 +94,14 @@ def execute(
         walk = _open_walk(run)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
-            num_bytes = job.limits.room if cluster is None else sys.maxsize  # nodes have their own
-            room = Room(num_bytes, job.limits.source_bytes)
-            Pipeline(run.items, stages=stages, room=room, stop=run.stop, to_upload=run.to_upload).run()
+            Pipeline(
+                run.items,
+                stages=stages,
+                room=job.limits.room if cluster is None else sys.maxsize,  # nodes have their own
+                source_bytes=job.limits.source_bytes,
+                stop=run.stop,
+                to_upload=run.to_upload,
+            ).run()
         if part is not None:
             return outcome_of(job, run.records, run.finished)
         if cluster is not None:
@@ -304,7 +310,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     job = run.job
     if walk is not None:
         job = replace(job, calibrated=walk.finish())
-    resources.release_buffers()
+    BUFFERS.clear()  # what follows needs memory, but reads no tensors
     names = assemble(job, run.records)
     if walk is not None:
         walk.plan.work.remove()
@@ -312,7 +318,6 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     if job.evaluation is not None:
         from k2convert.job.final_evaluation import evaluate_result
 
-        resources.release_buffers()
         branch = None if run.uploads is None else run.uploads.branch.name
         found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
         outcome = replace(outcome, evaluation=found)
@@ -320,7 +325,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
         return outcome
     from k2convert.job.publish import publish_result
 
-    resources.release_buffers()
+    BUFFERS.clear()
     commit, validation = publish_result(job, job.target, run.uploads, names)
     return replace(outcome, commit=commit, validation=validation)
 
