@@ -13,7 +13,7 @@ show that the model will be asked something else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,19 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.channels import MIN_LAYER_TOKENS, MIN_TOKENS, drawn_to_even
-from k2convert.calibration.smoothing import quantize_by_imatrix, weight_values
+from k2convert.calibration.smoothing import quantize_by_imatrix
 from k2convert.forward.moe import PROJECTIONS, one_torch_thread
 from k2convert.forward.weights import WeightReader
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
-from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.quantize.rules.search_bf16 import block_importance
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 
 SAMPLED_TOKENS: Final = 256
 """Tokens that a choice is made by: this one, and smoothing."""
 
 _CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
+_CUDA_CHUNK_ROWS: Final = 1 << 15
 
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
@@ -78,11 +80,17 @@ class TokenSample:
         return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
 
 
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Yield rows of f32 [t, I] that are summed in FP64 at once: few on a CPU, many on a GPU."""
+    step = _CHUNK_ROWS if values.device.type == "cpu" else _CUDA_CHUNK_ROWS
+    for start in range(0, values.shape[0], step):
+        yield slice(start, start + step)
+
+
 def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
     """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
     total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    for start in range(0, values.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
+    for rows in chunks(values):
         total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
     return total
 
@@ -145,7 +153,7 @@ def imatrix_gains(
 
 def _errors(weight: SourceWeight, importance: NDArray[np.uint8], inputs: Tensor) -> tuple[float, float]:
     """Return the squared errors of outputs by rule `mse` and by `imatrix`, for weighted inputs f32 [n, K]."""
-    values = weight_values(weight)
+    values = weight.values()
     found = list[float]()
     for used in (np.full_like(importance, MAX_IMPORTANCE), importance):
         error = torch.as_tensor(dequantize_nvfp4(quantize_by_imatrix(weight, used)) - values).float()

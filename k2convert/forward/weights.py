@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CheckpointError
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
@@ -240,10 +242,10 @@ class WeightReader:
             )
         return found
 
-    def _layout(self, module: str) -> LayoutNames | None:
+    def _layout(self, module: str) -> CheckpointLayout | None:
         return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)
 
-    def _nvfp4(self, module: str, names: LayoutNames) -> LinearLayer:
+    def _nvfp4(self, module: str, names: CheckpointLayout) -> LinearLayer:
         packed = self.read(f"{module}.{names.weight}")
         name = f"{module}.{names.block_scale}"
         scales = self.raw(name).view(self.info(name).shape)
@@ -257,7 +259,7 @@ class WeightReader:
             self._scalar(module, names, names.input_scale) if has_input_scale else None,
         )
 
-    def _scalar(self, module: str, names: LayoutNames, parameter: str) -> float:
+    def _scalar(self, module: str, names: CheckpointLayout, parameter: str) -> float:
         return names.decode_scalar(self.raw(f"{module}.{parameter}").numpy().tobytes())
 
 
@@ -272,8 +274,14 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:
     """Return the weight v * (b * g) from codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
-    steps = _E4M3[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
-    return CodedWeight(packed, _E2M1_PAIRS, steps)
+    pairs, values = _nvfp4_tables(str(packed.device))
+    steps = values[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
+    return CodedWeight(packed, pairs, steps)
+
+
+@cache
+def _nvfp4_tables(device: str) -> tuple[Tensor, Tensor]:
+    return _E2M1_PAIRS.to(device), _E4M3.to(device)
 
 
 ROWS: Final = 16

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from panel_reference import ReferencePanels
 from safetensors.torch import load_file
 
 from k2convert.calibration.accumulate import collect_statistics
@@ -30,6 +31,7 @@ from k2convert.calibration.layer_tokens import Scratch
 from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.moe import Mlp
 from k2convert.forward.walk import Walk
@@ -37,9 +39,9 @@ from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, n
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.events import SILENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
@@ -278,6 +280,7 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
     cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("k2convert.calibration.gptq_layer.GROUPED_EXPERTS", 1)
+    monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     used: list[str] = []
     read = ExpertWeights.read
 
@@ -299,12 +302,15 @@ def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) 
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
         assert not isinstance(source, torch.Tensor)
-        assert codes.read(module).global_scale == mse_global_scale(measure(source, name=module), is_int4=True)
+        assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("shadow:0", marks=pytest.mark.slow)])
-def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, device: str) -> None:
+def test_a_device_makes_nearly_the_codes_of_the_cpu(
+    cut: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`cpu:0` takes the path of a GPU. So does `shadow:0`, which is as strict about where tensors are, and slow."""
+    monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     if device != "cpu:0":
         import shadow_device  # noqa: F401
     walk = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
@@ -315,7 +321,7 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, d
     assert here.shrinkage is not None
     assert here.shrinkage == there.shrinkage
     assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)
-    assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=1e-3)
+    assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=0.02)
     with QuantizedLayers(works[0]) as cpu, QuantizedLayers(works[1]) as torch_codes:
         for expert in range(4):
             for kind in KINDS:
@@ -324,3 +330,20 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, d
                 other = torch_codes.read(module)
                 assert mine.global_scale == other.global_scale
                 assert (mine.packed == other.packed).mean() > 0.9
+
+
+def test_a_device_that_rounds_otherwise_is_refused_before_a_weight_is_written(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(ReferencePanels):
+        def round(self, *tensors: torch.Tensor, group: int, start: int) -> None:
+            super().round(*tensors, group=group, start=start)
+            tensors[5][70] += 1
+
+    monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", Wrong)
+    check_device.cache_clear()
+    walk = planned(cut, windows_of(cut, tokens=512, window=64))
+    work = conversion_work(tmp_path)
+    with pytest.raises(PlanError, match=r"cpu:0: rule gptq rounds .* Use --device cpu"):
+        walked(work, replace(walk, devices=("cpu:0",)))
+    assert not list(work.folder.rglob("*codes*"))

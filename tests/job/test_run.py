@@ -20,7 +20,8 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.validation.library_decoders import agrees, create_decoder
 
@@ -224,7 +225,7 @@ def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> 
     modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]
     for module in modules:
         packed = before[f"{module}.weight_packed"].view(torch.uint8).numpy()
-        expected = dequantize_int4(Int4Weight(packed, before[f"{module}.weight_scale"].view(torch.uint16).numpy()))
+        expected = Bf16Weight(Int4Weight(packed, before[f"{module}.weight_scale"].view(torch.uint16).numpy()).bits)
         assert np.array_equal(after[f"{module}.weight"].view(torch.uint16).numpy(), expected.bits)
     assert not [name for name in after if "weight_packed" in name or "weight_shape" in name]
 
