@@ -38,7 +38,7 @@ try:
     k2convert.__main__.main()
 finally:
     sys.settrace(None)
-    loaded = sorted(m for m in sys.modules if m == "torch" or m.startswith("k2convert"))
+    loaded = sorted(m for m in sys.modules if m in ("torch", "ray") or m.startswith("k2convert"))
     with open(report, "w") as file:
         json.dump({"entered": sorted(entered), "loaded": loaded}, file)
 """
@@ -86,7 +86,7 @@ finally:
 
 
 def traced(*arguments: str | Path) -> dict[str, list[str]]:
-    """Run a command; return the package's files that it `entered` and its modules (and torch) that it `loaded`."""
+    """Run a command; return its files that it `entered`, and its modules, torch and Ray that it `loaded`."""
     found: dict[str, list[str]] = _report(_TRACER, *arguments)
     return {"entered": [path.removeprefix(_PACKAGE) for path in found["entered"]], "loaded": found["loaded"]}
 

@@ -9,10 +9,6 @@ BUDGET = {"k2convert": 45_570, "tests": 34_700, "scripts": 8_170}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 
-def test_the_readme_is_short() -> None:
-    assert (ROOT / "README.md").read_text().count("\n") <= 110
-
-
 @pytest.mark.parametrize("wing", BUDGET)
 def test_code_stays_within_its_budget(wing: str) -> None:
     assert num_lines(ROOT / wing) <= BUDGET[wing]
@@ -29,7 +25,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     _, found = converted
     assert len(found["entered"]) <= 51, found["entered"]
     assert len(found["loaded"]) <= 90, found["loaded"]
-    assert "torch" not in found["loaded"], "importing it takes seconds, and memory"
+    assert not {"torch", "ray"} & set(found["loaded"]), "importing one takes seconds, and memory"
     unused = ("calibration", "evaluation", "fit", "forward", "report", "validation")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 

@@ -26,8 +26,6 @@ ROWS = 2048
 COLUMNS = 7168
 NUM_TENSORS = 8
 NUM_WEIGHTS = NUM_TENSORS * ROWS * COLUMNS
-BYTES_PER_WEIGHT = 2 * (4 + 0.5) / 8
-"""Bytes read and written: 4 bits of code and half a bit of scale each way."""
 REPEATS = 5
 
 Figures = dict[str, dict[str, Any]]

@@ -292,10 +292,3 @@ def test_a_window_is_not_longer_than_the_model_reads(cut: Path, text: Path, tmp_
     done = calibrate(source, tmp_path / "out", "--text", text, "--tokens", "96", "--device", "cpu", "--dry-run")
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "2 layers on 96 tokens of calibration.txt, in 2 windows of 48"
-
-
-def test_a_long_pass_needs_long(cut: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
-    assert_refused(calibrate(cut, tmp_path / "out", "--text", text, *SMALL), "repeat the command with --long")
-    assert calibrate(cut, tmp_path / "out", "--text", text, *SMALL, "--long", "--dry-run").returncode == 0
-    assert list(tmp_path.iterdir()) == []

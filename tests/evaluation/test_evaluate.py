@@ -98,22 +98,14 @@ def test_neither_threads_nor_windows_at_once_change_the_figures(
 
 
 @pytest.mark.slow
-def test_killed_at_every_layer_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
-    words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
-    [found] = crash(tmp_path, words, points="layers")
-    assert found["wrong"] == []
-    assert found["files"] == [".evaluation.json.k2convert", "evaluation.json"]
-    assert found["tried"] >= 3 + 2, "two layers and the head, and interrupts"
-    assert found["interrupted"]["code"] == 130
-    assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
-
-
-@pytest.mark.slow
 def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
-    words = ["evaluate", cut, result, "--text", ids, *SMALL, "--out", "OUT/evaluation.json"]
+    words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
     [found] = crash(tmp_path, words, points="every")
     assert found["wrong"] == []
+    assert found["files"] == [".evaluation.json.k2convert", "evaluation.json"]
     assert found["tried"] > len(found["calls"])
+    assert found["interrupted"]["code"] == 130
+    assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
 
 
 def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
@@ -310,13 +302,3 @@ def test_the_text_of_the_calibration_needs_any_text(short: Path, text: Path, tmp
     assert_refused(refused, "was calibrated on this text")
     assert "repeat the command with --any-text." in refused.stderr
     assert evaluate(short, out, "--text", text, *SMALL, "--any-text").returncode == 0
-
-
-def test_a_long_evaluation_needs_long(
-    cut: Path, result: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
-    words = (cut, result, "--text", ids, *SMALL, "--out", tmp_path / "out.json")
-    assert_refused(evaluate(*words, "--any-text"), "the evaluation would take")
-    assert evaluate(*words, "--long", "--dry-run").returncode == 0
-    assert list(tmp_path.iterdir()) == []

@@ -3,11 +3,11 @@
     LD_PRELOAD=shim.so python crash_driver.py FOLDER POINTS COMMANDS
 
 COMMANDS are lists of words as JSON, in which OUT is the destination, and OUT/NAME a file in a folder that is there.
-POINTS is `every` for every call, `spread` for one call of each kind in each part of the job, `few` for half as many
-calls that write, rename or remove, or `layers` for a call at or after the end of each layer of a walk. One process
-imports everything, then forks a child for each run, which takes a fraction of the time of a new process. Runs are also
-interrupted, as by Ctrl-C, and a calibration meets a full disk. Prints one JSON document for each command: the calls and
-files of a whole run, how many points were tried, what went wrong, and what an interrupted run said.
+POINTS is `every` for every call, `spread` for one call of each kind in each part of the job, or `few` for half as many
+calls that write, rename or remove. One process imports everything, then forks a child for each run, which takes a
+fraction of the time of a new process. Runs are also interrupted, as by Ctrl-C, and a calibration meets a full disk.
+Prints one JSON document for each command: the calls and files of a whole run, how many points were tried, what went
+wrong, and what an interrupted run said.
 """
 
 import ctypes
@@ -184,19 +184,12 @@ def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
     return sorted(numbers[len(numbers) // 2] for numbers in found.values())
 
 
-def around_layers(calls: list[str]) -> list[int]:
-    """The call that declares a layer done, or the one after it, in turn."""
-    claims = [number for number, line in enumerate(calls, 1) if re.match(r"rename .*/layer-", line)]
-    return [number + place % 2 for place, number in enumerate(claims)]
-
-
 def chosen_points(calls: list[str], points: str) -> list[int]:
     """The numbers of the calls at which runs are killed."""
     return {
         "every": list(range(1, len(calls) + 1)),
         "spread": spread(calls, KINDS),
         "few": spread(calls, FEW_KINDS)[::2],
-        "layers": around_layers(calls),
     }[points]
 
 

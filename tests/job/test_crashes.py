@@ -28,18 +28,12 @@ def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["tried"] > 15
 
 
-def test_crashes_of_a_cast_resume_to_identical_bytes(k3_tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("points", "least"), [("few", 5), pytest.param("spread", 15, marks=pytest.mark.slow)])
+def test_crashes_of_a_cast_resume_to_identical_bytes(points: str, least: int, k3_tiny: Path, tmp_path: Path) -> None:
     """The written shards are read back before they are recorded."""
-    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="few")
+    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points=points)
     assert found["wrong"] == []
-    assert found["tried"] > 5
-
-
-@pytest.mark.slow
-def test_crashes_of_a_cast_at_calls_of_every_kind(k3_tiny: Path, tmp_path: Path) -> None:
-    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="spread")
-    assert found["wrong"] == []
-    assert found["tried"] > 15
+    assert found["tried"] > least
 
 
 @pytest.mark.slow

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,8 @@ import pytest
 import torch
 from blake3 import blake3
 from command import run_here
-from forked_runs import finish, send, start
 from mxfp4_makers import library_values
-from results import contents, raw_tensors
+from results import raw_tensors
 from safetensors.torch import load_file
 
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
@@ -194,25 +190,6 @@ def test_a_config_that_engines_misread_is_found(change: Any, problem: str, resul
     out = Path(shutil.copytree(result, tmp_path / "out"))
     edit_json(out / "config.json", lambda config: change(config["quantization_config"]))
     assert problem in run_here("validate", out, COLUMNS="250").stdout
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_killed_run_is_resumed(seed: int, k3_tiny: Path, result: Path, tmp_path: Path) -> None:
-    process = start("run", k3_tiny, tmp_path / "out", "--device", "cpu")
-    time.sleep(random.Random(seed).uniform(0, 0.5))
-    send(process, signal.SIGKILL)
-    process.join()
-    for shard in (tmp_path / "out").glob("*.safetensors"):
-        assert shard.read_bytes() == (result / shard.name).read_bytes()
-    assert finish("run", k3_tiny, tmp_path / "out", "--device", "cpu") == 0
-    assert contents(tmp_path / "out") == contents(result)
-
-
-def test_parts_end_in_the_same_bytes(k3_tiny: Path, result: Path, tmp_path: Path) -> None:
-    for part in ("2/2", "1/2"):
-        run_here("run", k3_tiny, tmp_path / "out", "--part", part, code=0)
-    run_here("run", k3_tiny, tmp_path / "out", code=0)
-    assert contents(tmp_path / "out") == contents(result)
 
 
 def test_pruning_keeps_experts_and_their_bytes(k3_tiny: Path, result: Path, tmp_path: Path) -> None:

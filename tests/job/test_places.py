@@ -17,7 +17,6 @@ from k2convert.job.locations import check_output_path
 
 SHARD = "model-00002-of-000003.safetensors"
 SMALL = ("--tokens", "128", "--window", "64", "--device", "cpu")
-KEPT = {"experts": {str(layer): [0, 2, 5, 7, 8, 15] for layer in (1, 2, 3)}}
 
 
 def result(folder: Path) -> dict[str, bytes]:
@@ -52,20 +51,6 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
     for verb in ("inspect", "fit"):
         shown = [json.loads(run_here(verb, place, "--json", code=0).stdout) for place in (source, small)]
         assert str(shown[0]).replace(str(source), str(small)) == str(shown[1])
-
-
-def test_pruned_conversions_are_the_same(kind: str, tiny: Path, pruned: Path, tmp_path: Path) -> None:
-    source = placed(kind, tiny, tmp_path / "place")
-    run_here("run", source, tmp_path / "out", "--keep-experts", pruned.parent / "kept.json", "--quiet", code=0)
-    assert result(tmp_path / "out") == result(pruned)
-
-
-@pytest.fixture(scope="module")
-def pruned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pruned")
-    (folder / "kept.json").write_text(json.dumps(KEPT))
-    run_here("run", tiny, folder / "out", "--keep-experts", folder / "kept.json", "--quiet", code=0)
-    return folder / "out"
 
 
 def test_calibrations_and_evaluations_are_the_same(

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,8 +18,6 @@ from ray_nodes import Nodes
 from results import contents
 
 pytest.importorskip("ray")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +189,3 @@ def test_what_no_cluster_can_do_is_refused(small: Path, tmp_path: Path) -> None:
         refused = run_here("run", small, tmp_path / "out", *words)
         assert refused.returncode in (1, 2)
         assert says in refused.stderr
-
-
-def test_a_local_run_imports_no_ray(small: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom k2convert.cli.app import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    assert not ended.code\n"
-        "assert 'ray' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, "run", small, tmp_path / "out"], cwd=ROOT, check=True)

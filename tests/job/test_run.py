@@ -251,15 +251,6 @@ def test_error_is_half_of_plains_and_near_the_bound(tiny: Path, run_cli: RunCli,
     assert by_max["sqnr_db"] == pytest.approx(19.655, abs=0.005)
 
 
-def test_dry_run_touches_nothing(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
-    done = run_cli("run", tiny, tmp_path / "out", "--dry-run", "--json")
-    plan = json.loads(done.stdout)
-    assert not (tmp_path / "out").exists()
-    assert plan["actions"]["convert"]["projections"] == 144
-    assert plan["tensor_bytes_in"] == plan["tensor_bytes_out"] == 7_453_760
-    assert len(plan["shards"]) == 5
-
-
 def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, local_result: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     plan = plan_conversion(source=checkpoint, recipe=choose_recipe(checkpoint, None, {}))

@@ -1,13 +1,11 @@
 """`run --evaluate`: what `evaluate` writes afterwards, in the same folder, and resumed from a kill."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from command import run_here
 from evaluation_makers import full_disk
-from house import traced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,10 +136,3 @@ def test_an_interrupted_evaluation_resumes_behind_its_finished_layers(
     done = run_here("run", short, out, "--evaluate", text, code=0)
     assert "resuming: 3 of 3 layers done" in done.stderr
     assert document(out) == document(evaluated)
-
-
-def test_a_run_without_it_loads_nothing_of_it(short: Path, tmp_path: Path) -> None:
-    found = traced("run", short, tmp_path / "out", "--quiet")
-    assert not [name for name in found["loaded"] if "evaluation" in name]
-    assert len(found["entered"]) <= 51, found["entered"]
-    assert os.path.lexists(tmp_path / "out" / "config.json")

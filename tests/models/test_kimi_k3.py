@@ -294,9 +294,3 @@ def test_mxfp4_is_not_kept_as_int4(options: tuple[str, ...], k3_tiny: Path, tmp_
     line = said(run_here("run", k3_tiny, tmp_path / "out", *pruning, *options, code=1).stderr)
     assert re.fullmatch(r"error: recipe kimi-k3-nvfp4: target int4 .* are MXFP4\. Leave out --to: .*\.\n", line)
     assert not (tmp_path / "out").exists()
-
-
-def test_compare_asks_for_servers(k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
-    shown = run_here("compare", k3_tiny, converted, "--text", tmp_path / "text.jsonl", code=1)
-    assert "is neither the address of a server nor a folder of answers" in said(shown.stderr)

@@ -42,7 +42,6 @@ GPTQ_LAYER = GptqLayer(
     fitted=OutputErrors(0.001, 0.1 + 0.2, 0.0025),
     held_out=OutputErrors(0.002, 0.1 + 0.3, 0.0035),
 )
-OLD_LAYER = replace(GPTQ_LAYER, ridge=0.15, ridge_gain=0.4)
 EMPTY_LAYER = GptqLayer(None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
 GPTQ_RECORD = replace(
     RECORD,

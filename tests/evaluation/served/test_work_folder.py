@@ -1,6 +1,5 @@
 """The work folder of a comparison: no link is followed, files of others stay, and no answer passes for another."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,7 @@ from command import run_here, said
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint import folders
-from k2convert.cli.verbs import CompareOptions, EvaluateOptions
-from k2convert.evaluation import connection
 from scripts.engine_checks.model_server import ModelServer, markov
-
-EVALUATION = Path(connection.__file__).parent
 
 
 def begun(server: ModelServer, options: list[object], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -140,12 +135,3 @@ def test_messages_shorten_long_addresses(options: list[object]) -> None:
     address = f"http://127.0.0.1:1/{'x' * 5000}"
     done = run_here("compare", address, address, *options, code=1)
     assert len(said(done.stderr)) < 400
-
-
-def test_messages_name_options_that_exist() -> None:
-    verbs = (EvaluateOptions, CompareOptions)
-    known = {f"--{name.replace('_', '-')}" for verb in verbs for name in verb.__dataclass_fields__}
-    of_servers = {"--max-logprobs"}
-    named = {word for path in EVALUATION.glob("*.py") for word in re.findall(r"--[a-z][a-z-]+", path.read_text())}
-    assert named
-    assert named <= known | of_servers
