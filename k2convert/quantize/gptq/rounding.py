@@ -132,13 +132,13 @@ def choose_shrinkage(
     makers = [even, *(partial(curvature_of, shrinkage, half) for shrinkage in SHRINKAGES for half in (0, 1))]
     found = kernel.try_each(sample_NK, makers, team if is_small else ALONE)
     losses = [_loss(values - sample_NK, moments.half(1 - place % 2)) for place, values in enumerate([found[0], *found])]
-    summed = [losses[place] + losses[place + 1] for place in range(0, len(losses), 2)]
+    summed: list[float] = torch.stack(losses).view(-1, 2).sum(dim=1).tolist()  # a device is waited for once
     best = min(range(len(summed)), key=summed.__getitem__)
     return SHRINKAGES[best - 1] if best else None
 
 
-def _loss(error_nK: Tensor, form_KK: Tensor) -> float:
-    return float(((error_nK @ form_KK) * error_nK).sum(dtype=torch.float64))
+def _loss(error_nK: Tensor, form_KK: Tensor) -> Tensor:
+    return ((error_nK @ form_KK) * error_nK).sum(dtype=torch.float64)
 
 
 PIECE_ROWS: Final = 96
