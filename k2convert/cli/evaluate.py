@@ -1,7 +1,7 @@
 """`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,16 +11,15 @@ from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Forecast, check_time, forecast_evaluation
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.proof_verbs import EvaluateOptions
+from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.opening import text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
-from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 
 if TYPE_CHECKING:
@@ -35,14 +34,14 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
         raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
     with (
-        Waiting(f"reads the headers of {', '.join(places)}", quiet=options.quiet) as waiting,
+        Waiting(f"reads the headers of {', '.join(places)}") as waiting,
         open_evaluation(
             options.reference,
             options.checkpoints,
             text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
             EvaluationOptions(options.activations, options.kv_cache, options.out, options.any_text, options.replace),
-            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            hub=Hub(notify=console.notifier()),
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):
@@ -51,7 +50,7 @@ def evaluate(options: EvaluateOptions) -> None:
             if not options.dry_run:
                 plan.remove_work()
             console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
-            _show_result(plan, finished, options)
+            _show_result(plan, finished)
             return
         _check_and_do(plan, options)
 
@@ -62,17 +61,17 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     source = plan.checkpoints[0].checkpoint
     found = forecast_evaluation(source, plan.text, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
-    with Waiting("measures one expert", quiet=options.quiet):
+    with Waiting("measures one expert"):
         time = found.time()
     if options.dry_run:
-        _show_plan(plan, options, found, needed, time)
+        _show_plan(plan, found, needed, time)
     found.check(options.reference, needed=needed)
     plan.check_room()
     check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
-        command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
-        _do(replace(plan, command=command), options, time)
-    elif not options.as_json:
+        command = job_command("evaluate", options)
+        _do(replace(plan, command=command), time)
+    else:
         console.print_next(console.own_command(without="--dry-run"))
 
 
@@ -88,45 +87,43 @@ def plan_line(plan: "EvaluationPlan") -> str:
     )
 
 
-def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast, needed: int, time: "Time") -> None:
+def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time") -> None:
     from k2convert.evaluation.needs import evaluation_flop
 
     flop = evaluation_flop(found.source, found.size, models=found.num_models)
-    if options.as_json:
-        windows = plan.text.windows
-        document: dict[str, object] = {
-            "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
-            "tokens": windows.ids.size,
-            "window": windows.ids.shape[1],
-            "windows": windows.ids.shape[0],
-            "seed": plan.text.seed,
-            "reference": plain(plan.models[0].model),
-            "models": [plain(planned.model) for planned in plan.models[1:]],
-            "layers": plan.num_layers,
-            "finished_layers": min(plan.num_finished, plan.num_layers),
-            "bytes_read": plan.bytes_read,
-            "flop": flop,
-            "disk_needed": plan.disk_needed,
-        }
-        console.print_json(document | found.document(time, needed))
-        return
-    console.print_line(plan_line(plan))
-    reads = format_bytes(plan.bytes_read)
-    fetches = format_bytes(plan.bytes_fetched)
-    console.print_line(f"reads {reads}" + (f", fetches {fetches} from the Hub" if plan.bytes_fetched else ""))
-    console.print_line(f"computes about {flop:.1e} floating-point operations")
+    windows = plan.text.windows
+    document: dict[str, object] = {
+        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
+        "tokens": windows.ids.size,
+        "window": windows.ids.shape[1],
+        "windows": windows.ids.shape[0],
+        "seed": plan.text.seed,
+        "reference": plain(plan.models[0].model),
+        "models": [plain(planned.model) for planned in plan.models[1:]],
+        "layers": plan.num_layers,
+        "finished_layers": min(plan.num_finished, plan.num_layers),
+        "bytes_read": plan.bytes_read,
+        "flop": flop,
+        "disk_needed": plan.disk_needed,
+    }
+    fetches = f", fetches {format_bytes(plan.bytes_fetched)} from the Hub" if plan.bytes_fetched else ""
     needs = format_bytes(plan.disk_needed)
     allowed = format_bytes(plan.disk_allowed)
-    console.print_line(f"disk: needs {needs} at once, may use {allowed}")
-    for line in (*found.memory_lines(needed), found.time_line(time)):
-        console.print_line(line)
+    console.show(
+        document | found.document(time, needed),
+        plan_line(plan),
+        f"reads {format_bytes(plan.bytes_read)}{fetches}",
+        f"computes about {flop:.1e} floating-point operations",
+        f"disk: needs {needs} at once, may use {allowed}",
+        *found.memory_lines(needed),
+        found.time_line(time),
+    )
 
 
-def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
-    if not options.quiet:
-        span = console.format_span(time.least, time.most)
-        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
-    display = Display("evaluate", plan.extent(plan.num_finished), quiet=options.quiet)
+def _do(plan: "EvaluationPlan", time: "Time") -> None:
+    span = console.format_span(time.least, time.most)
+    console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
+    display = Display("evaluate", plan.extent(plan.num_finished))
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     say_when_interrupted(
@@ -135,7 +132,7 @@ def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
     )
     with display as events, opened_decoder(plan) as decode:
         found = do_evaluation(plan, decode=decode, events=events)
-    _show_result(plan, found, options)
+    _show_result(plan, found)
 
 
 def _layers_done(plan: "EvaluationPlan") -> int:
@@ -143,18 +140,18 @@ def _layers_done(plan: "EvaluationPlan") -> int:
     return min(plan.work.num_finished(), plan.num_layers)
 
 
-def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateOptions) -> None:
-    if options.as_json:
-        console.print_json(plain(found))
-        return
-    show_evaluation(found)
-    for output in plan.outputs:
-        console.print_line(str(output.path))
+def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
+    paths = [str(output.path) for output in plan.outputs]
+    console.show(plain(found), partial(show_evaluation, found), *paths, partial(_show_unkept, plan))
+    console.print_next(_next_command(plan, found))
+
+
+def _show_unkept(plan: "EvaluationPlan") -> None:
+    """Name the checkpoints whose rows are in no file."""
     kept = {number for output in plan.outputs for number in output.checkpoints}
     for number, checkpoint in enumerate(plan.checkpoints):
         if number and number not in kept:
             console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
-    console.print_next(_next_command(plan, found))
 
 
 def _next_command(plan: "EvaluationPlan", found: "Evaluation") -> str:

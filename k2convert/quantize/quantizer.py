@@ -72,7 +72,10 @@ class NativeQuantizer:
         """
         if not RULES[self.rule].uses_importance:
             importance = None
-        converted = self._convert(source, global_scale, importance)
+        if has_kernel(self.rule):
+            converted = cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
+        else:
+            converted = cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
         metrics = measure_quantized(
             source,
             converted.weight,
@@ -83,13 +86,6 @@ class NativeQuantizer:
             is_cast=RULES[self.rule].casts_mxfp4,
         )
         return converted.weight, metrics
-
-    def _convert(
-        self, source: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None
-    ) -> cpu.Converted:
-        if not has_kernel(self.rule):
-            return cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
-        return cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
 
 
 def has_kernel(rule: Rule) -> bool:
