@@ -23,7 +23,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
 from k2convert.job.locations import Source
-from k2convert.job.prepare import plan_statistics
+from k2convert.job.opening import plan_statistics
 from scripts.fixture_maker.damage import edit_json
 
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
