@@ -31,7 +31,7 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection, load_project
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
@@ -334,12 +334,27 @@ class _Work:
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
+        global_scale = self.quantizer.global_scale(shared)
+        calibration = self.task.calibration
         buffers: list[Bytes] = []
         records: list[ProjectionRecord] = []
         for projection, source in sources:
-            tensors, record = self._quantize(projection, source, shared)
-            buffers += tensors
-            records.append(record)
+            name = projection.module
+            importance = None
+            result = None
+            if calibration is not None:
+                importance = calibration.of_projection(projection)
+                result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
+            if result is not None:
+                metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
+            else:
+                result, metrics = self.quantizer.quantize(
+                    source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
+                )
+            buffers += [result.packed.reshape(-1), result.block_scales.reshape(-1)]
+            scalars = scalar_bytes(self.task.recipe, projection, global_scale)
+            buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
+            records.append(ProjectionRecord(name, projection.role, global_scale, metrics))
         return buffers, records
 
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
@@ -357,28 +372,6 @@ class _Work:
         if scaling is None or calibration is None:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
-
-    def _quantize(
-        self, projection: Projection, source: SourceWeight, shared: Magnitude
-    ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared)
-        name = projection.module
-        importance = None
-        result = None
-        calibration = self.task.calibration
-        if calibration is not None:
-            importance = calibration.of_projection(projection)
-            result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
-        if result is not None:
-            metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
-        else:
-            result, metrics = self.quantizer.quantize(
-                source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
-            )
-        buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
-        scalars = scalar_bytes(self.task.recipe, projection, global_scale)
-        buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
-        return buffers, ProjectionRecord(name, projection.role, global_scale, metrics)
 
 
 def _zero_copies(shard: ShardJob, has_values: set[str]) -> tuple[str, ...]:
