@@ -25,7 +25,7 @@ OWNERS = {
     "http": {"evaluation/connection.py"},
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
-    "triton": {"quantize/kernels"},
+    "triton": {"quantize/gptq/panel_kernels.py"},
     "pydantic": {"plan", "records", "job/kept_experts.py"},
     "matplotlib": {"report"},
     "jinja2": {"report", "calibration/chat_process.py"},

@@ -34,6 +34,7 @@ from k2convert.forward.weights import LinearLayer, exact_weight
 from k2convert.machine import num_cores
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
 from k2convert.quantize.gptq.moments import SKETCHED_ROWS, STRENGTHS
 from k2convert.quantize.gptq.rounding import (
@@ -41,7 +42,6 @@ from k2convert.quantize.gptq.rounding import (
     LEAST_FULL_TOKENS,
     MIN_TOKENS,
     SHRINKAGES,
-    kernel_for,
     round_gptq,
 )
 

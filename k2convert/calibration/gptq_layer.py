@@ -43,8 +43,9 @@ from k2convert.forward.moe import Mlp, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.models import read_architecture
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import Codes, RoundingKernel, choose_shrinkage, kernel_for, round_gptq
+from k2convert.quantize.gptq.rounding import Codes, RoundingKernel, choose_shrinkage, round_gptq
 from k2convert.quantize.gptq.tiles import CheckStop, Team, cut
 from k2convert.records.calibration import GptqLayer, OutputErrors
 

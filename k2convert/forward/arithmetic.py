@@ -13,7 +13,8 @@ from torch import Tensor
 
 from k2convert.forward.moe import one_torch_thread
 from k2convert.quantize.gptq.curvature import make_curvature
-from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
+from k2convert.quantize.gptq.device_kernel import kernel_for
+from k2convert.quantize.gptq.rounding import round_gptq
 from k2convert.quantize.gptq.tiles import TILE
 
 _TOKENS = 96

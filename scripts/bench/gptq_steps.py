@@ -30,8 +30,9 @@ from k2convert.fit.gpus import find_gpu
 from k2convert.forward.moe import one_torch_thread
 from k2convert.job.resources import THREADS_PER_GPU
 from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import SHRINKAGES, kernel_for, round_gptq
+from k2convert.quantize.gptq.rounding import SHRINKAGES, round_gptq
 from scripts.bench.gpu_rates import FLOPS, gpu_time, pass_work, walk_work
 
 TOKENS = 1024

@@ -26,17 +26,14 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """Description of a layout.
+    """Description of a layout: the parameter names of a converted projection, and what depends on the layout.
 
-    weight, block_scale, global_scale, input_scale   parameter names of a converted projection
     is_divisor           scalars are stored as 1/g with shape [1]
     library              its loader in an engine reads the config, and it decodes the tensors for `validate --reference`
-    quantization_config  of a declaration, by a version of k2convert: the entry of config.json
-    declared_keys        keys of the entry that every tool must write as k2convert does
+    quantization_config  (declaration, version of k2convert) -> entry of config.json; `declared_keys` must be so
     read_activations     activations that an entry states; None if the entry is not of this layout
-    exclude_entry        entry for (name part, whether more may follow)
+    exclude_entry        (name part, whether more may follow) -> entry of the list of excluded modules
     hf_quant_config      content of hf_quant_config.json, if the layout has it
-    title                name on the model card, in Markdown
     """
 
     name: Layout
@@ -52,14 +49,10 @@ class CheckpointLayout:
     read_activations: Callable[[Mapping[str, Any]], Activations | None]
     exclude_entry: Callable[[str, bool], str]
     hf_quant_config: Callable[[Quantization, str], dict[str, Any]] | None = None
-    needs_marlin: bool = False
-    """Set if SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
+    needs_marlin: bool = False  # SGLang, left to choose, would quantize the activations of a weight-only checkpoint
     vllm_reads_kv_cache: bool = True
-    """Set if vLLM follows a KV cache that the config declares."""
-    tensorrt_llm_note: str = ""
-    """A note for TensorRT-LLM, if not all of its releases read the layout."""
+    tensorrt_llm_note: str = ""  # set if not all of its releases read the layout
     transformers_note: str = ""
-    """A sentence of the model card on transformers."""
 
     @property
     def parameters(self) -> tuple[str, str, str, str]:

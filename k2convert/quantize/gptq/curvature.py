@@ -97,7 +97,7 @@ def _upper_factor(flipped_KK: Tensor, team: Team) -> Tensor | None:
 
     The memory of the matrix is used. It is L L^T, and U is L^-1, reversed again: half the work of inverting H.
     """
-    if not factor_lower(flipped_KK, team):
+    if int(factor_lower(flipped_KK, team)):
         return None
     size = flipped_KK.shape[0]
     factor_KK = torch.zeros(size, size, device=flipped_KK.device)

@@ -21,7 +21,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, ONE_BYTE, SIGN_BIT
 from k2convert.quantize.gptq.curvature import Curvature, make_curvature
-from k2convert.quantize.gptq.rounding import CpuKernel, decoded_scales
+from k2convert.quantize.gptq.rounding import CpuKernel, RoundingKernel, decoded_scales
 from k2convert.quantize.gptq.tiles import SMALL, CheckStop, Team, go_on
 from k2convert.quantize.kernels import _cpu
 
@@ -153,6 +153,14 @@ class DeviceKernel:
                 begin = stop if sweep == sweeps - 1 else 0
                 if begin < columns:
                     gradient[:, begin:].addmm_(changes[:, : stop - start], form[start:stop, begin:], alpha=-1)
+
+
+def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = go_on) -> RoundingKernel:
+    """Return the kernel for a torch device; `threads` of the CPU, which do not change the bytes.
+
+    It calls `check_stop` every few seconds.
+    """
+    return CpuKernel(threads, check_stop) if device == "cpu" else DeviceKernel(TritonPanels(), check_stop)
 
 
 def _panels(columns: int) -> list[tuple[int, int]]:

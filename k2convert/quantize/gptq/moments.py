@@ -13,6 +13,7 @@ are twice as many. A fixed small lambda is worse than no correction.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -160,14 +161,16 @@ def correct(moments: Moments, missing: Missing, team: Team = ALONE) -> tuple[Ten
     fit = _HalvesFit(moments, missing, scales_K, team)
     seen = fit.see(_sketch(missing.crosses.shape[1]).to(form_KK.device))
     lower_KK = torch.empty_like(form_KK)
-    losses = list[float]()
+    found: list[Tensor] = []
     for strength in STRENGTHS:
         _factor(lower_KK, form_KK, strength, team)
-        losses.append(fit.loss(seen, lower_KK))
+        found.append(fit.loss(seen, lower_KK))
+    losses: list[float] = torch.stack(found).tolist()  # a device is waited for once
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
         return None, None
-    _factor(lower_KK, form_KK, STRENGTHS[best] / 2, team)
+    if int(_factor(lower_KK, form_KK, STRENGTHS[best] / 2, team)):
+        raise AssertionError("a sum of squares and a ridge is positive definite")
     del form_KK
     return fit.solution(lower_KK), STRENGTHS[best]
 
@@ -190,16 +193,17 @@ class _HalvesFit:
             seen[half].mul_(self.scales / self.moments.weights[half])
         return seen
 
-    def loss(self, seen: Tensor, lower_KK: Tensor) -> float:
-        """Return the sum over both orders of tr(d_a H_b d_a^T) - 2 tr(d_a D_b^T), for factors L of H + lambda."""
+    def loss(self, seen: Tensor, lower_KK: Tensor) -> Tensor:
+        """Return the sum over both orders of tr(d_a H_b d_a^T) - 2 tr(d_a D_b^T), f64, for factors L of H + lambda."""
         tiles = [(a, rows) for a in (0, 1) for rows in cut(seen.shape[1], ROWS, seen)]
-        return sum(self.team.run([partial(self._tile_loss, seen, lower_KK, a, rows) for a, rows in tiles]))
+        parts = self.team.run([partial(self._tile_loss, seen, lower_KK, a, rows) for a, rows in tiles])
+        return functools.reduce(torch.add, parts)
 
-    def _tile_loss(self, seen: Tensor, lower_KK: Tensor, a: int, rows: slice) -> float:
+    def _tile_loss(self, seen: Tensor, lower_KK: Tensor, a: int, rows: slice) -> Tensor:
         fitted = solve_rows(seen[a, rows], lower_KK)
         gradient = (fitted * self.scales) @ self.moments.forms[1 - a]
         gradient.mul_(self.scales / self.moments.weights[1 - a]).sub_(seen[1 - a, rows], alpha=2)
-        return float(fitted.mul_(gradient).sum(dtype=torch.float64))
+        return fitted.mul_(gradient).sum(dtype=torch.float64)
 
     def solution(self, lower_KK: Tensor) -> Tensor:
         """Return d f32 [N, K], fitted to both halves."""
@@ -223,12 +227,14 @@ def _sketch(rows: int) -> Tensor:
     return torch.as_tensor((2 * signs - 1) * np.float32(SKETCHED_ROWS**-0.5))
 
 
-def _factor(lower_KK: Tensor, form_KK: Tensor, strength: float, team: Team) -> None:
-    """Set the lower triangle of a matrix to the factor L of H + strength."""
+def _factor(lower_KK: Tensor, form_KK: Tensor, strength: float, team: Team) -> Tensor:
+    """Set the lower triangle of a matrix to the factor L of H + strength; returns what `factor_lower` does.
+
+    What is positive definite with the half of the best strength, which is factored last, is so with that strength too.
+    """
     lower_KK.copy_(form_KK)
     lower_KK.diagonal().add_(strength)
-    if not factor_lower(lower_KK, team):
-        raise AssertionError("a sum of squares and a ridge is positive definite")
+    return factor_lower(lower_KK, team)
 
 
 def _divisor(weight: float) -> float:

@@ -6,8 +6,8 @@ sweeps look at every block again, given all others: its columns one by one, and 
 search from the block's optimum. Scales are normal E4M3 numbers, as in rule `mse`; a block of zeros gets the same bytes
 as there, and -0 is never written.
 
-There are two kernels: compiled for the CPU (cpp/gptq.hpp), and for a CUDA device (device_kernel.py). Their sums are
-taken in a different order, so a few codes differ.
+There are two kernels: compiled for the CPU (cpp/gptq.hpp), and for a CUDA device (device_kernel.py, which chooses).
+Their sums are taken in a different order, so a few codes differ.
 
 How far the curvature is trusted is its shrinkage towards the diagonal. With at least max(1024, 4 K) tokens it is .5.
 With fewer, 64 rows are really quantized with the curvature of one half of the tokens and measured on the other half,
@@ -31,7 +31,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team, go_on
+from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team
 from k2convert.quantize.kernels import _cpu
 
 SWEEPS: Final = 2
@@ -80,18 +80,6 @@ class RoundingKernel(Protocol):
         ...
 
 
-def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = go_on) -> RoundingKernel:
-    """Return the kernel for a torch device; `threads` of the CPU, which do not change the bytes.
-
-    It calls `check_stop` every few seconds.
-    """
-    if device == "cpu":
-        return CpuKernel(threads, check_stop)
-    from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels
-
-    return DeviceKernel(TritonPanels(), check_stop)
-
-
 def round_gptq(
     target_NK: Tensor, global_scale: float, curvature: Curvature, kernel: RoundingKernel, *, sweeps: int = SWEEPS
 ) -> Codes:
@@ -132,13 +120,13 @@ def choose_shrinkage(
     makers = [even, *(partial(curvature_of, shrinkage, half) for shrinkage in SHRINKAGES for half in (0, 1))]
     found = kernel.try_each(sample_NK, makers, team if is_small else ALONE)
     losses = [_loss(values - sample_NK, moments.half(1 - place % 2)) for place, values in enumerate([found[0], *found])]
-    summed = [losses[place] + losses[place + 1] for place in range(0, len(losses), 2)]
+    summed: list[float] = torch.stack(losses).view(-1, 2).sum(dim=1).tolist()  # a device is waited for once
     best = min(range(len(summed)), key=summed.__getitem__)
     return SHRINKAGES[best - 1] if best else None
 
 
-def _loss(error_nK: Tensor, form_KK: Tensor) -> float:
-    return float(((error_nK @ form_KK) * error_nK).sum(dtype=torch.float64))
+def _loss(error_nK: Tensor, form_KK: Tensor) -> Tensor:
+    return ((error_nK @ form_KK) * error_nK).sum(dtype=torch.float64)
 
 
 PIECE_ROWS: Final = 96

@@ -100,22 +100,24 @@ def mirror_lower(matrix: Tensor, team: Team) -> None:
     team.run([partial(mirror, r, c) for r in tiles for c in tiles if c.start < r.start])
 
 
-def factor_lower(matrix: Tensor, team: Team) -> bool:
+def factor_lower(matrix: Tensor, team: Team) -> Tensor:
     """Replace the lower triangle of a symmetric matrix by L, with L L^T the matrix. Above it the numbers have no sense.
 
-    Returns False if the matrix is not positive definite.
+    Returns an integer [] on its device, which is not 0 if the matrix is not positive definite. A device is not waited
+    for.
     """
     step = SMALL_TILE if matrix.shape[0] <= SMALL else TILE
     tiles = cut(matrix.shape[0], step, matrix)
+    info = torch.zeros((), dtype=torch.int32, device=matrix.device)
     for place, own in enumerate(tiles):
         factor, info = _linalg.cholesky_ex(matrix[own, own])
-        if int(info):
-            return False
+        if len(tiles) > 1 and int(info):
+            return info
         matrix[own, own] = factor
         behind = tiles[place + 1 :]
         team.run([partial(_divide, matrix[row, own], factor) for row in behind])
         team.run([partial(_subtract, matrix, row, column, own) for column, row in _lower(behind)])
-    return True
+    return info
 
 
 def _lower(tiles: list[slice]) -> Iterator[tuple[slice, slice]]:

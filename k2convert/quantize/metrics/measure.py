@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -65,11 +64,11 @@ def measure_quantized(
     if found is None:
         found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
     least = found.least_scale
+    counts = _CAST_COUNTS.get(type(source)) if is_cast else None
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
     used = {byte: int(count) for byte, count in enumerate(histogram) if count}
     is_exact = found.squared_error == 0.0
-    way = _WAYS.get(type(source), _BF16)
     sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()), is_exact)
     return WeightMetrics(
         num_weights=2 * result.packed.size,
@@ -95,7 +94,7 @@ def measure_quantized(
         sampled_error_bound=bound,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
-        **(way.cast_counts(source, result.global_scale) if is_cast else {}),
+        **({} if counts is None else counts(source, result.global_scale)),
     )
 
 
@@ -121,7 +120,7 @@ def add_up(
 ) -> Sums:
     """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
     factors = None if importance is None else importance.astype(np.float64)
-    return _WAYS.get(type(source), _BF16).add_up(source, (packed, block_scales, block_values), factors)
+    return _ADD_UP.get(type(source), _add_up_bf16)(source, (packed, block_scales, block_values), factors)
 
 
 def _add_up_bf16(source: SourceWeight, written: _Written, factors: _Factors) -> Sums:
@@ -251,7 +250,7 @@ def _sample(
     if not chosen:
         return 0, 0.0, 0.0, 0.0
     written = _flat((result.packed, result.block_scales, _E4M3 * result.global_scale))
-    sample = _WAYS.get(type(source), _BF16).sample
+    sample = _SAMPLES.get(type(source), _sample_bf16)
     return len(chosen), *sample(source, written, chosen, max_global_scale(magnitude), is_exact)
 
 
@@ -268,18 +267,10 @@ def _sample_int4(
     return _cpu.sample_int4(*codes, *written, chosen.start, chosen.step, max_scale)
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """The functions that measure weights of one source format."""
-
-    add_up: Callable[..., Sums]
-    sample: Callable[..., tuple[float, float, float]]
-    cast_counts: Callable[..., dict[str, int | None]] = lambda *_: {}
-
-
-_BF16: Final = _Way(_add_up_bf16, _sample_bf16)
-_WAYS: Final[dict[type, _Way]] = {
-    Int4Weight: _Way(_add_up_int4, _sample_int4),
-    Mxfp4Weight: _Way(_add_up_mxfp4, _sample_mxfp4, _cast_counts),
+# A row for each format that is not measured by the BF16 bits of its weights.
+_ADD_UP: Final[dict[type, Callable[..., Sums]]] = {Int4Weight: _add_up_int4, Mxfp4Weight: _add_up_mxfp4}
+_SAMPLES: Final[dict[type, Callable[..., tuple[float, float, float]]]] = {
+    Int4Weight: _sample_int4,
+    Mxfp4Weight: _sample_mxfp4,
 }
-"""A row for each format that is not measured by the BF16 bits of its weights."""
+_CAST_COUNTS: Final[dict[type, Callable[..., dict[str, int | None]]]] = {Mxfp4Weight: _cast_counts}

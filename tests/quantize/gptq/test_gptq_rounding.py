@@ -12,8 +12,8 @@ from panel_reference import BELOW, NUM_SCALES, ReferencePanels
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
-from k2convert.quantize.gptq.device_kernel import DeviceKernel
-from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for
+from k2convert.quantize.gptq.device_kernel import DeviceKernel, kernel_for
+from k2convert.quantize.gptq.rounding import RoundingKernel
 from k2convert.quantize.gptq.rounding import round_gptq as round_to_codes
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.rules import quantize_best

@@ -6,8 +6,9 @@ import torch
 from gptq_direct import correlated, losses, weights
 
 from k2convert.quantize.gptq.curvature import even_curvature, make_curvature
+from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
-from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, kernel_for, round_gptq
+from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, round_gptq
 
 UNIT = 2.0**-13
 COLUMNS = 64

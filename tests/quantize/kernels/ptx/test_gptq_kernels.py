@@ -17,8 +17,7 @@ from ptx_machine import Kernel
 
 from k2convert.quantize.gptq import panel_kernels
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
-from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels
-from k2convert.quantize.gptq.rounding import kernel_for
+from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels, kernel_for
 from k2convert.quantize.gptq.tiles import ALONE
 
 TARGETS = [
