@@ -5,9 +5,10 @@ from typing import Any
 
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination, Source
+from k2convert.job.locations import Destination
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
+from k2convert.records.source import Source
 
 
 def convert(source: Path | Source, folder: Path, *, statistics: Statistics | None = None, **recipe: Any) -> Path:

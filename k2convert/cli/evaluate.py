@@ -1,6 +1,5 @@
 """`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,33 +57,33 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    left = max(plan.num_layers - plan.num_finished, 0)
+    left = max(plan.walk.num_layers - plan.walk.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    found = forecast_evaluation(source, plan.text, layers=left, models=len(plan.models))
+    found = forecast_evaluation(source, plan.walk.text, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert", quiet=options.quiet):
         time = found.time()
     if options.dry_run:
         _show_plan(plan, options, found, needed, time)
     found.check(options.reference, needed=needed)
-    plan.check_room()
+    plan.walk.check_room()
     check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
         command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
-        _do(replace(plan, command=command), options, time)
+        _do(plan, options, time, command)
     elif not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
 
 
 def plan_line(plan: "EvaluationPlan") -> str:
     """Return models, layers and text of an evaluation, in a line."""
-    windows = plan.text.windows
+    windows = plan.walk.text.windows
     names = ", ".join(name for name, _ in windows.texts)
     models = len(plan.models) - 1
     size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
     return (
-        f"{counted(models, 'model')} and the reference, {plan.num_layers} layers on {windows.ids.size:,} tokens of "
-        f"{names}, in {size}"
+        f"{counted(models, 'model')} and the reference, {plan.walk.num_layers} layers on {windows.ids.size:,} tokens "
+        f"of {names}, in {size}"
     )
 
 
@@ -93,54 +92,56 @@ def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast
 
     flop = evaluation_flop(found.source, found.size, models=found.num_models)
     if options.as_json:
-        windows = plan.text.windows
+        windows = plan.walk.text.windows
         document: dict[str, object] = {
             "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
             "tokens": windows.ids.size,
             "window": windows.ids.shape[1],
             "windows": windows.ids.shape[0],
-            "seed": plan.text.seed,
+            "seed": plan.walk.text.windows.seed,
             "reference": plain(plan.models[0].model),
             "models": [plain(planned.model) for planned in plan.models[1:]],
-            "layers": plan.num_layers,
-            "finished_layers": min(plan.num_finished, plan.num_layers),
+            "layers": plan.walk.num_layers,
+            "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
             "bytes_read": plan.bytes_read,
             "flop": flop,
-            "disk_needed": plan.disk_needed,
+            "disk_needed": plan.walk.disk_needed,
         }
         console.print_json(document | found.document(time, needed))
         return
     console.print_line(plan_line(plan))
     reads = format_bytes(plan.bytes_read)
-    fetches = format_bytes(plan.bytes_fetched)
-    console.print_line(f"reads {reads}" + (f", fetches {fetches} from the Hub" if plan.bytes_fetched else ""))
+    fetched = sum(plan.walk.fetched)
+    fetches = f", fetches {format_bytes(fetched)} from the Hub" if fetched else ""
+    console.print_line(f"reads {reads}{fetches}")
     console.print_line(f"computes about {flop:.1e} floating-point operations")
-    needs = format_bytes(plan.disk_needed)
-    allowed = format_bytes(plan.disk_allowed)
+    needs = format_bytes(plan.walk.disk_needed)
+    allowed = format_bytes(plan.walk.disk_allowed)
     console.print_line(f"disk: needs {needs} at once, may use {allowed}")
     for line in (*found.memory_lines(needed), found.time_line(time)):
         console.print_line(line)
 
 
-def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
+def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time", command: JobCommand) -> None:
     if not options.quiet:
         span = console.format_span(time.least, time.most)
         console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
-    display = Display("evaluate", plan.extent(plan.num_finished), quiet=options.quiet)
+    extent = plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs())
+    display = Display("evaluate", extent, quiet=options.quiet)
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     say_when_interrupted(
-        lambda: f"{_layers_done(plan)} of {plan.num_layers} layers are done. The same command resumes",
+        lambda: f"{_layers_done(plan)} of {plan.walk.num_layers} layers are done. The same command resumes",
         console.own_command(without="--dry-run"),
     )
     with display as events, opened_decoder(plan) as decode:
-        found = do_evaluation(plan, decode=decode, events=events)
+        found = do_evaluation(plan, decode=decode, command=command, events=events)
     _show_result(plan, found, options)
 
 
 def _layers_done(plan: "EvaluationPlan") -> int:
     """Return how many layers are done, without the head, which counts as one too."""
-    return min(plan.work.num_finished(), plan.num_layers)
+    return min(plan.walk.work.num_finished(), plan.walk.num_layers)
 
 
 def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateOptions) -> None:

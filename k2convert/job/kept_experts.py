@@ -24,13 +24,13 @@ from k2convert.checkpoint.files import parse_json_object, read_small_file
 from k2convert.errors import CalibrationError, MalformedFileError, PlanError, SourceReadError, remedy
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.locations import Source
 from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.document import Count, LayerNumber, parse
 from k2convert.records.pruning import LeftOut, Phrase, PruningRecord, left_out
+from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
 from k2convert.hub.client import Hub
-from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
+from k2convert.job.locations import check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
@@ -21,10 +21,12 @@ from k2convert.plan.recipe import TextUse, settle_recipe
 from k2convert.records.document import shown
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, find_ledger
+from k2convert.records.source import Source
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.plan import CalibrationPlan
     from k2convert.calibration.text import Windows
+    from k2convert.calibration.walk_plan import WalkText
     from k2convert.plan.inspection import Inspection
 
 
@@ -118,20 +120,17 @@ def open_calibration(
         yield plan_statistics(found, opened, statistics, hub=hub, max_disk=max_disk)
 
 
-def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
+def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
-    from k2convert.calibration.plan import CalibrationText
     from k2convert.calibration.sizes import chunk_windows
+    from k2convert.calibration.walk_plan import WalkText
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in windows.notes:
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
-    tokens = _tokens(source.checkpoint, use)
-    saved = use.save_statistics
-    return CalibrationText(
-        windows, tokens, use.window, use.seed, chunk, text.devices, text.threads, saved, use.tokens is None
-    )
+    windows = replace(windows, window=use.window)  # a job is known by what was asked for
+    return WalkText(windows, chunk, text.devices, text.threads, use.save_statistics, by_default=use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":

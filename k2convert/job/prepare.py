@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
+from k2convert.errors import CheckpointError, DestinationError, check_disk, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import (
     Destination,
-    Source,
     check_destination,
     check_output_path,
     refuse_other_files,
@@ -39,11 +38,13 @@ from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import JobDescription, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
+from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
-    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.plan import CalibrationPlan
     from k2convert.calibration.statistics import Statistics
+    from k2convert.calibration.walk_plan import WalkText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
@@ -74,7 +75,7 @@ class Job:
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None
     gptq: "CalibrationPlan | None" = None
-    evaluation: "CalibrationText | None" = None
+    evaluation: "WalkText | None" = None
 
     @property
     def uses_hub(self) -> bool:
@@ -109,7 +110,7 @@ def prepare(
     destination: Destination,
     recipe: Recipe,
     statistics: "Statistics | None" = None,
-    text: "CalibrationText | None" = None,
+    text: "WalkText | None" = None,
     workers: int | None = None,
     max_disk: int | None = None,
     private: bool = True,
@@ -261,16 +262,13 @@ def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> 
 def check_room(job: Job) -> None:
     """Refuse a job that cannot finish for lack of disk; raises DiskFullError with both numbers."""
     limits = job.limits
-    if limits.disk_needed <= limits.disk_allowed:
-        return
     advice = f"Free {format_bytes(limits.disk_needed - limits.disk_allowed)}, or choose a folder on a different disk."
     if job.uses_hub:
         advice = "Allow more with --max-disk, or free some space."
         if job.target is None:
             advice += " Publishing to the Hub (hf://owner/name) needs room for a few shards only."
-    raise DiskFullError(
-        f"{job.destination.folder}: the job needs at least {format_bytes(limits.disk_needed)} of disk at once, but "
-        f"may use {format_bytes(limits.disk_allowed)}. {advice}"
+    check_disk(
+        f"{job.destination.folder}: the job", needed=limits.disk_needed, allowed=limits.disk_allowed, remedy=advice
     )
 
 
@@ -296,7 +294,7 @@ def check_job_memory(job: Job) -> None:
 
 
 def plan_walk(
-    text: "CalibrationText",
+    text: "WalkText",
     source: Source,
     folder: Path,
     shards: Sequence[ShardJob],
@@ -306,7 +304,7 @@ def plan_walk(
 ) -> "CalibrationPlan":
     """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
     from k2convert.calibration.layer_files import conversion_work
-    from k2convert.calibration.plan import WalkSource, plan_calibration
+    from k2convert.calibration.plan import plan_calibration
 
     path = text.saved
     if path is not None:
@@ -315,7 +313,8 @@ def plan_walk(
             raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(
         text,
-        WalkSource(source.checkpoint, source.remote, hub, description.source),
+        source,
+        hub=hub,
         identity=description.fingerprint,
         work=conversion_work(folder),
         shards=shards,
@@ -325,7 +324,7 @@ def plan_walk(
 
 
 def plan_statistics(
-    text: "CalibrationText",
+    text: "WalkText",
     source: Source,
     statistics: Path,
     *,
@@ -334,7 +333,7 @@ def plan_statistics(
 ) -> "CalibrationPlan":
     """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
     from k2convert.calibration.layer_files import statistics_work
-    from k2convert.calibration.plan import WalkSource, plan_calibration, source_fields
+    from k2convert.calibration.plan import plan_calibration, source_fields
 
     checkpoint = source.checkpoint
     work = statistics_work(statistics)
@@ -344,7 +343,8 @@ def plan_statistics(
     fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
     return plan_calibration(
         text,
-        WalkSource(checkpoint, source.remote, hub, source.identities()),
+        source,
+        hub=hub,
         identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
         work=work,
         disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),

@@ -33,10 +33,11 @@ from k2convert.errors import (
     require_extra,
 )
 from k2convert.hub.client import progress_bars, restore_progress_bars
-from k2convert.job.locations import Destination, Source
+from k2convert.job.locations import Destination
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
+from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
@@ -386,13 +387,12 @@ def plan_limits(
     small += sum(p.stat().st_size for p in folder.glob("*.json"))
     copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
     small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
-    small_bytes += 0 if walk is None else walk.disk_bytes
+    small_bytes += 0 if walk is None else walk.walk.disk_bytes
 
     shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
     layer_room = 0
     if walk is not None:
-        ample = walk.layer_rooms[0]
-        least = walk.layer_rooms[-1]
+        ample, least = walk.walk.layer_rooms
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
     memory = available_memory()

@@ -16,7 +16,7 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.job.assemble import assemble
-from k2convert.job.locations import Destination, Source
+from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.resources import output_headers
 from k2convert.job.shard import ShardTask, convert_shard
@@ -26,6 +26,7 @@ from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.document import encode, parse
 from k2convert.records.shard_record import ShardFindings, ShardRecord
+from k2convert.records.source import Source
 from k2convert.validation.finished_shard import check_finished_shard
 from k2convert.validation.results import ValidationReport
 from k2convert.validation.validate import validate_checkpoint, validate_sent
