@@ -253,9 +253,9 @@ def counted(count: int, noun: str) -> str:
 def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:
     """Refuse what needs more disk than it may use; raises DiskFullError with both numbers."""
     if needed > allowed:
-        raise DiskFullError(
-            f"{what} needs at least {format_bytes(needed)} of disk at once, but may use {format_bytes(allowed)}. {remedy}"
-        )
+        needs = format_bytes(needed)
+        limit = format_bytes(allowed)
+        raise DiskFullError(f"{what} needs at least {needs} of disk at once, but may use {limit}. {remedy}")
 
 
 def format_bytes(count: float) -> str:

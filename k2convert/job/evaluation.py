@@ -21,7 +21,7 @@ from k2convert.evaluation.checkpoints import (
     modes_of,
 )
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.job.locations import check_output_path, open_source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.resources import allowed_disk, device_name
@@ -271,9 +271,7 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
     num_layers = read_architecture(found[0].checkpoint).num_layers
     ranges: list[Sequence[Ranges]] = []
     for one in found:
-        head: Ranges = {}
-        for tensor in (one.checkpoint.tensors[name] for name in head_names(one.checkpoint)):
-            head.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+        head = ranges_of(one.checkpoint.tensors[name] for name in head_names(one.checkpoint))
         ranges.append((*layer_ranges(one.checkpoint, num_layers), head))
     remotes = [
         None if one.source.remote is None else RemoteShards(hub, one.source.remote, work.downloads) for one in found

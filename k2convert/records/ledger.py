@@ -147,13 +147,20 @@ def _versions(recipe: Recipe) -> dict[str, str]:
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
-    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured."""
+    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured.
+
+    Only a shard that was compared with the source counts lossless tensors.
+    """
     by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
     for record in records:
         for projection in record.projections:
-            if projection.metrics is not None:
-                by_role[projection.role].add(projection.metrics)
-                by_role[TOTAL].add(projection.metrics)
+            metrics = projection.metrics
+            if metrics is None:
+                continue
+            if metrics.lossless_tensors is not None and not record.is_checked:
+                metrics = replace(metrics, lossless_tensors=None)
+            by_role[projection.role].add(metrics)
+            by_role[TOTAL].add(metrics)
     return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
 
 

@@ -42,12 +42,10 @@ def check_finished_shard(
     calibration: "Calibration | None",
     kept: KeptExperts | None,
     family: Family,
-    by_rule: bool = True,
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
 
-    `calibration`, `kept` and `family` are those of the conversion. Weights are regenerated, `by_rule`, or only decoded
-    and compared with the source. Raises InvalidCheckpointError if a byte or a figure
+    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
     of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
     the source changed.
     """
@@ -59,12 +57,12 @@ def check_finished_shard(
         scaling = Scaling({n: found for n, found in exponents.items() if found is not None})
         result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
-    rule = recipe.rule if by_rule and recipe.quantizer == "native" else None
+    rule = recipe.rule if recipe.quantizer == "native" else None
     found = validate_shards(result, rule=rule, recorded=recorded)
     scan = found.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
-    problems = list(_problems(result, found, record.read_back(found.errors)))
+    problems = list(_problems(result, found, record))
     if problems:
         (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")

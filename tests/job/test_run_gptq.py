@@ -170,7 +170,7 @@ def test_another_text_or_option_is_refused_by_name(
     check("window was 64, now 32", "--set", "calibration.window=32")
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
-    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
+    monkeypatch.setattr("k2convert.calibration.walk_plan.WALK_VERSION", 1)
     check("walk was 3, now 1")
 
 
