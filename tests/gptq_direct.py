@@ -38,9 +38,9 @@ class Tokens:
     def cross(self) -> Array:
         return (self.missing * self.weights[:, None]).T @ self.inputs / self.weights.sum()
 
-    def mean_square(self, rows_tN: Array, root_gram: Array) -> float:
-        """The mean of w |root_gram r|^2."""
-        return float((self.weights[:, None] * (rows_tN @ root_gram.T) ** 2).sum() / self.weights.sum())
+    def mean_square(self, rows_tN: Array) -> float:
+        """The mean of w |r|^2."""
+        return float((self.weights[:, None] * rows_tN**2).sum() / self.weights.sum())
 
 
 def ridge(tokens: Tokens, cross: Array, strength: float) -> Array:
@@ -50,24 +50,22 @@ def ridge(tokens: Tokens, cross: Array, strength: float) -> Array:
     return np.linalg.solve((form + strength * penalty).T, cross.T).T
 
 
-def ridge_target(tokens: Tokens, root_gram: Array) -> tuple[Array, float | None, float]:
-    """The correction, its strength and its gain, from what is left of `missing` on the tokens of the other half."""
+def ridge_target(tokens: Tokens) -> tuple[Array, float | None]:
+    """The correction and its strength, from what is left of `missing` on the tokens of the other half."""
 
-    def removed(strength: float, root: Array) -> float:
+    def removed(strength: float) -> float:
         total = 0.0
         for a in (0, 1):
             other = tokens.half(1 - a)
             correction = ridge(tokens, tokens.half(a).cross, strength)
             left = other.missing - other.inputs @ correction.T
-            total += other.mean_square(other.missing, root) - other.mean_square(left, root)
+            total += other.mean_square(other.missing) - other.mean_square(left)
         return total
 
-    best = max(STRENGTHS, key=lambda strength: removed(strength, root_gram))
-    if removed(best, root_gram) <= 0:
-        return np.zeros_like(tokens.cross), None, 0.0
-    even = np.eye(tokens.missing.shape[1])
-    energy = sum(tokens.half(half).mean_square(tokens.half(half).missing, even) for half in (0, 1))
-    return ridge(tokens, tokens.cross, best / 2), best, removed(best, even) / energy
+    best = max(STRENGTHS, key=removed)
+    if removed(best) <= 0:
+        return np.zeros_like(tokens.cross), None
+    return ridge(tokens, tokens.cross, best / 2), best
 
 
 def compensated(row: Array, values: Array, form: Array) -> Array:

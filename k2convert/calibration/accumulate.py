@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from k2convert.calibration.imatrix_gain import (
     HeldOut,
     InputTokens,
     TokenSample,
+    chunks,
     imatrix_gains,
     sampled_experts,
     weighted_squares,
@@ -44,8 +44,6 @@ from k2convert.records.events import SILENT, Events
 
 Save = Callable[[LayerStatistics, int], None]
 """Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
-
-_CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
 
 
 @torch.no_grad()
@@ -278,7 +276,6 @@ def token_weights(h_TK: Tensor) -> Tensor:
 def _square_sums(values: Tensor) -> Tensor:
     """Return the sum of squares of each row of f32 [t, K], f64 [t]."""
     sums = torch.empty(values.shape[0], dtype=torch.float64, device=values.device)
-    for start in range(0, values.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
+    for rows in chunks(values):
         sums[rows] = values[rows].double().square_().sum(dim=1)
     return sums

@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from k2convert.calibration.gptq_layer import SAMPLED_ROWS as JUDGED_ROWS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
@@ -108,7 +107,7 @@ def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]
     layers = layer_operations(model, size, is_walk=True)
     total = layers[model.moe_layers[0]]
     streams = total - sum(steps.values()) + steps["moments of gate and up"]
-    prepared = streams + steps["shrinkage and factor of gate and up"] + steps["correction of gate and up"]
+    prepared = streams + steps["shrinkage and factor of gate and up"]
     rounded = prepared + steps["experts, converted"] + steps["codes of gate and up"]
     return streams / total, prepared / total, rounded / total
 
@@ -120,16 +119,14 @@ def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
     experts = model.num_experts
     tokens = size.num_tokens
     routed = tokens * model.experts_per_token // max(experts, 1)
-    added = Work(fp32=4.0 * width * experts * hidden**2)
     return {
         "experts, converted": Work(fp32=(1 + 2 * MEASURED_SHARE) * _expert_flops(model, size)),
-        "moments of gate and up": _summed(hidden, hidden, tokens),
+        "moments of gate and up": _summed(hidden, 0, tokens),
         "shrinkage and factor of gate and up": _trusted(hidden, tokens),
-        "correction of gate and up": _corrected(hidden, hidden, tokens, judged=JUDGED_ROWS),
-        "codes of gate and up": _rounded(hidden, 2 * width * experts) + added,
+        "codes of gate and up": _rounded(hidden, 2 * width * experts),
         "moments of down": _summed(width, hidden, routed).times(experts),
         "shrinkage and factor of down": _trusted(width, routed).times(experts),
-        "correction of down": _corrected(width, hidden, routed, judged=0).times(experts),
+        "correction of down": _corrected(width, hidden, routed).times(experts),
         "codes of down": _rounded(width, hidden).times(experts) + Work(fp32=2.0 * routed * width * hidden * experts),
     }
 
@@ -152,21 +149,21 @@ def _trusted(columns: int, tokens: int) -> Work:
     return Work(fp64=(1 + shrinkage_tries(columns, tokens)) * 2 / 3 * float(columns) ** 3)
 
 
-def _corrected(columns: int, rows: int, tokens: int, *, judged: int) -> Work:
-    """Return the work to choose and to make a correction; `judged` rows of weights decide, or sums of outputs."""
+def _corrected(columns: int, rows: int, tokens: int) -> Work:
+    """Return the work to choose and to make a correction of outputs [rows]; sums of these decide."""
     if tokens < FEW_TOKENS:
         return Work()
     square = float(columns) ** 2
     sums = min(rows, SKETCHED_ROWS)
-    factors = (len(STRENGTHS) + (2 if judged else 1)) * square * columns / 3
-    seen = 4.0 * rows * columns * (judged + sums)
-    losses = 8 * square * (len(STRENGTHS) * (judged or sums) + (sums if judged else 0))
+    factors = (len(STRENGTHS) + 1) * square * columns / 3
+    seen = 4.0 * rows * columns * sums
+    losses = 8 * square * len(STRENGTHS) * sums
     return Work(fp32=factors + seen + losses + 2 * rows * square)
 
 
 def _rounded(columns: int, rows: int) -> Work:
     """Return the work to round rows by rule gptq."""
-    return Work(fp32=7.0 * rows * columns**2)
+    return Work(fp32=6.0 * rows * columns**2)
 
 
 LEAST_SHARE: Final = 0.7
@@ -203,8 +200,7 @@ def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
     decided = sum((work for name, work in steps.items() if name not in _MEASURED_STEPS), Work())
     fp32 = _product_rate(device)
     fp64 = _product_rate(device, torch.float64)
-    added = 4.0 * model.width * model.num_experts * model.hidden**2
-    layer = (decided.fp32 + added) / fp32 + decided.fp64 / fp64
+    layer = decided.fp32 / fp32 + decided.fp64 / fp64
     gate_up = _row_seconds(model.hidden, device)
     down = _row_seconds(model.width, device)
     layer += model.num_experts * (2 * model.width * gate_up + model.hidden * down)

@@ -39,7 +39,8 @@ from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
-from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens
+from k2convert.quantize.gptq.device_kernel import check_device
+from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
@@ -62,9 +63,12 @@ class GptqOptions:
 def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
     """Convert the layers that are not done, in order; `save` declares one done.
 
-    Raises CalibrationError if too many windows have to be dropped, what `check_stop` raises, and what reading and
-    writing raise.
+    Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be
+    dropped, what `check_stop` raises, and what reading and writing raise.
     """
+    for device in walk.devices:
+        if torch.device(device).type == "cuda":
+            check_device(device)
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
     with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
@@ -155,7 +159,7 @@ class _LayerConversion:
                 "source are. Use a different text, or convert with --statistics."
             )
         halves = self._halves(first + np.flatnonzero(kept)) if first < self._num_fitted else None
-        collected.add(x_TK, tee.x - x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
+        collected.add(x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
         return kept
 
     def _tee(self, first: int) -> _Tee:
@@ -236,18 +240,13 @@ class _LayerConversion:
 
 @dataclass(slots=True)
 class _Tee:
-    """Passes reports of a layer on to the accumulator, if any; keeps the MLP's input `x` and the output `hidden`.
-
-    Both are f32 [T, K].
-    """
+    """Passes reports of a layer on to the accumulator, if any; keeps the output `hidden` f32 [T, K]."""
 
     check_stop: CheckStop
     accumulator: LayerAccumulator | None
-    x: Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        self.x = x_TK
         if self.accumulator is not None:
             self.accumulator.block(x_TK, routing, cached)
 
@@ -274,14 +273,12 @@ class _CollectedTokens:
         self._weights: list[Tensor] = []
         self._halves: list[Tensor] = []
         self._moments = Moments.start(hidden_size, device=device)
-        self._missing = Missing.start(hidden_size, hidden_size, device=device)
         self._team = team
         self._count = 0
 
     def add(
         self,
         x_TK: Tensor,
-        missing_TK: Tensor,
         residual_TK: Tensor,
         routing: Routing,
         weights: Tensor,
@@ -296,20 +293,18 @@ class _CollectedTokens:
         self._weights.append(weights)
         if halves is not None:
             halves = halves.to(x_TK.device)
-            dealt = WeightedTokens.by_halves(weights, halves)
-            self._moments.add(x_TK, dealt, self._team)
-            self._missing.add(x_TK, missing_TK, dealt, self._team)
+            self._moments.add(x_TK, WeightedTokens.by_halves(weights, halves), self._team)
             self._halves.append(halves)
 
     def finish(self) -> LayerInputs:
         """Return everything, and keep nothing of it."""
-        sums = self._moments, self._missing
-        del self._moments, self._missing
+        moments = self._moments
+        del self._moments
         return LayerInputs(
             x=self._x[: self._count],
             residual=self._residual[: self._count],
             routing=Routing.concatenate(self._routings),
             token_weights=torch.cat(self._weights),
             halves=torch.cat(self._halves),
-            gate_up=sums,
+            gate_up=moments,
         )

@@ -13,11 +13,10 @@ from torch import Tensor
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature
-from k2convert.quantize.gptq.rounding import RoundingKernel, round_gptq
+from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, round_gptq
+from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.quantize.rules.max import Magnitude
 
 GATE = "gate_proj"
 UP = "up_proj"
@@ -57,53 +56,42 @@ class ExpertWeights:
         return SourceProjection(module, source, values)
 
 
-def shared_scale(weights: Sequence[SourceProjection]) -> tuple[Magnitude, float]:
-    """Return the magnitude and the global scale that projections share."""
+def shared_scale(weights: Sequence[SourceProjection]) -> float:
+    """Return the global scale that projections share."""
     quantizer = NativeQuantizer("mse")
     magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
     shared = magnitudes[0]
     for magnitude in magnitudes[1:]:
         shared = shared.merge(magnitude)
-    return shared, quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
+    return quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
 
 
-def by_mse(weight: SourceProjection, magnitude: Magnitude, global_scale: float) -> Nvfp4Weight:
-    """Convert a projection by rule `mse`, without data."""
-    quantizer = NativeQuantizer("mse")
-    return quantizer.quantize(weight.source, name=weight.module, magnitude=magnitude, global_scale=global_scale)[0]
+def by_mse(weight: SourceProjection, global_scale: float) -> Codes:
+    """Convert a projection by rule `mse`, without data; the codes are on the projection's device."""
+    found = cpu.convert(weight.source, rule="mse", global_scale=global_scale).weight
+    tensors = (torch.as_tensor(part).to(weight.values.device) for part in (found.packed, found.block_scales))
+    return Codes(*tensors, global_scale)
 
 
-def decoded(weight: Nvfp4Weight, device: str) -> LinearLayer:
-    """Return a converted projection as a layer on a device, its inputs not quantized."""
-    packed = torch.as_tensor(weight.packed)
-    scales = torch.as_tensor(weight.block_scales)
-    return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale)).to(device)
+def decoded(codes: Codes) -> LinearLayer:
+    """Return a converted projection as a layer, its inputs not quantized."""
+    return LinearLayer(nvfp4_weight(codes.packed, codes.block_scales, codes.global_scale))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GateUpRule:
-    """Rounding of a layer's gate and up, on one device: the curvature, and what is added first, f32 [K, K]."""
-
-    correction: Tensor | None
-    curvature: Curvature
-
-    def to(self, device: str) -> GateUpRule:
-        """Return this on a device."""
-        correction = None if self.correction is None else self.correction.to(device)
-        return GateUpRule(correction, self.curvature.to(device))
-
-    def round(
-        self, weights: list[tuple[SourceProjection, Magnitude, float]], kernel: RoundingKernel
-    ) -> list[Nvfp4Weight]:
-        """Round gates and ups, given the magnitude and the global scale that gate and up of an expert share."""
-        targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
-        if self.correction is not None:
-            targets += targets @ self.correction
-        codes = round_gptq(targets, 1.0, self.curvature, kernel)
-        found = list[Nvfp4Weight]()
-        done = 0
-        for weight, _, global_scale in weights:
-            rows = slice(done, done + weight.values.shape[0])
-            found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))
-            done = rows.stop
-        return found
+def round_together(
+    weights: Sequence[tuple[SourceProjection, float]],
+    curvature: Curvature,
+    kernel: RoundingKernel,
+    *,
+    sweeps: int = SWEEPS,
+) -> list[Codes]:
+    """Round projections that read one input, each with its global scale."""
+    targets = torch.cat([weight.values / global_scale for weight, global_scale in weights])
+    codes = round_gptq(targets, 1.0, curvature, kernel, sweeps=sweeps)
+    found = list[Codes]()
+    done = 0
+    for weight, global_scale in weights:
+        stop = done + weight.values.shape[0]
+        found.append(codes.rows(done, stop, global_scale))
+        done = stop
+    return found

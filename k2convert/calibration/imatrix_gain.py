@@ -13,7 +13,7 @@ show that the model will be asked something else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +36,7 @@ SAMPLED_TOKENS: Final = 256
 """Tokens that a choice is made by: this one, and smoothing."""
 
 _CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
+_CUDA_CHUNK_ROWS: Final = 1 << 15
 
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
@@ -78,11 +79,17 @@ class TokenSample:
         return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
 
 
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Yield rows of f32 [t, I] that are summed in FP64 at once: few on a CPU, many on a GPU."""
+    step = _CHUNK_ROWS if values.device.type == "cpu" else _CUDA_CHUNK_ROWS
+    for start in range(0, values.shape[0], step):
+        yield slice(start, start + step)
+
+
 def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
     """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
     total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    for start in range(0, values.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
+    for rows in chunks(values):
         total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
     return total
 

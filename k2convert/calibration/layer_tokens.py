@@ -12,7 +12,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -24,7 +24,7 @@ from torch import Tensor
 from k2convert.checkpoint.files import writing
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
 from k2convert.forward.moe import Routing
-from k2convert.quantize.gptq.moments import Missing, Moments
+from k2convert.quantize.gptq.moments import Moments
 
 _CHUNK_ROWS: Final = 256
 _NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
@@ -98,8 +98,8 @@ class LayerInputs:
 
     `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
     without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two
-    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, and of what x
-    lacks, with these weights. `inner` is room for the inner activations f32 [t, I] of every expert.
+    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, with these
+    weights.
     """
 
     x: Tensor
@@ -107,8 +107,7 @@ class LayerInputs:
     routing: Routing
     token_weights: Tensor
     halves: Tensor
-    gate_up: tuple[Moments, Missing] | None
-    inner: list[Tensor] = field(default_factory=list[Tensor])
+    gate_up: Moments | None
 
     @property
     def first_measured(self) -> int:
@@ -120,8 +119,8 @@ class LayerInputs:
         held_out = self.x.shape[0] - fitted
         return max(0, fitted - held_out) if held_out else 0
 
-    def take_gate_up(self) -> tuple[Moments, Missing]:
-        """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
+    def take_gate_up(self) -> Moments:
+        """Return the moments of gate and up, which are not kept: 0.4 GB for K2."""
         taken = self.gate_up
         self.gate_up = None
         assert taken is not None

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from k2convert.calibration.gptq_layer import GROUPED_EXPERTS, SAMPLED_ROWS
+from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import STEPS
 from k2convert.calibration.token_counts import experts_per_token
@@ -199,10 +199,10 @@ def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     pieces = 4 * copies * chosen * model.hidden
     in_work = 4 * experts * (size.workers * floats * part) + experts * (size.workers + 1) * pieces
     phases = (
-        4 * square + 2 * tokens + _layer_bytes(model, size) + states,
-        4 * square + 2 * tokens + model.attention_bytes + 9 * states + mapped,
-        (5 + 6 * tried) * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
-        3 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
+        2 * square + 2 * tokens + _layer_bytes(model, size) + states,
+        2 * square + 2 * tokens + model.attention_bytes + 9 * states + mapped,
+        (5 + 6 * tried) * square + 2 * tokens + model.attention_bytes,
+        2 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
         2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2 + pieces,
     )
     staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * size.num_tokens * model.hidden)  # of both streams' files

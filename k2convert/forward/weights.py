@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -272,8 +273,14 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:
     """Return the weight v * (b * g) from codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
-    steps = _E4M3[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
-    return CodedWeight(packed, _E2M1_PAIRS, steps)
+    pairs, values = _nvfp4_tables(str(packed.device))
+    steps = values[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
+    return CodedWeight(packed, pairs, steps)
+
+
+@cache
+def _nvfp4_tables(device: str) -> tuple[Tensor, Tensor]:
+    return _E2M1_PAIRS.to(device), _E4M3.to(device)
 
 
 ROWS: Final = 16

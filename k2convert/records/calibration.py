@@ -32,24 +32,24 @@ class OutputErrors:
 class GptqLayer:
     """Work of rule `gptq` in one MoE layer, and its gain.
 
-    `ridge` is the strength of the ridge with which gate and up were corrected for the errors of earlier layers, None
-    if no correction gained anything. `ridge_gain`, 0 to 1, is the share of those errors that the correction removed,
-    measured on the half of the windows that it was not fitted to. `shrinkage`, 0 to 1, is how far the second moments
-    of the input of gate and up were drawn to their diagonal, None if they were rounded without correction.
-
-    `down_ridges` and `down_shrinkages` are the same for the down projection of each routed expert.
+    `shrinkage`, 0 to 1, is how far the second moments of the input of gate and up were drawn to their diagonal, None if
+    they were rounded without error feedback. `down_shrinkages` are the same for the down projection of each routed
+    expert. `down_ridges` are the strengths of the ridge with which they were corrected for what was left over, None
+    where no correction gained anything.
 
     `fitted` are the errors on some tokens that all this was fitted to, which say little. `held_out` are those on the
     windows that were kept out of the fit, None if there were none.
+
+    `ridge` and `ridge_gain` are in results of release 0.2 alone, which corrected gate and up too.
     """
 
-    ridge: Real | None
-    ridge_gain: Share
     shrinkage: Share | None
     down_ridges: tuple[Real | None, ...]
     down_shrinkages: tuple[Share | None, ...]
     fitted: OutputErrors
     held_out: OutputErrors | None = None
+    ridge: Real | None = None
+    ridge_gain: Share = 0.0
 
     def __post_init__(self) -> None:
         if len(self.down_ridges) != len(self.down_shrinkages):

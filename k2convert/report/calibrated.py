@@ -28,8 +28,8 @@ _CALIBRATION_COLUMNS: Final = (
     "layer", "tokens per expert: least", "median", "most", f"experts under {MIN_TOKENS}", "channels scaled",
 )  # fmt: skip
 _GPTQ_COLUMNS: Final = (
-    "layer", "held-out error after the layer", "with rule mse", "from earlier layers", "gate and up: ridge",
-    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without correction",
+    "layer", "held-out error after the layer", "with rule mse", "from earlier layers", "gate and up: shrinkage",
+    "down: corrected", "experts by shrinkage", "experts without correction",
 )  # fmt: skip
 
 
@@ -127,10 +127,7 @@ def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) 
         "INT4 model for the inputs that the layers converted before it give: later weights of a row make up for the "
         "rounding of earlier ones. Activations are not quantized meanwhile, so the same weights serve W4A16 and W4A4."
     )
-    yield (
-        f"{sum(layer.ridge is not None for layer in layers.values()):,} of {len(layers):,} layers corrected gate and "
-        f"up for errors of earlier layers. {corrected:,} of {len(shrinkages):,} experts corrected down."
-    )
+    yield f"Down was corrected for what earlier rounding left over in {corrected:,} of {len(shrinkages):,} experts."
     rounded = sum(layer.shrinkage is None for layer in layers.values())
     experts = shrinkages.count(None)
     if rounded or experts:
@@ -167,8 +164,6 @@ def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
     return (
         str(number),
         *measured,
-        "none" if layer.ridge is None else f"{layer.ridge:g}",
-        "" if layer.ridge is None else f"{100 * layer.ridge_gain:.1f} %",
         "no correction" if layer.shrinkage is None else f"{layer.shrinkage:g}",
         f"{sum(ridge is not None for ridge in layer.down_ridges):,} of {len(layer.down_ridges):,}",
         ", ".join(f"{shrinkage:g}: {count:,}" for shrinkage, count in counts.items()) or "none",

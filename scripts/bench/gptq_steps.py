@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from k2convert.calibration.cost import (
     Work,
@@ -24,7 +23,6 @@ from k2convert.calibration.cost import (
     pass_flops,
     walk_steps,
 )
-from k2convert.calibration.gptq_layer import SAMPLED_ROWS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import STEPS
 from k2convert.checkpoint.index import open_checkpoint
@@ -59,46 +57,33 @@ def operations(work: Work) -> float:
     return work.fp32 + work.fp64
 
 
-def input_seconds(kind: str, columns: int, rows: int, outputs: int) -> dict[str, float]:
-    """Time the steps of one input: `rows` is what its correction has, `outputs` the rows of weights that read it."""
-    judged = None if kind == "down" else torch.randn(SAMPLED_ROWS, rows)
-    found, form = moment_seconds(kind, columns, rows, judged)
-    found[f"shrinkage and factor of {kind}"] = seconds_of(lambda: make_curvature(form, 0.5)) * FACTORS
-    curvature = make_curvature(form, 0.5)
-    correction = None if judged is None else torch.randn(columns, rows)
-    targets = torch.randn(ROUNDED_ROWS, columns)
-
-    def to_codes() -> None:
-        target = targets if correction is None else targets + targets @ correction
-        round_gptq(target, 1.0, curvature, kernel_for("cpu"))
-
-    return found | {f"codes of {kind}": seconds_of(to_codes) * outputs / ROUNDED_ROWS}
-
-
-def moment_seconds(kind: str, columns: int, rows: int, judged: Tensor | None) -> tuple[dict[str, float], Tensor]:
-    """Time the moments and the correction of an input; returns the seconds, and H f32 [columns, columns]."""
+def input_seconds(kind: str, columns: int, outputs: int) -> dict[str, float]:
+    """Time the steps of one input: `outputs` are the rows of weights that read it."""
     inputs = torch.randn(TOKENS, columns)
-    missing = torch.randn(TOKENS, rows)
     halves = WeightedTokens.by_halves(torch.ones(TOKENS), torch.arange(TOKENS) % 2)
     moments = Moments.start(columns, device="cpu")
-    sums = Missing.start(columns, rows, device="cpu")
-
-    def add() -> None:
-        moments.add(inputs, halves)
-        sums.add(inputs, missing, halves)
-
-    found = {f"moments of {kind}": seconds_of(add)}
+    found = {f"moments of {kind}": seconds_of(lambda: moments.add(inputs, halves))}
+    if kind == "down":
+        missing = torch.randn(TOKENS, outputs)
+        sums = Missing.start(columns, outputs, device="cpu")
+        found[f"moments of {kind}"] += seconds_of(lambda: sums.add(inputs, missing, halves))
+        moments.complete()
+        found[f"correction of {kind}"] = seconds_of(lambda: correct(moments, sums))
     moments.complete()
-    found[f"correction of {kind}"] = seconds_of(lambda: correct(moments, sums, judged))
-    return found, moments.form()
+    form = moments.form()
+    found[f"shrinkage and factor of {kind}"] = seconds_of(lambda: make_curvature(form, 0.5)) * FACTORS
+    curvature = make_curvature(form, 0.5)
+    targets = torch.randn(ROUNDED_ROWS, columns)
+    rounding = seconds_of(lambda: round_gptq(targets, 1.0, curvature, kernel_for("cpu")))
+    return found | {f"codes of {kind}": rounding * outputs / ROUNDED_ROWS}
 
 
 def measured_rates(model: ModelSizes) -> dict[str, float]:
     """Return the operations a second of one core in each step, of a layer with one expert that gets every token."""
     small = replace(model, num_experts=1, experts_per_token=1)
     work = walk_steps(small, PassSize(1, TOKENS, 1, ("cpu",), 1, 1))
-    seconds = input_seconds("gate and up", model.hidden, model.hidden, 2 * model.width)
-    seconds |= input_seconds("down", model.width, model.hidden, model.hidden)
+    seconds = input_seconds("gate and up", model.hidden, 2 * model.width)
+    seconds |= input_seconds("down", model.width, model.hidden)
     left = torch.randn(TOKENS, model.hidden)
     right = torch.randn(model.hidden, model.width)
     product = 2 * TOKENS * model.hidden * model.width / seconds_of(lambda: left @ right)

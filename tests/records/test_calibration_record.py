@@ -36,15 +36,14 @@ RECORD = CalibrationRecord(
 )
 
 GPTQ_LAYER = GptqLayer(
-    ridge=0.15,
-    ridge_gain=0.4,
     shrinkage=0.5,
     down_ridges=(None, 1.5),
     down_shrinkages=(0.6, None),
     fitted=OutputErrors(0.001, 0.1 + 0.2, 0.0025),
     held_out=OutputErrors(0.002, 0.1 + 0.3, 0.0035),
 )
-EMPTY_LAYER = GptqLayer(None, 0.0, None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
+OLD_LAYER = replace(GPTQ_LAYER, ridge=0.15, ridge_gain=0.4)
+EMPTY_LAYER = GptqLayer(None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
 GPTQ_RECORD = replace(
     RECORD,
     held_out_windows=4,

@@ -1,12 +1,12 @@
 """Sums of one input over tokens, by halves, and the correction of a weight for what its input lacks.
 
-x is the input that the converted model has, `missing` what should be added to the output or to the input: there is a
-matrix d with d x close to `missing`. Half a of the tokens fits it, half b says whether it helps:
+x is the input that the converted model has, `missing` what should be added to the output: there is a matrix d with d x
+close to `missing`. Half a of the tokens fits it, half b says whether it helps:
 
     d_a = D_a (H + lambda P)^-1      D = E[w missing x^T], H = E[w x x^T], P = (diag H + mean diag H) / 2
     loss = sum over both orders of tr(R d_a H_b d_a^T R^T) - 2 tr(R d_a D_b^T R^T)
 
-R are rows of the weight that d is multiplied by, or all outputs.
+R is the identity, or for many outputs some sums of them.
 The strength lambda with the least loss wins if that is below zero; all tokens then fit d with lambda / 2, because they
 are twice as many. A fixed small lambda is worse than no correction.
 """
@@ -41,18 +41,6 @@ SKETCHED_ROWS: Final = 512
 """The loss of more than twice as many rows is that of so many sums of them, with random signs: its mean is the same.
 
 The strengths are compared on the same sums. Without this, choosing one for 7168 outputs takes five times as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ridge:
-    """Strength of a correction, and what it gained.
-
-    strength  lambda, None if there is no correction
-    gain      the share of sum of w * |missing|^2 that the corrections of each half remove on the other half, 0..1
-    """
-
-    strength: float | None
-    gain: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,19 +117,17 @@ class Moments:
 
 @dataclass(slots=True, eq=False)
 class Missing:
-    """Sums over the tokens of Moments of what should be added, by halves, f32 on their device.
+    """Sums over the tokens of Moments of what should be added, by halves.
 
-    crosses   sum of w missing x^T [2, N, K]
-    energies  sum of w missing^2 [2, N]
+    crosses   sum of w missing x^T, f32 [2, N, K] on one device
     """
 
     crosses: Tensor
-    energies: Tensor
 
     @classmethod
     def start(cls, columns: int, rows: int, *, device: str) -> Missing:
         """Return sums of nothing for inputs [t, columns] and missing outputs [t, rows]."""
-        return cls(torch.zeros(2, rows, columns, device=device), torch.zeros(2, rows, device=device))
+        return cls(torch.zeros(2, rows, columns, device=device))
 
     def add(
         self,
@@ -151,44 +137,28 @@ class Missing:
         team: Team = ALONE,
     ) -> None:
         """Add tokens: f32 inputs [t, K] and missing [t, N]."""
-        for number, half in enumerate(halves):
+        for cross, half in zip(self.crosses, halves, strict=True):
             inputs = inputs_tK[half.places] * half.roots
             missing = missing_tN[half.places] * half.roots
-            add_product(self.crosses[number], missing.T, inputs, team)
-            self.energies[number] += missing.square_().sum(dim=0)
-
-    def scale(self, exponents_K: Tensor) -> None:
-        """Multiply inputs, and missing inputs, by 2**a, exactly: `missing` is a difference of inputs, so N = K."""
-        assert self.crosses.shape[1] == self.crosses.shape[2]
-        factors_K = torch.exp2(exponents_K.to(self.crosses))
-        self.crosses.mul_(factors_K).mul_(factors_K[:, None])
-        self.energies.mul_(factors_K.square())
-
-    def clear(self) -> None:
-        """Free the memory of the crosses."""
-        self.crosses = self.crosses.new_empty(0)
+            add_product(cross, missing.T, inputs, team)
 
 
-def correct(
-    moments: Moments, missing: Missing, rows_nN: Tensor | None = None, team: Team = ALONE
-) -> tuple[Tensor | None, Ridge]:
-    """Return d f32 [N, K] with d x close to `missing`, and how it was found; no d if nothing is gained.
+def correct(moments: Moments, missing: Missing, team: Team = ALONE) -> tuple[Tensor | None, float | None]:
+    """Return d f32 [N, K] with d x close to `missing`, and its strength; neither if nothing is gained.
 
-    The loss is that of rows f32 [n, N] times what is missing; without them, that of what is missing. For N = K and a
-    weight W [.., K], W d is what to add to W. The moments must be complete.
+    A weight W [N, K] becomes W + d. The moments must be complete.
     """
     if not moments.can_correct:
-        return None, Ridge(None, 0.0)
+        return None, None
     form_KK = moments.form()
     mean = form_KK.diagonal().mean()
     if not (bool(torch.isfinite(mean)) and mean > 0):
-        return None, Ridge(None, 0.0)
+        return None, None
     # In columns times `scales_K`, P is the identity.
     scales_K = (0.5 * (form_KK.diagonal() + mean)).rsqrt()
     form_KK.mul_(scales_K).mul_(scales_K[:, None])
     fit = _HalvesFit(moments, missing, scales_K, team)
-    even = _sketch(missing.crosses.shape[1]).to(form_KK.device)
-    seen = fit.see(even if rows_nN is None else rows_nN)
+    seen = fit.see(_sketch(missing.crosses.shape[1]).to(form_KK.device))
     lower_KK = torch.empty_like(form_KK)
     losses = list[float]()
     for strength in STRENGTHS:
@@ -196,16 +166,10 @@ def correct(
         losses.append(fit.loss(seen, lower_KK))
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
-        return None, Ridge(None, 0.0)
-    removed = -losses[best]
-    if rows_nN is not None:
-        _factor(lower_KK, form_KK, STRENGTHS[best], team)
-        removed = -fit.loss(fit.see(even), lower_KK)
-    energy = sum(float(missing.energies[half].sum()) / moments.weights[half] for half in (0, 1))
-    gain = min(1.0, max(0.0, removed / energy)) if energy > 0 else 0.0
+        return None, None
     _factor(lower_KK, form_KK, STRENGTHS[best] / 2, team)
     del form_KK
-    return fit.solution(lower_KK), Ridge(STRENGTHS[best], gain)
+    return fit.solution(lower_KK), STRENGTHS[best]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,7 @@ def held_out_loss(inputs: torch.Tensor, shrinkage: float | None) -> float:
     for seen, unseen in (halves, halves[::-1]):
         form = torch.as_tensor(seen.T @ seen / len(seen)).float()
         curvature = even_curvature(COLUMNS, device="cpu") if shrinkage is None else make_curvature(form, shrinkage)
-        codes = round_gptq(target, UNIT, curvature, kernel_for("cpu"), sweeps=0)
+        codes = round_gptq(target, UNIT, curvature, kernel_for("cpu"), sweeps=0).weight()
         total += losses(target, codes, torch.as_tensor(unseen.T @ unseen / len(unseen))).sum()
     return total
 

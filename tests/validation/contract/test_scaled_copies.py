@@ -282,7 +282,7 @@ def test_rule_gptq_has_statistics_that_do_not_identify_it(cut: Path, damaged: Pa
     def feed_back(document: dict[str, Any]) -> None:
         for layer in document["calibration"]["layers"].values():
             none = (None,) * len(layer["tokens"])
-            layer["gptq"] = plain(GptqLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)))
+            layer["gptq"] = plain(GptqLayer(None, none, none, OutputErrors(0.0, 0.0, 0.0)))
 
     edit_json(damaged / "k2convert.json", feed_back)
     assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]

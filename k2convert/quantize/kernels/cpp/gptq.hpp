@@ -1,11 +1,12 @@
 // Rounding with error feedback: rows to NVFP4 such that (w - q) H (w - q)^T is small (quantize/gptq/rounding.py).
 //
-// First pass, columns from left to right: a block of 16 columns tries 16 neighboring E4M3 scales. Under each of them
+// First pass, columns from left to right: a block of 16 columns tries 8 neighboring E4M3 scales. Under each of them
 // its columns are rounded one by one, and the error e of column j moves the columns k behind it by -e U_jk / U_jj. The
 // scale with the least sum of (e / U_jj)**2 wins, and its errors move all columns behind the block.
 //
-// Sweeps, from the gradient G = (w - q) H: a block tries the same search from its own optimum given all other columns,
-// and takes the result if the loss falls. Then its columns take the best value under the block's scale, one by one.
+// Sweeps, from the gradient G = (w - q) H: in the first one, a block tries the same search from its own optimum given
+// all other columns, and takes the result if the loss falls. Then its columns take the best value under the block's
+// scale, one by one.
 //
 // Rows do not depend on each other, so bytes do not depend on the number of threads. They may differ between AVX2 with
 // fused multiply-adds and portable code.
@@ -16,9 +17,10 @@
 
 namespace k2 {
 
-// H and the upper triangular U with U^T U = H^-1, both [K, K]; the same U of each diagonal block of H, [K/16, 16, 16].
+// H and the upper triangular U with U^T U = H^-1, both [K, K]; of each diagonal block of H the same U, and the inverse,
+// [K/16, 16, 16].
 struct Curvature {
-    const float *form, *factor, *block_factors;
+    const float *form, *factor, *block_factors, *block_inverses;
     size_t columns;
 };
 

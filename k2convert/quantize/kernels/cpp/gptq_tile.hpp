@@ -12,14 +12,14 @@ namespace {
 using Floats = float __attribute__((vector_size(32)));
 using Ints = int32_t __attribute__((vector_size(32)));
 
-constexpr size_t kLanes = 8, kBlockSize = 16, kNumScales = 16;
+constexpr size_t kLanes = 8, kBlockSize = 16, kNumScales = kLanes;
 // Rows and columns of a product that stay in registers, and columns that are packed at a time.
 constexpr size_t kGroupRows = 6, kStrip = 2 * kLanes, kPacked = 128;
-// Normal E4M3 scales, the range of rule `mse`. The search starts five below the nearest to the largest weight / 6.
-constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 5;
+// Normal E4M3 scales, the range of rule `mse`. The search starts one below the nearest to the largest weight / 6.
+constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 1;
 // A block takes a new scale only for a gain that is no rounding error.
 constexpr float kWorthwhile = 0.9999f;
-static_assert(kTileRows % kGroupRows == 0 && kPanel % kBlockSize == 0 && kNumScales == 2 * kLanes, "whole groups");
+static_assert(kTileRows % kGroupRows == 0 && kPanel % kBlockSize == 0, "whole groups");
 
 inline Floats load(const float* from) {
     Floats values;
@@ -40,7 +40,7 @@ inline float value_of(int byte) {
     return value;
 }
 
-// The first of 16 bytes to try: E4M3's nearest to largest / 6, minus five, within the range.
+// The first of the bytes to try: E4M3's nearest to largest / 6, minus one, within the range.
 inline int first_byte(float largest) {
     float scale = largest * (1.0f / 6.0f);
     scale = scale > 0x1p-6f ? scale : 0x1p-6f;
@@ -110,7 +110,7 @@ void subtract_product(const float* a, size_t a_stride, size_t rows, const float*
     }
 }
 
-// The best of 16 scales for a block: its values, their errors over U_jj, and the sum of squares of these.
+// The best of the scales for a block: its values, their errors over U_jj, and the sum of squares of these.
 struct Found {
     float values[kBlockSize], errors[kBlockSize], loss;
     int byte;
@@ -118,29 +118,26 @@ struct Found {
 
 inline void search_block(const float* weights, const float* factor, size_t stride, Found& found) {
     alignas(32) float errors[kBlockSize][kNumScales], values[kBlockSize][kNumScales], losses[kNumScales];
-    Floats rest[kBlockSize][2], steps[2], inverses[2], sums[2] = {};
+    Floats rest[kBlockSize], sums = {};
     float largest = 0;
     for (size_t i = 0; i < kBlockSize; ++i) {
         const float size = magnitude(weights[i]);
         largest = size > largest ? size : largest;
-        rest[i][0] = rest[i][1] = all(weights[i]);
+        rest[i] = all(weights[i]);
     }
     const int first = first_byte(largest);
     for (size_t c = 0; c < kNumScales; ++c) losses[c] = value_of(first + static_cast<int>(c));
-    for (size_t h = 0; h < 2; ++h) steps[h] = load(losses + kLanes * h), inverses[h] = 1.0f / steps[h];
+    const Floats steps = load(losses), inverses = 1.0f / steps;
     for (size_t i = 0; i < kBlockSize; ++i) {
         const float* row = factor + i * stride;
-        const Floats inverse = all(1.0f / row[i]);
-        for (size_t h = 0; h < 2; ++h) {
-            const Floats value = nearest_value(rest[i][h] * inverses[h]) * steps[h];
-            const Floats error = (rest[i][h] - value) * inverse;
-            sums[h] += error * error;
-            store(values[i] + kLanes * h, value);
-            store(errors[i] + kLanes * h, error);
-            for (size_t k = i + 1; k < kBlockSize; ++k) rest[k][h] -= error * all(row[k]);
-        }
+        const Floats value = nearest_value(rest[i] * inverses) * steps;
+        const Floats error = (rest[i] - value) * all(1.0f / row[i]);
+        sums += error * error;
+        store(values[i], value);
+        store(errors[i], error);
+        for (size_t k = i + 1; k < kBlockSize; ++k) rest[k] -= error * all(row[k]);
     }
-    for (size_t h = 0; h < 2; ++h) store(losses + kLanes * h, sums[h]);
+    store(losses, sums);
     size_t best = 0;
     for (size_t c = 1; c < kNumScales; ++c) best = losses[c] < losses[best] ? c : best;
     for (size_t i = 0; i < kBlockSize; ++i) found.values[i] = values[i][best], found.errors[i] = errors[i][best];
@@ -177,7 +174,7 @@ class Tile {
             round_panel(Panel(rounding_.curvature.factor, columns_, start));
         if (rounding_.sweeps > 0) {
             start_gradient();
-            for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == rounding_.sweeps);
+            for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == 1, sweep == rounding_.sweeps);
         }
         for (size_t r = 0; r < rows_; ++r) encode_row(r);
     }
@@ -221,54 +218,52 @@ class Tile {
         for (size_t r = 0; r < kTileRows; ++r) is_done_[r] = false;
     }
 
-    // After the last sweep no gradient is needed, so in it columns that are done are not updated.
-    void run_sweep(bool is_last) {
+    // The first sweep searches scales. After the last one no gradient is needed: columns that are done keep theirs.
+    void run_sweep(bool searches, bool is_last) {
         bool has_changed[kTileRows] = {};
         for (size_t start = 0; start < columns_; start += kPanel) {
             const Panel form(rounding_.curvature.form, columns_, start);
             std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
             for (size_t j = 0; j < form.size; j += kBlockSize) {
-                const float* factor = rounding_.curvature.block_factors + (start + j) * kBlockSize;
-                float inverse[kBlockSize][kBlockSize] = {};
-                for (size_t d = 0; d < kBlockSize; ++d)
-                    for (size_t i = d; i < kBlockSize; ++i)
-                        for (size_t k = d; k < kBlockSize; ++k)
-                            inverse[i][k] += factor[d * kBlockSize + i] * factor[d * kBlockSize + k];
                 for (size_t r = 0; r < rows_; ++r)
-                    if (!is_done_[r] && improve_block(form, j, factor, inverse, r)) has_changed[r] = true;
+                    if (!is_done_[r] && improve_block(form, j, r, searches)) has_changed[r] = true;
             }
             for (size_t r = 0; r < rows_; ++r) spread(form, r, is_last);
         }
         for (size_t r = 0; r < rows_; ++r) is_done_[r] = !has_changed[r];
     }
 
-    bool improve_block(const Panel& form, size_t j, const float* factor, const float (&inverse)[kBlockSize][kBlockSize],
-                       size_t r) {
+    bool improve_block(const Panel& form, size_t j, size_t r, bool searches) {
         float* values = values_ + r * columns_ + form.start + j;
         const float* gradient = gradient_ + r * columns_ + form.start + j;
         uint8_t& byte = scales_[(r * columns_ + form.start + j) / kBlockSize];
-        alignas(32) float optimum[kBlockSize] = {};
-        for (size_t k = 0; k < kBlockSize; ++k)
-            for (size_t i = 0; i < kBlockSize; ++i) optimum[i] += gradient[k] * inverse[k][i];
-        float loss = 0;
-        for (size_t i = 0; i < kBlockSize; ++i) {
-            loss += optimum[i] * gradient[i];
-            optimum[i] += values[i];
-        }
-        Found found;
-        search_block(optimum, factor, kBlockSize, found);
-        bool has_changed = false;
-        if (found.loss < loss * kWorthwhile) {
-            byte = static_cast<uint8_t>(found.byte);
-            has_changed = true;
-            for (size_t i = 0; i < kBlockSize; ++i) change(form, j + i, r, found.values[i]);
-        }
+        bool has_changed = searches && search_again(form, j, r, values, gradient, byte);
         const float step = value_of(byte), inverse_step = 1.0f / step;
         for (size_t i = 0; i < kBlockSize; ++i) {
             const float best = values[i] + gradient[i] / form.row(j + i)[j + i];
             if (change(form, j + i, r, nearest_value(best * inverse_step) * step)) has_changed = true;
         }
         return has_changed;
+    }
+
+    // Search from the block's optimum, and take what is found if the loss falls.
+    bool search_again(const Panel& form, size_t j, size_t r, const float* values, const float* gradient,
+                      uint8_t& byte) {
+        const float* inverse = rounding_.curvature.block_inverses + (form.start + j) * kBlockSize;
+        alignas(32) float optimum[kBlockSize] = {};
+        for (size_t k = 0; k < kBlockSize; ++k)
+            for (size_t i = 0; i < kBlockSize; ++i) optimum[i] += gradient[k] * inverse[k * kBlockSize + i];
+        float loss = 0;
+        for (size_t i = 0; i < kBlockSize; ++i) {
+            loss += optimum[i] * gradient[i];
+            optimum[i] += values[i];
+        }
+        Found found;
+        search_block(optimum, rounding_.curvature.block_factors + (form.start + j) * kBlockSize, kBlockSize, found);
+        if (!(found.loss < loss * kWorthwhile)) return false;
+        byte = static_cast<uint8_t>(found.byte);
+        for (size_t i = 0; i < kBlockSize; ++i) change(form, j + i, r, found.values[i]);
+        return true;
     }
 
     // Change a value; its panel's gradients follow now, all others when the panel is done.

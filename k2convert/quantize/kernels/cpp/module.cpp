@@ -259,14 +259,16 @@ void tally_mxfp4(const In<uint8_t>& packed, const In<uint8_t>& scale_bytes, cons
 }
 
 void round_gptq(const In<float>& target, const In<float>& form, const In<float>& factor,
-                         const In<float>& block_factors, int sweeps, size_t threads, const Out<uint8_t>& packed,
-                         const Out<uint8_t>& scale_bytes) {
+                const In<float>& block_factors, const In<float>& block_inverses, int sweeps, size_t threads,
+                const Out<uint8_t>& packed, const Out<uint8_t>& scale_bytes) {
     const size_t columns = block_factors.size() / k2::kBlock, rows = columns == 0 ? 0 : target.size() / columns;
     require(columns > 0 && columns % k2::kBlock == 0 && block_factors.size() == k2::kBlock * columns &&
-                form.size() == columns * columns && factor.size() == form.size(), "curvature");
+                form.size() == columns * columns && factor.size() == form.size() &&
+                block_inverses.size() == block_factors.size(), "curvature");
     require(target.size() == rows * columns && 2 * packed.size() == target.size() &&
                 k2::kBlock * scale_bytes.size() == target.size(), "sizes do not fit");
-    const k2::Curvature curvature{form.data(), factor.data(), block_factors.data(), columns};
+    const k2::Curvature curvature{form.data(), factor.data(), block_factors.data(), block_inverses.data(),
+                                  columns};
     k2::round_gptq({target.data(), rows, curvature, sweeps, packed.data(), scale_bytes.data()}, threads);
 }
 

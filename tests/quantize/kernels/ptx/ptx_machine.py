@@ -211,7 +211,9 @@ class Kernel:
         target, *given = instruction.operands
         if target.startswith("{") or given[0].startswith("{"):
             return self._pack(instruction)
-        operation = find_operation(instruction.opcode, instruction.types)
+        # sm_100 has `min` and `max` of three numbers.
+        suffix = ".three" if instruction.opcode in ("min", "max") and len(given) == 3 else ""
+        operation = find_operation(instruction.opcode + suffix, instruction.types)
         sources = zip(given, operation.sources, strict=True)
         reads = [self._reader(name, type_) for name, type_ in sources]
         function = operation.function
@@ -325,20 +327,33 @@ class Kernel:
         return locate
 
     def _shuffle(self, instruction: Instruction) -> Step:
-        """`shfl.sync.bfly` gives every lane the value of the lane whose number differs in the given bits."""
-        target, source, bits, *clamp = instruction.operands
-        if (instruction.opcode, instruction.guard, clamp) != ("shfl.sync.bfly", "", ["31", "-1"]):
+        """`shfl.sync.bfly` gives every lane the value of the lane whose number differs in the given bits, `.idx` that
+        of the lane that it names.
+        """
+        target, source, chosen, *clamp = instruction.operands
+        kind = instruction.opcode.removeprefix("shfl.sync.")
+        if kind not in ("bfly", "idx") or (instruction.guard, clamp) != ("", ["31", "-1"]):
             raise PtxError(f"{instruction.opcode} of a part of a warp is not known")
         read = self._reader(source, "b32")
+        read_chosen = self._reader(chosen, "b32")
         put = self._writer(instruction, target, 32)
-        others = np.arange(WARP) ^ int(bits)
-        return lambda warps: put(warps, warps.lanes(read(warps)).reshape(-1, WARP)[:, others].ravel())
+
+        def step(warps: Warps) -> None:
+            values = warps.lanes(read(warps)).reshape(-1, WARP)
+            others = warps.lanes(read_chosen(warps)).reshape(-1, WARP).astype(np.int64) & (WARP - 1)
+            if kind == "bfly":
+                others = np.arange(WARP) ^ others
+            put(warps, np.take_along_axis(values, others, axis=1).ravel())
+
+        return step
 
     def _reduce(self, instruction: Instruction) -> Step:
-        """`redux.sync` gives every lane the sum, or the largest or smallest, of the warp."""
+        """`redux.sync` gives every lane the sum, or the largest or smallest, of the warp; that of floats passes over
+        NaN, with which triton fills lanes that take no part.
+        """
         target, source, mask = instruction.operands
         (type_,), kind = instruction.types, instruction.opcode.removeprefix("redux.sync.")
-        functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
+        functions = {"add": np.add, "min": np.fmin, "max": np.fmax}
         if kind not in functions or instruction.guard:
             raise PtxError(f"{instruction.opcode} is not known")
         read = self._reader(source, type_)

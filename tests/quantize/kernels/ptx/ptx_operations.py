@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from panel_reference import fma
 from ptx_program import PtxError
 
 Lanes = NDArray[Any]
@@ -32,6 +33,11 @@ def stored(value: Lanes, bits: int) -> Lanes:
 
 
 def _fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """Compute a * b + c, rounded once."""
+    return fma(a, b, c) if a.dtype == np.float32 else _exact_fma(a, b, c)
+
+
+def _exact_fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """Compute a * b + c in double precision, and refuse it if any step lost a bit.
 
     An exact result needs no rounding, fused or not. The errors of both steps are those of Dekker and Knuth.
@@ -86,16 +92,23 @@ _ROWS: dict[str, tuple[str, Callable[..., Lanes], str]] = {
     "cvt.rzi": ("d = a towards zero, clamped to the range of d; 0 if a is NaN", _truncate, "s32 f32"),
     "add": ("d = a + b; integers wrap", np.add, "T T T"),
     "sub": ("d = a - b; integers wrap", np.subtract, "T T T"),
+    "sub.rn": ("d = a - b, of floats, to the nearest, ties to even", np.subtract, "T T T"),
+    "div.rn": ("d = a / b, to the nearest, ties to even", np.divide, "T T T"),
+    "div": ("d = a / b of integers, towards zero", lambda a, b: (a - np.fmod(a, b)) // b, "T T T"),
+    "abs": ("d = |a|", np.abs, "T T"),
+    "neg": ("d = -a", np.negative, "T T"),
     "add.rn": ("d = a + b, of floats, to the nearest, ties to even", np.add, "T T T"),
     "mul.rn": ("d = a * b, of floats, to the nearest, ties to even", np.multiply, "T T T"),
     "mul.lo": ("d = the low half of a * b", np.multiply, "T T T"),
     "mul.wide": ("d = all of a * b", np.multiply, "W w w"),
     "mad.lo": ("d = the low half of a * b + c", lambda a, b, c: a * b + c, "T T T T"),
     "mad.wide": ("d = all of a * b, plus c", lambda a, b, c: a * b + c, "W w w W"),
-    "fma.rn": ("d = a * b + c, rounded once", _fma, "T T T T"),
+    "fma.rn": ("d = a * b + c, rounded once; of FP64 only if that is exact", _fma, "T T T T"),
     "rem": ("d = a % b, with the sign of a", np.fmod, "T T T"),
     "min": ("d = the smaller; of a number and NaN the number", np.fmin, "T T T"),
     "max": ("d = the larger; of a number and NaN the number", np.fmax, "T T T"),
+    "min.three": ("d = the smallest number of three", lambda a, b, c: np.fmin(np.fmin(a, b), c), "T T T T"),
+    "max.three": ("d = the largest number of three", lambda a, b, c: np.fmax(np.fmax(a, b), c), "T T T T"),
     "and": ("d = a & b", np.bitwise_and, "T T T"),
     "or": ("d = a | b", np.bitwise_or, "T T T"),
     "xor": ("d = a ^ b", np.bitwise_xor, "T T T"),
@@ -109,6 +122,8 @@ _ROWS: dict[str, tuple[str, Callable[..., Lanes], str]] = {
     "setp.lt": ("p = a < b; false for NaN", np.less, "pred T T"),
     "setp.le": ("p = a <= b; false for NaN", np.less_equal, "pred T T"),
     "setp.gt": ("p = a > b; false for NaN", np.greater, "pred T T"),
+    "setp.num": ("p: neither is NaN", lambda a, b: ~(np.isnan(a) | np.isnan(b)), "pred T T"),
+    "setp.nan": ("p: one is NaN", lambda a, b: np.isnan(a) | np.isnan(b), "pred T T"),
     "setp.ge": ("p = a >= b; false for NaN", np.greater_equal, "pred T T"),
 }
 

@@ -1,0 +1,103 @@
+"""The panel kernels of rule gptq: after every launch of their PTX, all tensors are those of the reference in NumPy."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gptq_direct import correlated, form_of
+from panel_reference import ReferencePanels, same
+from ptx_device import ptx_device
+from ptx_machine import Kernel
+
+from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels
+from k2convert.quantize.gptq.rounding import kernel_for
+from k2convert.quantize.gptq.tiles import ALONE
+
+TARGETS = [
+    pytest.param(90, id="sm_90"),
+    *(pytest.param(number, id=f"sm_{number}", marks=pytest.mark.slow) for number in (100, 103, 120)),
+]
+
+
+class CheckedPanels(TritonPanels):
+    """Compares every launch with the reference."""
+
+    def round(self, *tensors: Tensor, group: int, start: int) -> None:
+        expected = [tensor.clone() for tensor in tensors]
+        super().round(*tensors, group=group, start=start)
+        ReferencePanels().round(*expected, group=group, start=start)
+        assert all(map(same, tensors, expected)), f"round at {start}"
+
+    def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
+        expected = [tensor.clone() for tensor in tensors]
+        super().improve(*tensors, start=start, searches=searches)
+        ReferencePanels().improve(*expected, start=start, searches=searches)
+        assert all(map(same, tensors, expected)), f"improve at {start}"
+
+
+def curvature_of(columns: int, seed: int = 0) -> Curvature:
+    """Of inputs with an outlier channel."""
+    inputs = correlated(4 * columns, columns, seed)
+    inputs[:, 5] *= 30
+    return make_curvature(form_of(inputs), 0.5)
+
+
+def targets(rows: int, columns: int) -> Tensor:
+    """Rows like weights, and first some at the edges."""
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.exp(0.4 * torch.randn(rows, columns // 16, generator=generator)).repeat_interleave(16, 1)
+    target = 400 * torch.randn(rows, columns, generator=generator) * spread
+    target[0] = 0
+    target[1] *= 1e3  # saturates
+    target[2] *= 1e-9  # below the least scale
+    target[3] = 0
+    target[3, 77] = 5.0
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, 6.0, -5.0, 0.0, -0.0, 1.0, 2.0, 7.0]
+    target[4] = torch.tensor(halves).repeat(columns // 16)
+    target[5, :16] = 0
+    target[6] *= 1e-41  # subnormal
+    target[7] *= 1e25
+    return target
+
+
+def ties() -> Tensor:
+    """Rows with a number halfway between two values, under a scale that the others make the best one."""
+    numbers = torch.tensor([5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, 5.0])
+    target = torch.full((16, 128), 6.0)
+    target[:, 0::16] = torch.cat([numbers, -numbers])[:, None]
+    for column, value in ((1, 4.0), (2, 4.0), (4, 4.0), (3, 1.5), (5, 0.5), (8, 1.5), (9, 0.5), (12, 1.5), (14, 0.5)):
+        target[:, column::16] = value
+    return target
+
+
+def round_everything() -> None:
+    """A whole panel and one of five blocks, a program with a row too few, ties, and factors of their own for rows."""
+    kernel = DeviceKernel(CheckedPanels())
+    kernel.round(targets(11, 208), curvature_of(208), sweeps=2)
+    kernel.round(ties(), even_curvature(128, device="cpu"), sweeps=2)
+    makers = [lambda seed=seed: curvature_of(144, seed) for seed in range(3)]
+    found = kernel.try_each(targets(9, 144), makers, ALONE)
+    for values, make in zip(found, makers, strict=True):
+        packed, scales = kernel.round(targets(9, 144), make(), sweeps=0)
+        alone = kernel_for("cpu").round(targets(9, 144), make(), sweeps=0)
+        assert torch.equal(packed, alone[0])
+        assert torch.equal(scales, alone[1])
+        assert values.shape == (9, 144)
+
+
+@pytest.fixture(params=TARGETS)
+def kernels(request: pytest.FixtureRequest, one_thread: None) -> Iterator[list[Kernel]]:
+    with ptx_device(request.param) as launched:
+        yield launched
+
+
+def test_every_launch_gives_the_numbers_of_the_reference(kernels: list[Kernel]) -> None:
+    round_everything()
+    assert len(kernels) == 3, "rounding, and improving with a search and without"
+    for kernel in kernels:
+        assert all(kernel.executed), "every instruction was reached"
