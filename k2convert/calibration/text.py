@@ -31,7 +31,7 @@ from k2convert.calibration.chat import ChatTemplate
 from k2convert.calibration.tokenizer_process import TokenizerProcess
 from k2convert.calibration.tokenizers import Tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
-from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, cut, quoted
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
 from k2convert.records.evaluation import EvaluationText
 
 MAX_LINE_BYTES: Final = 16 << 20
@@ -232,6 +232,11 @@ class Windows:
     def digest(self) -> str:
         """The BLAKE3 of the token ids."""
         return blake3(self.ids.astype("<i8").tobytes()).hexdigest()
+
+    def __str__(self) -> str:
+        windows, length = self.ids.shape
+        names = ", ".join(name for name, _ in self.texts)
+        return f"{self.ids.size:,} tokens of {names}, in {counted(windows, 'window')} of {length:,}"
 
     def described(self) -> EvaluationText:
         """Return the text as a document has it, without dropped windows."""

@@ -77,14 +77,8 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
 
 def plan_line(plan: "EvaluationPlan") -> str:
     """Return models, layers and text of an evaluation, in a line."""
-    windows = plan.walk.text.windows
-    names = ", ".join(name for name, _ in windows.texts)
-    models = len(plan.models) - 1
-    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
-    return (
-        f"{counted(models, 'model')} and the reference, {plan.walk.num_layers} layers on {windows.ids.size:,} tokens "
-        f"of {names}, in {size}"
-    )
+    models = counted(len(plan.models) - 1, "model")
+    return f"{models} and the reference, {plan.walk.num_layers} layers on {plan.walk.text.windows}"
 
 
 def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast, needed: int, time: "Time") -> None:

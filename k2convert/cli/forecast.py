@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, counted, format_bytes
+from k2convert.errors import CalibrationError, format_bytes
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
 from k2convert.job.resources import check_memory, gpu_memory
@@ -129,10 +129,7 @@ def final_evaluation(job: Job, text: WalkText) -> FinalEvaluation:
     found = forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
     needed = peak_bytes() + found.memory.main
     time = found.time()
-    size = text.windows.ids.shape
-    names = ", ".join(name for name, _ in text.windows.texts)
-    line = f"evaluation at the end, on {text.windows.ids.size:,} tokens of {names}, in {counted(size[0], 'window')}"
-    line += f" of {size[1]:,}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
+    line = f"evaluation at the end, on {text.windows}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
     return FinalEvaluation(found, time, needed, line)
 
 
@@ -163,10 +160,7 @@ def show_text(plan: CalibrationPlan, time: Time | None = None) -> None:
 
 def _plan_line(plan: CalibrationPlan) -> str:
     """Return layers and text of a calibration, in a line."""
-    windows = plan.walk.text.windows
-    names = ", ".join(name for name, _ in windows.texts)
-    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
-    line = f"{plan.walk.num_layers} layers on {windows.ids.size:,} tokens of {names}, in {size}"
+    line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
     if plan.needs is None:
         return line
     held_out = "with only one window, no error on other tokens"

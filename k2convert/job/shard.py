@@ -119,8 +119,7 @@ def convert_shard(
         record = _Conversion(task, quantizer, reader, threads, events, stop or Event(), source_hash).run()
     if not task.for_upload:
         return record
-    findings = _validated(task, record)
-    return replace(record.read_back(findings.decoded), checked=findings)
+    return replace(record, checked=_validated(task, record))
 
 
 def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:

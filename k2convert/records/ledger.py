@@ -28,7 +28,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
 from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest, source_digest
 from k2convert.records.pruning import PruningRecord
-from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of
+from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of, proven
 
 TOTAL: Final = "total"
 MAX_NAMED: Final = 3
@@ -153,14 +153,12 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
     """
     by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
     for record in records:
+        decoded = record.checked.decoded if record.checked is not None and record.is_checked else {}
         for projection in record.projections:
-            metrics = projection.metrics
-            if metrics is None:
-                continue
-            if metrics.lossless_tensors is not None and not record.is_checked:
-                metrics = replace(metrics, lossless_tensors=None)
-            by_role[projection.role].add(metrics)
-            by_role[TOTAL].add(metrics)
+            if projection.metrics is not None:
+                metrics = proven(projection.metrics, decoded.get(projection.module))
+                by_role[projection.role].add(metrics)
+                by_role[TOTAL].add(metrics)
     return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
 
 

@@ -17,7 +17,7 @@ from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven
 from k2convert.validation.contract.result import Result, open_shard
 from k2convert.validation.decode import differing_totals
 from k2convert.validation.scaling import Scaling
@@ -121,7 +121,8 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
             error = checked.decoded[module]
             sampled = checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
-            joined.totals.add(projection.role, projection.metrics, has_exact_scale=True)
+            metrics = None if projection.metrics is None else proven(projection.metrics, error)
+            joined.totals.add(projection.role, metrics, has_exact_scale=True)
             doubt = "" if projection.metrics is None else doubt_of(projection.metrics)
             joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
             if error.energy == 0.0:
