@@ -8,7 +8,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.records.source import Source
+from k2convert.records.fingerprint import Source
 
 
 def convert(source: Path | Source, folder: Path, *, statistics: Statistics | None = None, **recipe: Any) -> Path:

@@ -20,9 +20,8 @@ from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.sizes import Memory, PassSize
-    from k2convert.calibration.walk_plan import WalkText
 
 MAX_HOURS: Final = 12
 

@@ -23,8 +23,8 @@ from k2convert.fit.serving import nvfp4_scheme
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import Ledger
-from k2convert.records.source import Source
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)

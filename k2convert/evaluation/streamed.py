@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from k2convert import __version__
-from k2convert.calibration.walk_plan import WalkPlan
+from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER

@@ -36,9 +36,9 @@ from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Plan
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
-from k2convert.records.source import Source
 
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:

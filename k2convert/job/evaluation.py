@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibration.walk_plan import WalkPlan, WalkText
+from k2convert.calibration.plan import WalkPlan, WalkText
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache

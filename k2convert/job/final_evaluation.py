@@ -6,7 +6,7 @@ so `main` gets result and evaluation in one commit. A run that is interrupted he
 
 from dataclasses import replace
 
-from k2convert.calibration.walk_plan import WalkText
+from k2convert.calibration.plan import WalkText
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, model_name
 from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW
@@ -23,8 +23,8 @@ from k2convert.models import check_computed, read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.events import Events
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import Ledger, read_ledger
-from k2convert.records.source import Source
 
 
 def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:

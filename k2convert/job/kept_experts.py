@@ -29,8 +29,8 @@ from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.document import Count, LayerNumber, parse
+from k2convert.records.fingerprint import Source
 from k2convert.records.pruning import LeftOut, Phrase, PruningRecord, left_out
-from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics

@@ -38,8 +38,8 @@ from k2convert.errors import CheckpointError, DestinationError, DestinationWrite
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
+from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
-from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics

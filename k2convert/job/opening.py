@@ -19,14 +19,13 @@ from k2convert.models.config import max_positions
 from k2convert.plan.plan import check_target
 from k2convert.plan.recipe import TextUse, settle_recipe
 from k2convert.records.document import shown
+from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, find_ledger
-from k2convert.records.source import Source
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.text import Windows
-    from k2convert.calibration.walk_plan import WalkText
     from k2convert.plan.inspection import Inspection
 
 
@@ -122,8 +121,8 @@ def open_calibration(
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
+    from k2convert.calibration.plan import WalkText
     from k2convert.calibration.sizes import chunk_windows
-    from k2convert.calibration.walk_plan import WalkText
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in windows.notes:

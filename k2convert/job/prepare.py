@@ -35,16 +35,14 @@ from k2convert.plan.plan import Plan, ShardJob, claim_projections, plan_conversi
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.fingerprint import JobDescription, job_fingerprint
+from k2convert.records.fingerprint import JobDescription, Source, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
-from k2convert.records.source import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.statistics import Statistics
-    from k2convert.calibration.walk_plan import WalkText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 

@@ -37,7 +37,7 @@ from k2convert.job.locations import Destination
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
-from k2convert.records.source import Source
+from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan

@@ -16,14 +16,14 @@ from damaged_files import DAMAGES, damage_file, damaged_weight, flip
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer
+from k2convert.calibration.plan import WalkText
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import read_windows
-from k2convert.calibration.walk_plan import WalkText
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
 from k2convert.job.prepare import plan_statistics
-from k2convert.records.source import Source
+from k2convert.records.fingerprint import Source
 from scripts.fixture_maker.damage import edit_json
 
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")

@@ -7,7 +7,7 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, choose_recipe, prepare
-from k2convert.records.source import Source
+from k2convert.records.fingerprint import Source
 
 
 def plan_job(

@@ -18,8 +18,8 @@ from k2convert.hub.client import Hub
 from k2convert.job.kept_experts import REAP_REPORT, prune_source
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.document import plain
+from k2convert.records.fingerprint import Source
 from k2convert.records.pruning import LeftOut, PruningRecord
-from k2convert.records.source import Source
 
 RECIPE = "kimi-k2-thinking-nvfp4"
 LAYERS = ("1", "2", "3")

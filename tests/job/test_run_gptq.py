@@ -12,10 +12,9 @@ from damaged_files import damaged_weight
 from results import plan_job, raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.calibration.plan import ShardNeeds, shard_needs, waiting_bytes
+from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
 from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
-from k2convert.calibration.walk_plan import WalkText
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from k2convert.job.prepare import Job, check_room
@@ -170,7 +169,7 @@ def test_another_text_or_option_is_refused_by_name(
     check("window was 64, now 32", "--set", "calibration.window=32")
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
-    monkeypatch.setattr("k2convert.calibration.walk_plan.WALK_VERSION", 1)
+    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
     check("walk was 3, now 1")
 
 
