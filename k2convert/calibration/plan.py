@@ -310,8 +310,10 @@ def plan_calibration(
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
         if text.devices == ("cpu",):
             disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
-    remote = None if source.remote is None else RemoteShards(hub, source.remote, work.downloads)
-    parts = [LayerPart(source.checkpoint, remote, of) for of in layer_ranges(source.checkpoint, num_layers)]
+    parts = [LayerPart(source.checkpoint, None, {})] * num_layers
+    if source.remote is not None:
+        remote = RemoteShards(hub, source.remote, work.downloads)
+        parts = [LayerPart(source.checkpoint, remote, of) for of in layer_ranges(source.checkpoint, num_layers)]
     windows = ids.shape[0] - (0 if needs is None else int(held_out(ids.shape[0]).sum()))
     return CalibrationPlan(
         walk=WalkPlan(
