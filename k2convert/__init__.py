@@ -102,7 +102,9 @@ def convert(
     from k2convert.errors import check_choice, check_flags
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places, read_size
-    from k2convert.job.opening import open_job, text_files
+    from k2convert.job.locations import read_destination
+    from k2convert.job.opening import text_files
+    from k2convert.job.prepare import JobOptions, open_job
     from k2convert.job.run import execute, outcome_of
     from k2convert.records.events import SILENT
     from k2convert.records.ledger import below_budget, check_budget
@@ -113,16 +115,18 @@ def convert(
     with (
         guest(torch_for="text" if files else None),
         open_job(
-            read_place("source", source),
-            read_place("destination", destination),
+            JobOptions(
+                source=read_place("source", source),
+                destination=read_destination(read_place("destination", destination)),
+                recipe=read_optional_place("recipe", recipe),
+                settings=settings or {},
+                statistics=read_optional_place("statistics", statistics),
+                text=text_files(files, device=device) if files else None,
+                workers=workers,
+                max_disk=read_size("max_disk", max_disk),
+                private=private,
+            ),
             hub=Hub(),
-            recipe=read_optional_place("recipe", recipe),
-            settings=settings,
-            statistics=read_optional_place("statistics", statistics),
-            text=text_files(files, device=device) if files else None,
-            workers=workers,
-            max_disk=read_size("max_disk", max_disk),
-            private=private,
         ) as job,
     ):
         if job.target is not None and job.is_published:

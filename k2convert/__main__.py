@@ -15,24 +15,20 @@ from k2convert.cli.interrupts import (
 def main() -> None:
     """Run the command line; see `k2convert.cli.app.main`. A failed command does not wait for its threads."""
     try:
-        _run()
+        try:
+            catch_interrupts()
+            sys.unraisablehook = report_unraisable
+            from k2convert.cli import app
+
+            app.main()
+        except Interrupted:
+            end_interrupted()
     except SystemExit as ended:
         if isinstance(ended.code, int) and ended.code:
             leave(ended.code)
         raise
     finally:
         release_interrupts()
-
-
-def _run() -> None:
-    try:
-        catch_interrupts()
-        sys.unraisablehook = report_unraisable
-        from k2convert.cli.app import main
-
-        main()
-    except Interrupted:
-        end_interrupted()
 
 
 if __name__ == "__main__":

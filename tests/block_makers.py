@@ -5,7 +5,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from torch import Tensor
 
 from k2convert.choices import GROUP_SIZE
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight
 
 
 def int4_weight(codes_NK: Tensor, scales_NG: Tensor) -> Int4Weight:

@@ -4,12 +4,18 @@ The checkpoints are shared by the whole session: read them, never write into the
 copies first.
 """
 
+import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from command import RunCli, run_here
+# With this variable, every process of a test would compile all modules that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import pytest  # noqa: E402
+from command import RunCli, run_here  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -19,6 +25,11 @@ from statistics_makers import random_statistics  # noqa: E402
 
 from k2convert.job import estimate  # noqa: E402  (after the path is set)
 from scripts import fixture_maker as fixtures  # noqa: E402
+
+
+def pytest_collection_finish() -> None:
+    """Leave all modules and tests out of every collection of garbage: a walk collects it after each layer."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

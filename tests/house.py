@@ -1,8 +1,9 @@
-"""Figures of the house: how many files a command enters, how many modules it loads, and how much code there is.
+"""Figures of the house: the files that a command enters, the modules that it loads, its frames, and the lines of code.
 
     python tests/house.py            prints all of them as a table
 
-A file is entered when a function of it runs. A module is loaded when it is imported.
+A file is entered when a function of it runs. A module is loaded when it is imported. Frames are the package's functions
+that are active when a kernel is called: those of its thread, and those that were active where the thread got its work.
 """
 
 import ast
@@ -13,11 +14,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CODE: Final = (".py", ".cpp", ".hpp", ".css", ".js", ".jinja")
 TINY: Final = ROOT / "tests" / "data" / "k2-tiny"
+_PACKAGE: Final = str(ROOT / "k2convert") + os.sep
 
 _TRACER: Final = """
 import inspect, json, sys, threading
@@ -39,18 +41,68 @@ finally:
         json.dump({"entered": sorted(entered), "loaded": loaded}, file)
 """
 
+_STACKS: Final = """
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import k2convert.__main__
+from k2convert.quantize.kernels import _cpu
+package, report, threads, longest = sys.argv[1], sys.argv[2], threading.local(), []
+def active():
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(package):
+            found.append(f"{frame.f_code.co_filename.removeprefix(package)}: {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return [*getattr(threads, "before", ()), *reversed(found)]
+def carried(work):
+    before = active()
+    def call(*args, **keywords):
+        threads.before = before
+        return work(*args, **keywords)
+    return call
+def start(thread, begin=threading.Thread.start):
+    thread.run = carried(thread.run)
+    begin(thread)
+def submit(pool, work, *args, begin=ThreadPoolExecutor.submit, **keywords):
+    return begin(pool, carried(work), *args, **keywords)
+def see(kernel):
+    def call(*args):
+        global longest
+        longest = max(longest, active(), key=len)
+        return kernel(*args)
+    return call
+threading.Thread.start, ThreadPoolExecutor.submit = start, submit
+for name in [name for name in vars(_cpu) if name.startswith("convert")]:
+    setattr(_cpu, name, see(getattr(_cpu, name)))
+try:
+    sys.argv = ["k2convert", *sys.argv[3:]]
+    k2convert.__main__.main()
+finally:
+    with open(report, "w") as file:
+        json.dump(longest, file)
+"""
+
 
 def traced(*arguments: str | Path) -> dict[str, list[str]]:
     """Run a command; return the package's files that it `entered` and its modules (and torch) that it `loaded`."""
+    found: dict[str, list[str]] = _report(_TRACER, *arguments)
+    return {"entered": [path.removeprefix(_PACKAGE) for path in found["entered"]], "loaded": found["loaded"]}
+
+
+def frames(*arguments: str | Path) -> list[str]:
+    """Run a command; return the package's functions that are active when it calls a kernel, as "file: function"."""
+    found: list[str] = _report(_STACKS, *arguments)
+    return found
+
+
+def _report(program: str, *arguments: str | Path) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-c", _TRACER, str(ROOT / "k2convert"), str(report), *map(str, arguments)]
+        command = [sys.executable, "-c", program, _PACKAGE, str(report), *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        found: dict[str, list[str]] = json.loads(report.read_text())
-    prefix = str(ROOT / "k2convert") + os.sep
-    return {"entered": [path.removeprefix(prefix) for path in found["entered"]], "loaded": found["loaded"]}
+        return json.loads(report.read_text())
 
 
 def num_lines(folder: Path, suffixes: Sequence[str] = CODE) -> int:
@@ -80,6 +132,7 @@ def main() -> None:
         text = out / "text.txt"
         text.write_text("".join(f"Sentence {number} of a text. " for number in range(4000)))
         run = traced("run", TINY, out / "run", "--quiet")
+        stack = frames("run", TINY, out / "stack", "--quiet")
         validate = traced("validate", out / "run", "--source", TINY, "--quiet")
         calibrated = traced("run", TINY, out / "calibrated", "--calibrate", text, "--quiet", *sys.argv[1:])
     package = ROOT / "k2convert"
@@ -88,6 +141,7 @@ def main() -> None:
         ("files that `run` enters", len(run["entered"])),
         ("files that `run --calibrate` enters", len(calibrated["entered"])),
         ("files that `validate --source` enters", len(validate["entered"])),
+        ("frames from `run` to the kernel", len(stack)),
         ("modules that `run` loads", len(run["loaded"])),
         ("lines of the package", num_lines(package)),
         ("files of the package", sum(path.suffix in CODE for path in _files(package))),

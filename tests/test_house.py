@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from house import ROOT, TINY, num_lines, traced
+from house import ROOT, TINY, frames, num_lines, traced
 
 BUDGET = {"k2convert": 45_570, "tests": 34_700, "scripts": 8_170}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
@@ -32,6 +32,13 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     assert "torch" not in found["loaded"], "importing it takes seconds, and memory"
     unused = ("calibration", "evaluation", "fit", "forward", "report", "validation")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
+
+
+def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
+    found = frames("run", TINY, tmp_path / "out", "--quiet")
+    assert len(found) <= 15, found
+    names = [frame.rpartition(".")[2].rpartition(" ")[2] for frame in found]
+    assert len([name for name in names if name.startswith("_convert")]) <= 1, names
 
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:

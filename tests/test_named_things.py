@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ DOTTED = re.compile(r"\b[a-z_]{3,}(?:\.[a-z_]{3,})+\.[A-Z]\w+")
 RULE = re.compile(r"(?:--rule |\brule `|^rule: )(?!skipped)([a-z]\w+)", re.MULTILINE)
 
 
+@cache
 def known_names() -> set[str]:
     """Every identifier of the code, and every string constant that could be one."""
     names: set[str] = set()
@@ -60,8 +62,9 @@ def known_names() -> set[str]:
     return names
 
 
-NAMES = known_names()
-MODULES = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+@cache
+def modules() -> set[str]:
+    return {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
 
 
 def prose() -> Iterator[tuple[str, str]]:
@@ -78,14 +81,15 @@ def prose() -> Iterator[tuple[str, str]]:
 def unknown(file: str, text: str) -> list[str]:
     """Return the names in a text that nothing has: identifiers in docstrings, modules, classes of modules, rules."""
     found: list[str] = []
+    known = known_names() | OF_OTHERS
     if file.endswith(".py"):
         for identifier in IDENTIFIER.findall(text):
-            found += [part for part in identifier.split(".") if part not in NAMES | OF_OTHERS and len(part) > 2]
+            found += [part for part in identifier.split(".") if part not in known and len(part) > 2]
         for dotted in DOTTED.findall(text):
             *module, _ = dotted.split(".")
-            found += [dotted for path in ["/".join(module)] if not any(m.endswith(f"{path}.py") for m in MODULES)]
+            found += [dotted for path in ["/".join(module)] if not any(m.endswith(f"{path}.py") for m in modules())]
     for module in MODULE.findall(text):
-        is_ours = any(f"/{path}".endswith(f"/{module}") for path in MODULES)
+        is_ours = any(f"/{path}".endswith(f"/{module}") for path in modules())
         is_of_others = "/" in module and module.partition("/")[0] not in WINGS
         found += [] if is_ours or is_of_others or module in FILES_OF_OTHERS else [module]
     found += [rule for rule in RULE.findall(text) if rule not in RULES]

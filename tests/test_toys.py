@@ -1,4 +1,4 @@
-"""A new rule is a word, a file and a row; so is a new family: toy ones are added to a copy of the package and used."""
+"""A new rule, source format, layout or family is a file and a row: toy ones are added to a copy of the package."""
 
 import json
 import re
@@ -13,22 +13,22 @@ from command import RunCli, said
 from safetensors.torch import load_file, save_file
 
 import k2convert
+from k2convert.quantize.formats.int4 import unpack_int4
 from k2convert.quantize.kernels import _cpu
 
 RULE = """
-from k2convert.quantize.formats.int4 import Int4Weight, bf16_values, dequantize_int4
+from k2convert.quantize.formats.bf16 import Magnitude, bf16_values
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, pack_nibbles
-from k2convert.quantize.rules.max import Magnitude, max_block_scales, max_global_scale, max_steps, max_nibbles
+from k2convert.quantize.rules.max import max_block_scales, max_global_scale, max_steps, max_nibbles
 
 
-def toy_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
+def toy_global_scale(magnitude: Magnitude) -> float:
     return 2 * max_global_scale(magnitude)
 
 
 def quantize_toy(weight, global_scale, importance):
     rows, columns = weight.shape
-    bits = dequantize_int4(weight).bits if isinstance(weight, Int4Weight) else weight.bits
-    blocks = bf16_values(bits).reshape(-1, 16)
+    blocks = bf16_values(weight.bits).reshape(-1, 16)
     scales = max_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)
     nibbles = max_nibbles(blocks, max_steps(scales, global_scale)[:, None])
     return Nvfp4Weight(pack_nibbles(nibbles.reshape(rows, columns)), scales.reshape(rows, -1), global_scale)
@@ -46,7 +46,8 @@ ROW = '''
 PROGRAM = '''
 import json
 import numpy as np
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import decode_e4m3, dequantize_nvfp4
 from k2convert.quantize.quantizer import create_quantizer
 
@@ -57,11 +58,11 @@ toy = create_quantizer("native", rule="toy")
 
 def check(source, exact):
     """Convert and compare with nearest scales and codes by exhaustive comparison, and with sums over all weights."""
-    rounded = bf16_values((dequantize_int4(source) if isinstance(source, Int4Weight) else source).bits)
+    rounded = bf16_values(source.bits)
     magnitude = toy.measure(source, name="w")
     amax = np.abs(rounded).max()
     assert magnitude.amax == amax
-    g = toy.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+    g = toy.global_scale(magnitude)
     assert g == 2 * np.float32(amax) / np.float32(2688)
     result, metrics = toy.quantize(source, name="w", magnitude=magnitude, global_scale=g)
     blocks = rounded.astype(np.float64).reshape(-1, 16)
@@ -92,15 +93,48 @@ print(json.dumps([check(int4, exact), check(bf16, bf16_values(bf16.bits).astype(
 '''
 """The rule has no kernel. Its scale is amax / 4, under which the largest weight of a block is a four."""
 
+FORMAT = """
+import numpy as np
+
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, bf16_values
+
+
+class ToyWeight(Bf16Weight):
+    \"\"\"q int8 [N, K] times s BF16 [N, K/32], rounded to BF16.\"\"\"
+
+    @classmethod
+    def load(cls, packed, scale, rows, name):
+        scales = bf16_values(scale.view(np.uint16).reshape(rows, -1))
+        return cls(bf16_bits(packed.view(np.int8).reshape(rows, -1) * scales.repeat(32, axis=1)))
+"""
+
+FORMAT_ROW = """
+TOY: Final = SourceFormat(
+    title="INT8",
+    parameters=INT4.parameters,
+    packed_dtype="I8",
+    scale_dtypes=("BF16",),
+    columns_per_element=1,
+    bits=8.5,
+    usual_scale=INT4.usual_scale,
+    known_config={"quant_method": "toy"},
+    known_group={},
+    known_weights={},
+    export="export the model with the toy tool.",
+    load=ToyWeight.load,
+)
+SOURCE_FORMATS: Final = (INT4, MXFP4, TOY)
+"""
+
 FAMILY = '''
-"""A toy family: K2's tensors under other names."""
+"""A toy family: K2's tensors under other names, with experts in the toy format."""
 
 import re
 from functools import partial
 
 from k2convert.models.config import read_architecture
 from k2convert.models.names import WEIGHT, Family, ModelCardFacts, ModulePlace, Role
-from k2convert.models.source_formats import INT4
+from k2convert.models.source_formats import TOY as INT8
 
 _BLOCK = re.compile(r"toy\\.blocks\\.(\\d+)\\.(.+)")
 _EXPERT = re.compile(r"ffn\\.experts\\.(\\d+)\\.(gate|up|down)_proj")
@@ -145,9 +179,36 @@ TOY = Family(
     unconverted=_unconverted,
     card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
     router_parameters=(WEIGHT, "e_score_correction_bias"),
-    source_format=INT4,
+    source_format=INT8,
 )
 '''
+LAYOUT = """
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
+
+
+def _declare(declared, version):
+    scheme = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    group = {"weights": scheme, "targets": ["Linear"]}
+    if declared.activations == "w4a4":
+        group["input_activations"] = scheme
+    return {"quant_method": "toy", "config_groups": {"0": group}, "ignore": list(declared.excludes)}
+
+
+TOY_LAYOUT = CheckpointLayout(
+    name="toy",
+    title="`toy`",
+    weight="codes",
+    block_scale="steps",
+    global_scale="toy_scale",
+    input_scale="toy_input",
+    is_divisor=True,
+    library="modelopt",
+    declared_keys=("quant_method",),
+    quantization_config=_declare,
+    read_activations=lambda stated: "w4a4" if stated.get("quant_method") == "toy" else None,
+    exclude_entry=lambda part, is_open: f"*{part}*" if is_open else f"*{part}",
+)
+"""
 COMMAND = "from k2convert.cli.app import main; main(sys.argv[2:])"
 START = """
 import sys
@@ -165,7 +226,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the toy rule and the toy family added in the places that CONTRIBUTING.md lists."""
+    """A copy of the package with a toy of each kind added in the places that CONTRIBUTING.md lists."""
     root = tmp_path_factory.mktemp("copy")
     copied = root / "k2convert"
     original = Path(k2convert.__file__).parent
@@ -176,8 +237,18 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copied / "quantize" / "rules" / "toy.py").write_text(RULE)
     rules = copied / "quantize" / "rules" / "__init__.py"
     line = "from k2convert.quantize.rules.toy import quantize_toy, toy_global_scale\n"
-    edit(rules, "\n\nclass GlobalScale", f"{line}\n\nclass GlobalScale")
+    edit(rules, "\n\n@dataclass", f"{line}\n\n@dataclass")
     edit(rules, '\n}\n"""One row for each word', ROW)
+    edit(copied / "choices.py", "\nLayout = Literal[", '\nLayout = Literal["toy", ')
+    layouts = copied / "checkpoint" / "layouts"
+    (layouts / "toy.py").write_text(LAYOUT)
+    edit(layouts / "__init__.py", "\n\nLAYOUTS", "\nfrom k2convert.checkpoint.layouts.toy import TOY_LAYOUT\n\nLAYOUTS")
+    edit(layouts / "__init__.py", '\n}\n"""One row', '\n    "toy": TOY_LAYOUT,\n}\n"""One row')
+    (copied / "quantize" / "formats" / "toy.py").write_text(FORMAT)
+    formats = copied / "models" / "source_formats.py"
+    line = "from k2convert.quantize.formats.toy import ToyWeight\n"
+    edit(formats, "from k2convert.quantize.formats.mxfp4", f"{line}from k2convert.quantize.formats.mxfp4")
+    edit(formats, "SOURCE_FORMATS: Final = (INT4, MXFP4)\n", FORMAT_ROW)
     (copied / "models" / "toy.py").write_text(FAMILY)
     (root / "recipes" / "toy-nvfp4.yaml").write_text("name: toy-nvfp4\nfamily: toy\nroles: [experts]\n")
     families = copied / "models" / "__init__.py"
@@ -211,31 +282,62 @@ def toy_name(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint under the toy family's names."""
+    """The tiny checkpoint under the toy family's names, its codes a byte each."""
     folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("toy") / "source"))
     for shard in folder.glob("*.safetensors"):
         tensors = {toy_name(name): tensor for name, tensor in load_file(shard).items()}
+        for name, tensor in tensors.items():
+            if name.endswith(".weight_packed"):
+                nibbles = torch.from_numpy(unpack_int4(tensor.view(torch.uint8).numpy()))
+                tensors[name] = nibbles.view(torch.int8)
         save_file(tensors, shard, metadata={"format": "pt"})
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] = {toy_name(name): shard for name, shard in index["weight_map"].items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "toy"}
+    del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def test_a_toy_family_is_converted_and_validated(package: Path, toy: Path, tiny: Path, tmp_path: Path) -> None:
-    in_copy(package, COMMAND, "run", toy, tmp_path / "toy")
-    in_copy(package, COMMAND, "validate", tmp_path / "toy", "--source", toy)
+def test_a_toy_family_in_a_toy_format_is_converted(package: Path, toy: Path, tiny: Path, tmp_path: Path) -> None:
+    for rule in ("mse", "max"):
+        in_copy(package, COMMAND, "run", toy, tmp_path / rule, "--rule", rule)
+        in_copy(package, COMMAND, "validate", tmp_path / rule, "--source", toy)
     inspected = json.loads(in_copy(package, COMMAND, "inspect", toy, "--json"))
-    assert (inspected["family"], inspected["recipe"], inspected["int4_projections"]) == ("toy", "toy-nvfp4", 144)
-    in_copy(package, COMMAND, "run", tiny, tmp_path / "k2")
+    assert (inspected["family"], inspected["recipe"]) == ("toy", "toy-nvfp4")
+    in_copy(package, COMMAND, "run", tiny, tmp_path / "k2", "--rule", "max")
     for shard in tiny.glob("*.safetensors"):
         ours = load_file(tmp_path / "k2" / shard.name)
-        toys = load_file(tmp_path / "toy" / shard.name)
+        toys = load_file(tmp_path / "max" / shard.name)
         assert {toy_name(name) for name in ours} == set(toys)
         for name, tensor in ours.items():
             assert tensor.reshape(-1).view(torch.uint8).equal(toys[toy_name(name)].reshape(-1).view(torch.uint8))
+
+
+def test_a_toy_layout_is_written_validated_and_inspected(package: Path, cut: Path, tmp_path: Path) -> None:
+    in_copy(package, COMMAND, "run", cut, tmp_path / "toy", "--layout", "toy", "--quiet")
+    in_copy(package, COMMAND, "run", cut, tmp_path / "usual", "--quiet")
+    validated = in_copy(package, COMMAND, "validate", tmp_path / "toy", "--source", cut, "--quiet")
+    assert "(toy, w4a4)" in validated
+    inspected = json.loads(in_copy(package, COMMAND, "inspect", tmp_path / "toy", "--json"))
+    assert inspected["conversion"]["layout"] == "toy"
+    assert json.loads((tmp_path / "toy" / "config.json").read_text())["quantization_config"]["quant_method"] == "toy"
+    assert not (tmp_path / "toy" / "hf_quant_config.json").exists()
+    renamed = {"codes": "weight", "steps": "weight_scale"}
+    toys: dict[str, torch.Tensor] = {}
+    ours: dict[str, torch.Tensor] = {}
+    for shard in cut.glob("*.safetensors"):
+        toys |= load_file(tmp_path / "toy" / shard.name)
+        ours |= load_file(tmp_path / "usual" / shard.name)
+    assert len(toys) == len(ours)
+    scales = [name for name in toys if name.endswith(".toy_scale")]
+    assert scales
+    for scale in scales:
+        module = scale.removesuffix(".toy_scale")
+        assert float(toys[scale]) == 1 / float(ours[f"{module}.weight_scale_2"])
+        for name, usual in renamed.items():
+            assert torch.equal(toys[f"{module}.{name}"].view(torch.uint8), ours[f"{module}.{usual}"].view(torch.uint8))
 
 
 def test_a_checkpoint_of_no_family_is_refused_naming_all(toy: Path, run_cli: RunCli) -> None:

@@ -1,8 +1,6 @@
 """Whole models by transformers: logits of a checkpoint, and the scores that follow from them, token by token."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,13 +39,9 @@ def whole_model(folder: Path, *, w4a4: bool = False) -> EvaluatedModel:
 
 
 @torch.inference_mode()
-def logits_of(
-    folder: Path, ids: Tensor, *, w4a4: bool = False, change: Callable[[Any], None] = lambda _: None
-) -> Tensor:
-    """Logits f32 [W, T, V]; `change` is applied to the network first."""
-    model = whole_model(folder, w4a4=w4a4)
-    change(model.network)
-    return model.logits(ids)
+def logits_of(folder: Path, ids: Tensor, *, w4a4: bool = False) -> Tensor:
+    """Logits f32 [W, T, V]."""
+    return whole_model(folder, w4a4=w4a4).logits(ids)
 
 
 def scores_from(reference: Tensor, model: Tensor, ids: Tensor) -> TokenScores:

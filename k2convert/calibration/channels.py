@@ -34,11 +34,10 @@ from k2convert.errors import CalibrationError, FormatError
 from k2convert.models import locate_module
 from k2convert.models.names import ColumnScaling, ModulePlace, Role, TensorName, reads_norm
 from k2convert.models.projections import Projection
-from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits, scale_fp32
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.quantize.rules.search_bf16 import block_importance
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 
 if TYPE_CHECKING:
     from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers
@@ -154,7 +153,7 @@ class Calibration:
         if exponents is None:
             return weight
         with _exactly():
-            return divide_columns(weight, exponents, name=projection.where)
+            return weight.divide_columns(exponents, name=projection.where)
 
     def scaled_copy(self, data: Bytes, tensor: TensorInfo, scaling: ColumnScaling) -> Bytes:
         """Return whole rows of a BF16 or FP32 tensor [.., K] with scaled columns; raises CalibrationError."""

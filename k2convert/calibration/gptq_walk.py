@@ -67,7 +67,7 @@ def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save,
     dropped, what `check_stop` raises, and what reading and writing raise.
     """
     for device in walk.devices:
-        if torch.device(device).type == "cuda":
+        if device != "cpu":
             check_device(device)
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.gptq.curvature import Curvature
 from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, round_gptq
 from k2convert.quantize.kernels import cpu
@@ -51,7 +50,7 @@ class ExpertWeights:
         source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
         values = exact_weight(found).to(device).decode()
         if self.exponents is not None and projection != DOWN:
-            source = divide_columns(source, self.exponents, name=module)
+            source = source.divide_columns(self.exponents, name=module)
             values /= torch.exp2(torch.as_tensor(self.exponents).to(values))
         return SourceProjection(module, source, values)
 
@@ -63,7 +62,7 @@ def shared_scale(weights: Sequence[SourceProjection]) -> float:
     shared = magnitudes[0]
     for magnitude in magnitudes[1:]:
         shared = shared.merge(magnitude)
-    return quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
+    return quantizer.global_scale(shared)
 
 
 def by_mse(weight: SourceProjection, global_scale: float) -> Codes:

@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.channels import MIN_LAYER_TOKENS, MIN_TOKENS, drawn_to_even
-from k2convert.calibration.smoothing import quantize_by_imatrix, weight_values
+from k2convert.calibration.smoothing import quantize_by_imatrix
 from k2convert.forward.moe import PROJECTIONS, one_torch_thread
 from k2convert.forward.weights import WeightReader
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
-from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.quantize.rules.search_bf16 import block_importance
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 
 SAMPLED_TOKENS: Final = 256
 """Tokens that a choice is made by: this one, and smoothing."""
@@ -152,7 +153,7 @@ def imatrix_gains(
 
 def _errors(weight: SourceWeight, importance: NDArray[np.uint8], inputs: Tensor) -> tuple[float, float]:
     """Return the squared errors of outputs by rule `mse` and by `imatrix`, for weighted inputs f32 [n, K]."""
-    values = weight_values(weight)
+    values = weight.values()
     found = list[float]()
     for used in (np.full_like(importance, MAX_IMPORTANCE), importance):
         error = torch.as_tensor(dequantize_nvfp4(quantize_by_imatrix(weight, used)) - values).float()

@@ -39,19 +39,12 @@ from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.names import WEIGHT, Role, reads_norm
 from k2convert.models.projections import Projection, projection_of
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import (
-    FIRST_UNUSABLE_BITS,
-    Bf16Weight,
-    Int4Weight,
-    SourceWeight,
-    bf16_values,
-    unpack_int4,
-)
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
-from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_bf16 import block_importance
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 READ_ROWS: Final = 16384
 """Rows of gate and up that are read, of all experts together: column norms then err by about 1 %."""
@@ -114,7 +107,7 @@ def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> G
     for number, projection in enumerate(projections):
         weight = _read_rows(reader, projection, int(generator.randint(projection.num_rows - count + 1)), count)
         # NumPy adds rows in order, the same on every machine.
-        squares += np.square(weight_values(weight).astype(np.float64)).sum(axis=0)
+        squares += np.square(weight.values().astype(np.float64)).sum(axis=0)
         found += [weight.rows(row, row + 1) for row in range(count) if number * count + row in kept]
     return GateUpRows(squares / (count * len(projections)), _stacked(found))
 
@@ -135,22 +128,20 @@ def _read_rows(reader: ShardReader, projection: Projection, start: int, count: i
 
 
 def _stacked(rows: list[SourceWeight]) -> tuple[SourceWeight, ...]:
-    int4 = [row for row in rows if isinstance(row, Int4Weight)]
-    bf16 = [row for row in rows if isinstance(row, Bf16Weight)]
+    int4: list[Int4Weight] = []
+    bf16: list[NDArray[np.uint16]] = []
+    for row in rows:
+        if isinstance(row, Int4Weight):
+            int4.append(row)
+        else:
+            bf16.append(row.bits)
     stacked: list[SourceWeight] = []
     if int4:
         packed, bits = (np.concatenate(parts) for parts in zip(*((r.packed, r.scale_bits) for r in int4), strict=True))
         stacked.append(Int4Weight(packed=packed, scale_bits=bits))
     if bf16:
-        stacked.append(Bf16Weight(np.concatenate([row.bits for row in bf16])))
+        stacked.append(Bf16Weight(np.concatenate(bf16)))
     return tuple(stacked)
-
-
-def weight_values(weight: SourceWeight) -> NDArray[np.float32]:
-    """Return the values float32 [N, K] of a weight, exact."""
-    if isinstance(weight, Bf16Weight):
-        return bf16_values(weight.bits)
-    return unpack_int4(weight.packed) * weight.scales.repeat(GROUP_SIZE, axis=1)
 
 
 def exactly_scalable(reader: ShardReader, tensors: ScaledTensors) -> NDArray[np.bool_]:
@@ -245,15 +236,15 @@ class Proxy:
         importance = block_importance(mean_square)
         errors = np.zeros(exponents.size)
         for weight in self.weights.rows:
-            divided = divide_columns(weight, exponents, name="rows of gate and up")
+            divided = weight.divide_columns(exponents, name="rows of gate and up")
             result = dequantize_nvfp4(quantize_by_imatrix(divided, importance))
-            errors += np.square(result - np.ldexp(weight_values(weight), -exponents.astype(np.int32))).sum(axis=0)
+            errors += np.square(result - np.ldexp(weight.values(), -exponents.astype(np.int32))).sum(axis=0)
         return errors / sum(weight.shape[0] for weight in self.weights.rows)
 
 
 def quantize_by_imatrix(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
     """Quantize a weight by rule `imatrix`."""
-    global_scale = mse_global_scale(measure_magnitude(weight, name="rows"), is_int4=isinstance(weight, Int4Weight))
+    global_scale = mse_global_scale(measure_magnitude(weight, name="rows"))
     return convert(weight, rule="imatrix", global_scale=global_scale, importance=importance).weight
 
 

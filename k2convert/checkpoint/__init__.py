@@ -7,5 +7,5 @@ header      one shard's header
 index       a folder's index, config and headers together; sidecars: tokenizer, template, license
 reader      tensor bytes by positioned reads
 writer      one shard written atomically
-layouts     the two NVFP4 layouts: tensor names, dtypes, shapes, configs
+layouts     the NVFP4 layouts, a file each: tensor names, dtypes, shapes, configs, exclude lists, notes
 """

@@ -1,10 +1,10 @@
 """The command line.
 
-app              registers the verbs; verbs: their arguments and options; options: what these share
+app              registers the verbs; verbs: their arguments and options; options: how these are defined and checked
 run, calibrate, validate, report, inspect, status, publish, fit, recipes
                  a file per verb
 forecast         what a calibration needs and found
 views            plans and runs; validation_view: validations; fit_view: which GPUs hold a checkpoint
 console          stdout and stderr; progress: bars and progress lines
-interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line
+interrupts       Ctrl-C and SIGTERM
 """

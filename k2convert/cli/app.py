@@ -4,10 +4,11 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 """
 
 import gc
+import io
 import os
+import re
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -15,21 +16,34 @@ import typer
 from typer.core import TyperCommand
 
 from k2convert import __version__
-from k2convert.cli.failures import UsageError, explain_usage
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable
-from k2convert.cli.options import JsonOption, verb
-from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
+from k2convert.cli.options import verb
 from k2convert.cli.verbs import (
     CalibrateOptions,
+    CompareOptions,
+    EvaluateOptions,
     FitOptions,
+    GuideOptions,
     InspectOptions,
     PublishOptions,
+    RecipesOptions,
     ReportOptions,
     RunOptions,
     StatusOptions,
     ValidateOptions,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, explain, visible
+
+# typer has it from click, or from its own copy of click
+UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]
+
+_SAME_THING: Final[dict[str, str]] = {
+    **dict.fromkeys(("convert", "quantize", "resume"), "run"),
+    **dict.fromkeys(("check", "verify"), "validate"),
+    **dict.fromkeys(("info", "show"), "inspect"),
+    **dict.fromkeys(("push", "upload"), "publish"),
+}
+"""Words that other tools have for a command, where the spelling does not give it away."""
 
 _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 
@@ -129,29 +143,13 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
     ),
+    (RecipesOptions, "recipes", "recipes --json"),
+    (GuideOptions, "guide", "guide serve"),
 )
 """The options of every verb, and two examples."""
 
 for _options, *_commands in _VERBS:
     app.command(cls=Verb, epilog=_examples(*_commands))(verb(_options))
-
-
-@app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))
-def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert."""
-    from k2convert.cli.recipes import recipes
-
-    recipes(as_json=as_json)
-
-
-@app.command(cls=Verb, epilog=_examples("guide", "guide serve"))
-def guide(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Topic of a page.", show_default=False)] = None,
-) -> None:
-    """Show the manual: a list of its pages, or the page of a topic."""
-    from k2convert.cli.guide import guide
-
-    guide(topic)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -169,7 +167,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _say(str(error))
         sys.exit(3 if isinstance(error, InvalidCheckpointError) else 1)
     except UsageError as error:
-        sys.stderr.write(explain_usage(error))
+        sys.stderr.write(_explain_usage(error))
         sys.exit(2)
     except typer.Abort:
         sys.stderr.write("Aborted!\n")
@@ -184,6 +182,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code or 0)
 
 
+def _explain_usage(error: Any) -> str:
+    """Return what to print for a UsageError: usage and message; nothing if it printed help itself."""
+    shown = io.StringIO()
+    error.show(file=shown)
+    if "Error: " not in shown.getvalue():
+        return shown.getvalue()
+    *lines, message = shown.getvalue().rstrip("\n").split("Error: ", 1)
+    message = " ".join(message.split()).replace(": Value error, ", ": ")
+    missing = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if missing and missing[1] in _SAME_THING:
+        message += f" Did you mean '{_SAME_THING[missing[1]]}'?"
+    return f"{lines[0]}Error: {visible(message)}\n"
+
+
 def _prepare_streams() -> None:
     """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout.
 
@@ -193,7 +205,7 @@ def _prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

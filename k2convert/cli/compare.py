@@ -1,6 +1,7 @@
 """`compare`: ask two servers for the log-probabilities of a text, and show how far apart they are."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.proof_verbs import CompareOptions
+from k2convert.cli.verbs import CompareOptions
 from k2convert.errors import counted
 from k2convert.evaluation.answers import AnswerFolder, open_saved
 from k2convert.evaluation.connection import (
@@ -43,7 +44,7 @@ def compare(options: CompareOptions) -> None:
     """Ask what is missing, then show the figures."""
     saved = None if is_address(options.reference) else open_saved(Path(options.reference))
     _check(options, is_saved=saved is not None)
-    with Waiting("asks the servers which models they serve", quiet=options.quiet):
+    with Waiting("asks the servers which models they serve"):
         first = None if saved is not None else _open(options, options.reference, is_reference=True)
         second = None if options.model is None else _open(options, options.model, is_reference=False)
     sides, work = _sides(options, saved, first, second)
@@ -51,7 +52,7 @@ def compare(options: CompareOptions) -> None:
         for side in sides:
             if side.endpoint is not None:
                 stack.enter_context(side.folder.begun())
-        display = Display("compare", extent(sides), quiet=options.quiet)
+        display = Display("compare", extent(sides))
         say_when_interrupted(
             lambda: "every answer that came is kept. The same command resumes", console.own_command(without="")
         )
@@ -64,7 +65,7 @@ def compare(options: CompareOptions) -> None:
     remove_empty_folder(work, root=work.parent)
     if work.exists():
         console.print_note(f"{work}: stays, because it has files that are not from k2convert")
-    _show(found, options)
+    console.show(plain(found), partial(_show, found, options))
 
 
 def _check(options: CompareOptions, *, is_saved: bool) -> None:
@@ -82,7 +83,7 @@ def _check(options: CompareOptions, *, is_saved: bool) -> None:
 
 def _open(options: CompareOptions, address: str, *, is_reference: bool) -> Endpoint:
     names = (KEY_NAME,) if is_reference else (OTHER_KEY_NAME, KEY_NAME)
-    notify = console.notifier(quiet=options.quiet)
+    notify = console.notifier()
     connection = Connection(parse_address(address), key=read_key(*names), notify=notify)
     model, option = (options.model_a, "--model-a") if is_reference else (options.model_b, "--model-b")
     return open_endpoint(connection, model=model, option=option)
@@ -112,9 +113,9 @@ def _read_text(options: CompareOptions) -> "Windows":
     from k2convert.calibration.text import read_windows
 
     files = list(options.text or ())
-    notify = console.notifier(quiet=options.quiet)
+    notify = console.notifier()
     use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed)
-    with Waiting("reads the text", quiet=options.quiet):
+    with Waiting("reads the text"):
         if options.tokenizer is None:
             windows = read_windows(
                 files, tokenizer=None, vocab_size=_ANY_ID, tokens=options.tokens, window=use.window, seed=use.seed
@@ -128,9 +129,6 @@ def _read_text(options: CompareOptions) -> "Windows":
 
 
 def _show(found: Evaluation, options: CompareOptions) -> None:
-    if options.as_json:
-        console.print_json(plain(found))
-        return
     if not found.rows:
         windows = counted(found.text.windows, "window")
         console.print_line(f"{options.save}: {found.reference.name}, {windows} of {found.text.window:,} tokens")

@@ -1,4 +1,7 @@
-"""Output: data on stdout, everything else on stderr. Only this module and `progress` import rich."""
+"""Output: data on stdout, everything else on stderr. Only this module and `progress` import rich.
+
+A command hands its result to `show`: with --json that prints a document, otherwise tables and lines.
+"""
 
 import json
 import math
@@ -35,6 +38,36 @@ _out = Console(highlight=False, soft_wrap=True)
 ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+class _Asked:
+    """Options of the running command: `json` for documents on stdout, `quiet` for no progress on stderr."""
+
+    json = False
+    quiet = False
+
+
+def begin(*, json: bool = False, quiet: bool = False) -> None:
+    """Choose the output of the command that runs next."""
+    _Asked.json = json
+    _Asked.quiet = quiet
+
+
+def is_quiet() -> bool:
+    """Return whether progress is not wanted."""
+    return _Asked.quiet
+
+
+def show(document: Any, *views: str | Callable[[], object]) -> None:
+    """Print a result: its document with --json, otherwise its views, which are lines and functions that print."""
+    if _Asked.json:
+        _print_json(document)
+        return
+    for view in views:
+        if isinstance(view, str):
+            print_line(view)
+        else:
+            view()
+
+
 def escaped(text: str, style: str = "") -> Text:
     """Return a text as the console prints it: as it is, without markup, its control characters as escapes."""
     return Text(visible(text), style=style)
@@ -56,7 +89,7 @@ def _on_stdout() -> Generator[None]:
         ) from None
 
 
-def print_json(document: Any) -> None:
+def _print_json(document: Any) -> None:
     """Print one JSON document on stdout, in ASCII if stdout accepts nothing else."""
     accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
@@ -127,7 +160,10 @@ def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
 
 
 def print_line(text: str) -> None:
-    """Print one line of result on stdout. On a terminal it wraps between words."""
+    """Print one line of result: on stdout, where it wraps between words on a terminal; on stderr with --json."""
+    if _Asked.json:
+        print_note(text)
+        return
     with _on_stdout():
         _out.print(escaped(text), soft_wrap=not _out.is_terminal)
 
@@ -177,12 +213,16 @@ def print_note(text: str) -> None:
 
 
 def print_event(text: str) -> None:
-    """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live."""
-    print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
+    """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live.
+
+    With --quiet nothing is printed.
+    """
+    if not _Asked.quiet:
+        print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 
 
-def notifier(*, quiet: bool) -> Callable[[str], None]:
-    """Return the printer of lines about a running stage: print_event, or none if the user asked for quiet."""
+def notifier() -> Callable[[str], None]:
+    """Return the printer of lines about a running stage, which prints a line with the same reason twice a minute."""
     last: dict[str, float] = {}
 
     def notify(line: str) -> None:
@@ -192,7 +232,7 @@ def notifier(*, quiet: bool) -> Callable[[str], None]:
             last[reason] = now
             print_event(line)
 
-    return (lambda _: None) if quiet else notify
+    return notify
 
 
 def _to_stderr(text: Text, *, is_copied: bool = False) -> None:
@@ -211,7 +251,9 @@ def own_command(*, without: str) -> str:
 
 
 def print_next(command: str) -> None:
-    """Print the next command to run on stderr, in one line that can be copied."""
+    """Print the next command to run on stderr, in one line that can be copied; not with --json."""
+    if _Asked.json:
+        return
     _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)), is_copied=True)
 
 

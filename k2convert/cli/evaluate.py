@@ -1,6 +1,6 @@
 """`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
 
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,16 +10,15 @@ from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Forecast, check_time, forecast_evaluation
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.proof_verbs import EvaluateOptions
+from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.opening import text_files
 from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
-from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 
 if TYPE_CHECKING:
@@ -34,14 +33,14 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
         raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
     with (
-        Waiting(f"reads the headers of {', '.join(places)}", quiet=options.quiet) as waiting,
+        Waiting(f"reads the headers of {', '.join(places)}") as waiting,
         open_evaluation(
             options.reference,
             options.checkpoints,
             text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
             EvaluationOptions(options.activations, options.kv_cache, options.out, options.any_text, options.replace),
-            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            hub=Hub(notify=console.notifier()),
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):
@@ -50,7 +49,7 @@ def evaluate(options: EvaluateOptions) -> None:
             if not options.dry_run:
                 plan.remove_work()
             console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
-            _show_result(plan, finished, options)
+            _show_result(plan, finished)
             return
         _check_and_do(plan, options)
 
@@ -61,17 +60,16 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     source = plan.checkpoints[0].checkpoint
     found = forecast_evaluation(source, plan.walk.text, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
-    with Waiting("measures one expert", quiet=options.quiet):
+    with Waiting("measures one expert"):
         time = found.time()
     if options.dry_run:
-        _show_plan(plan, options, found, needed, time)
+        _show_plan(plan, found, needed, time)
     found.check(options.reference, needed=needed)
     plan.walk.check_room()
     check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
-        command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
-        _do(plan, options, time, command)
-    elif not options.as_json:
+        _do(plan, options, time)
+    else:
         console.print_next(console.own_command(without="--dry-run"))
 
 
@@ -81,47 +79,44 @@ def plan_line(plan: "EvaluationPlan") -> str:
     return f"{models} and the reference, {plan.walk.num_layers} layers on {plan.walk.text.windows}"
 
 
-def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast, needed: int, time: "Time") -> None:
+def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time") -> None:
     from k2convert.evaluation.needs import evaluation_flop
 
     flop = evaluation_flop(found.source, found.size, models=found.num_models)
-    if options.as_json:
-        windows = plan.walk.text.windows
-        document: dict[str, object] = {
-            "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
-            "tokens": windows.ids.size,
-            "window": windows.ids.shape[1],
-            "windows": windows.ids.shape[0],
-            "seed": plan.walk.text.windows.seed,
-            "reference": plain(plan.models[0].model),
-            "models": [plain(planned.model) for planned in plan.models[1:]],
-            "layers": plan.walk.num_layers,
-            "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
-            "bytes_read": plan.bytes_read,
-            "flop": flop,
-            "disk_needed": plan.walk.disk_needed,
-        }
-        console.print_json(document | found.document(time, needed))
-        return
-    console.print_line(plan_line(plan))
-    reads = format_bytes(plan.bytes_read)
+    windows = plan.walk.text.windows
+    document: dict[str, object] = {
+        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
+        "tokens": windows.ids.size,
+        "window": windows.ids.shape[1],
+        "windows": windows.ids.shape[0],
+        "seed": windows.seed,
+        "reference": plain(plan.models[0].model),
+        "models": [plain(planned.model) for planned in plan.models[1:]],
+        "layers": plan.walk.num_layers,
+        "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
+        "bytes_read": plan.bytes_read,
+        "flop": flop,
+        "disk_needed": plan.walk.disk_needed,
+    }
     fetched = sum(plan.walk.fetched)
     fetches = f", fetches {format_bytes(fetched)} from the Hub" if fetched else ""
-    console.print_line(f"reads {reads}{fetches}")
-    console.print_line(f"computes about {flop:.1e} floating-point operations")
     needs = format_bytes(plan.walk.disk_needed)
     allowed = format_bytes(plan.walk.disk_allowed)
-    console.print_line(f"disk: needs {needs} at once, may use {allowed}")
-    for line in (*found.memory_lines(needed), found.time_line(time)):
-        console.print_line(line)
+    console.show(
+        document | found.document(time, needed),
+        plan_line(plan),
+        f"reads {format_bytes(plan.bytes_read)}{fetches}",
+        f"computes about {flop:.1e} floating-point operations",
+        f"disk: needs {needs} at once, may use {allowed}",
+        *found.memory_lines(needed),
+        found.time_line(time),
+    )
 
 
-def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time", command: JobCommand) -> None:
-    if not options.quiet:
-        span = console.format_span(time.least, time.most)
-        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
-    extent = plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs())
-    display = Display("evaluate", extent, quiet=options.quiet)
+def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
+    span = console.format_span(time.least, time.most)
+    console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
+    display = Display("evaluate", plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs()))
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     say_when_interrupted(
@@ -129,8 +124,8 @@ def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time", command:
         console.own_command(without="--dry-run"),
     )
     with display as events, opened_decoder(plan) as decode:
-        found = do_evaluation(plan, decode=decode, command=command, events=events)
-    _show_result(plan, found, options)
+        found = do_evaluation(plan, decode=decode, command=job_command("evaluate", options), events=events)
+    _show_result(plan, found)
 
 
 def _layers_done(plan: "EvaluationPlan") -> int:
@@ -138,18 +133,18 @@ def _layers_done(plan: "EvaluationPlan") -> int:
     return min(plan.walk.work.num_finished(), plan.walk.num_layers)
 
 
-def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateOptions) -> None:
-    if options.as_json:
-        console.print_json(plain(found))
-        return
-    show_evaluation(found)
-    for output in plan.outputs:
-        console.print_line(str(output.path))
+def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
+    paths = [str(output.path) for output in plan.outputs]
+    console.show(plain(found), partial(show_evaluation, found), *paths, partial(_show_unkept, plan))
+    console.print_next(_next_command(plan, found))
+
+
+def _show_unkept(plan: "EvaluationPlan") -> None:
+    """Name the checkpoints whose rows are in no file."""
     kept = {number for output in plan.outputs for number in output.checkpoints}
     for number, checkpoint in enumerate(plan.checkpoints):
         if number and number not in kept:
             console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
-    console.print_next(_next_command(plan, found))
 
 
 def _next_command(plan: "EvaluationPlan", found: "Evaluation") -> str:

@@ -1,7 +1,8 @@
 """The verb `fit`: which GPUs hold a checkpoint, with how much KV cache, and how fast one request can be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import typer
@@ -18,6 +19,7 @@ from k2convert.cli.fit_view import (
     show_notes,
     show_ways_out,
     speed_document,
+    ways_document,
 )
 from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.errors import FitError
@@ -114,12 +116,10 @@ def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
     settings = asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
     holders = find_holders(model, settings=settings, gpus=gpus)
-    if asked.options.as_json:
-        console.print_json(asked.document(fits=[holder_document(h, model, settings) for h in holders]))
-    else:
-        show_holders(asked.options.checkpoint, model, settings, holders)
-        if holders:
-            asked.print_next()
+    document = asked.document(fits=[holder_document(h, model, settings) for h in holders])
+    console.show(document, partial(show_holders, asked.options.checkpoint, model, settings, holders))
+    if holders:
+        asked.print_next()
     return bool(holders)
 
 
@@ -146,24 +146,20 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
     ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
     estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
-    if options.as_json:
-        pruned = [
-            {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens}
-            for count, fit in (() if ways is None else ways.experts)
-        ]
-        one = holder_document(holder, model, settings) | speed_document(model, holder, estimates)
-        serve = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
-        one |= {"serve": serve} | ({} if ways is None else {"ways_out": {"experts": pruned, "count": ways.gpus}})
-        console.print_json(asked.document(fits=[one]))
-        return holder.fit.holds
-    show_fit(options.checkpoint, model, settings, holder, estimates)
-    show_serving(commands, known=fit_notes(holder, settings))
+    one = holder_document(holder, model, settings) | speed_document(model, holder, estimates)
+    one["serve"] = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
+    views: list[Callable[[], None]] = [
+        partial(show_fit, options.checkpoint, model, settings, holder, estimates),
+        partial(show_serving, commands, known=fit_notes(holder, settings)),
+    ]
+    if ways is not None:
+        one["ways_out"] = ways_document(ways)
+        views.append(partial(show_ways_out, ways, holder, whole=asked.whole))
+    console.show(asked.document(fits=[one]), *views)
     if ways is None:
         asked.print_next()
-    else:
-        show_ways_out(ways, holder, whole=asked.whole)
-        if ways.experts:
-            asked.print_next(experts=ways.experts[0][0])
+    elif ways.experts:
+        asked.print_next(experts=ways.experts[0][0])
     return holder.fit.holds
 
 

@@ -77,6 +77,14 @@ def speed_document(model: Model, holder: Holder, estimates: Sequence[EstimatedSp
     }
 
 
+def ways_document(ways: WaysOut) -> dict[str, object]:
+    """Return what would fit, as plain data."""
+    experts = [
+        {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in ways.experts
+    ]
+    return {"experts": experts, "count": ways.gpus}
+
+
 def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[Holder]) -> None:
     """Print the GPUs that hold a model, the smallest first."""
     _show_model(name, model)

@@ -5,12 +5,14 @@ from importlib import resources
 import typer
 
 from k2convert.cli.console import print_markdown, print_next, print_table
+from k2convert.cli.verbs import GuideOptions
 from k2convert.errors import quoted
 
 
-def guide(topic: str | None) -> None:
+def guide(options: GuideOptions) -> None:
     """Show the page of a topic, or list all pages; raises BadParameter for a topic without a page."""
     pages = read_pages()
+    topic = options.topic
     if topic is None:
         print_table("pages of the guide", ("topic", "about"), [(t, summary(p)) for t, p in pages.items()], left=(0, 1))
         print_next("k2convert guide TOPIC")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.calibration.token_counts import median_tokens
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
-from k2convert.cli.console import command, print_json, print_line, print_next, print_note, print_table
+from k2convert.cli.console import command, print_line, print_next, print_note, print_table, show
 from k2convert.cli.verbs import InspectOptions
 from k2convert.errors import CalibrationError, counted, format_bytes, shortened
 from k2convert.hub.client import Hub
@@ -24,13 +25,10 @@ def inspect(options: InspectOptions) -> None:
     """Show a checkpoint, from its headers, or a statistics file."""
     source = options.source
     if Path(source).is_file():
-        _inspect_statistics(Path(source), as_json=options.as_json)
+        _inspect_statistics(Path(source))
         return
     found = inspect_source(source, hub=Hub(notify=print_note))
-    if options.as_json:
-        print_json(asdict(found))
-        return
-    _show_inspection(found)
+    show(asdict(found), partial(_show_inspection, found))
     if found.recipe is not None:
         print_next(command("k2convert", "run", source, "DEST", "--dry-run"))
     elif found.nvfp4_projections:
@@ -81,7 +79,7 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
     return f"{line}: weight error {error:.5f}{more}"
 
 
-def _inspect_statistics(path: Path, *, as_json: bool) -> None:
+def _inspect_statistics(path: Path) -> None:
     """Show a statistics file; raises CalibrationError if it is not one."""
     try:
         found = open_statistics(path)
@@ -91,10 +89,7 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
             raise CalibrationError(f"{path}: not a statistics file, but a file of a checkpoint. {advice}") from None
         raise
     document = _statistics_document(found)
-    if as_json:
-        print_json(document)
-        return
-    _show_statistics(document)
+    show(document, partial(_show_statistics, document))
     kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
     print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
 

@@ -8,27 +8,21 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import Device, parse_size
+from k2convert.choices import parse_size
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import ArgumentError, HubError, quoted, shortened
+from k2convert.errors import ArgumentError, HubError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
-TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
-ADDRESS: Final = "hf://owner/name[@revision]"
-STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
-RESULT = "Source and result"
-CALIBRATION = "Calibration"
-MACHINE = "Machine"
-HUB = "Hub"
-"""The panels of `run --help`."""
+if TYPE_CHECKING:
+    from k2convert.records.command import JobCommand
 
 _MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _PAGE: Final = re.compile(
@@ -38,6 +32,9 @@ _PAGE: Final = re.compile(
 )
 _OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
 
+
+REQUIRED: Final = MISSING
+_SHOWN: Final = "shown"
 
 NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
 _RESUMES: Final = "finished work is kept. The same command resumes"
@@ -147,15 +144,10 @@ def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
     return checked
 
 
-def argument(name: str, help: str, check: Callable[[str], None]) -> Any:
-    """Define an argument. `name` is what help calls it."""
-    return typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
-
-
-SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
-ResultArgument = Annotated[
-    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)
-]  # of a result that is there
+def argument(name: str, help: str, check: Callable[[str], None] | None, default: Any = REQUIRED) -> Any:
+    """Define an argument, as a field of a verb's options. `name` is what help calls it."""
+    shown = typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
+    return field(default=default, metadata={_SHOWN: shown})
 
 
 def option(
@@ -163,59 +155,23 @@ def option(
     metavar: str | None = None,
     panel: str | None = None,
     *,
+    default: Any = None,
     name: str | None = None,
     check: Callable[[str], None] | None = None,
-    min: float | None = None,
-    max: float | None = None,
+    **limits: Any,
 ) -> Any:
-    """Define an option. `metavar` is what help calls its value; without one, help lists the choices."""
+    """Define an option, as a field of a verb's options. `metavar` is what help calls its value; else it lists choices.
+
+    `limits` are the least and the largest number (`min`, `max`), or a `parser`.
+    """
     names = () if name is None else (name,)
-    return typer.Option(
-        *names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), min=min, max=max
-    )
+    shown = typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), **limits)
+    return field(default=default, metadata={_SHOWN: shown})
 
 
 def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """Define an option without a value."""
-    return typer.Option(name, help=help, rich_help_panel=panel)
-
-
-JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", RESULT)]
-QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", RESULT)]
-SourceOption = Annotated[
-    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
-]
-StatisticsOption = Annotated[
-    str | None,
-    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics),
-]
-YesOption = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
-PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
-MaxDiskOption = Annotated[
-    str | None,
-    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
-]
-
-
-def _device(text: str) -> Device:
-    """Accept a device of this machine; raises BadParameter."""
-    if text not in get_args(Device):
-        raise typer.BadParameter(
-            f"{quoted(text)} is not auto, cpu or cuda. For what other machines take, see `k2convert guide calibrate`."
-        )
-    return cast(Device, text)
-
-
-DeviceOption = Annotated[
-    Device,
-    typer.Option(
-        help="What computes a text: auto, cpu or cuda.", metavar="DEVICE", rich_help_panel=MACHINE, parser=_device
-    ),
-]
-LongOption = Annotated[bool, flag("--long", "Compute for more than 12 hours too.", CALIBRATION)]
-AnyTextOption = Annotated[
-    bool, flag("--any-text", "Evaluate on the text of a calibration too, which flatters it.", CALIBRATION)
-]
+    """Define an option without a value, as a field of a verb's options."""
+    return field(default=False, metadata={_SHOWN: typer.Option(name, help=help, rich_help_panel=panel)})
 
 
 def verb(options: type) -> Callable[..., None]:
@@ -226,43 +182,48 @@ def verb(options: type) -> Callable[..., None]:
     name = options.__name__.removesuffix("Options").lower()
 
     def command(**values: Any) -> None:
+        from k2convert.cli import console
+
+        console.begin(json=values.get("json", False), quiet=values.get("quiet", False))
         said = "" if values.get("dry_run") else _INTERRUPTED.get(name, "")
         say_when_interrupted(lambda: said, resumes=bool(said) and name != "validate")
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
-    hints = get_type_hints(options, include_extras=True)
+    hints = get_type_hints(options)
+    shown = {known.name: Annotated[hints[known.name], known.metadata[_SHOWN]] for known in fields(options)}
     command.__name__ = name
     command.__doc__ = options.__doc__
-    command.__annotations__ = hints
+    command.__annotations__ = shown
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
             inspect.Parameter(
-                field.name,
+                known.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
+                default=inspect.Parameter.empty if known.default is MISSING else known.default,
+                annotation=shown[known.name],
             )
-            for field in fields(options)  # type: ignore[arg-type]  # a dataclass
+            for known in fields(options)
         ]
     )
     return command
 
 
-def command_words(verb: str, options: Any) -> tuple[str, ...]:
-    """Return the command that has these options, the first two as arguments: what resumes the job."""
-    known = fields(options)
+def job_command(verb: str, options: Any) -> "JobCommand":
+    """Return the command that has these options, the first two as arguments, in this folder: it resumes the job."""
+    from k2convert.records.command import JobCommand  # which loads pydantic: help would be slow
+
     words = ["k2convert", verb]
-    for number, field in enumerate(known):
-        value = getattr(options, field.name)
+    for number, known in enumerate(fields(options)):
+        value = getattr(options, known.name)
         if number < 2:
             words += map(str, cast(list[object], value) if isinstance(value, list) else [value])
             continue
-        if value == field.default or field.name == "dry_run":
+        if value == known.default or known.name == "dry_run":
             continue
-        name = {"as_json": "json", "settings": "set"}.get(field.name, field.name).replace("_", "-")
+        name = {"settings": "set"}.get(known.name, known.name).replace("_", "-")
         if value is True:
             words.append(f"--{name}")
         else:
             given = cast(list[object], value) if isinstance(value, list) else [value]
             words += [word for one in given for word in (f"--{name}", str(one))]
-    return tuple(words)
+    return JobCommand(tuple(words), str(Path.cwd()))

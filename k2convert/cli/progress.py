@@ -39,11 +39,11 @@ _MANY: Final = 20
 class Display:
     """Shows how far a stage is. Use it as a context manager: it gives the Events that the stage reports to."""
 
-    def __init__(self, what: str, extent: Extent, *, quiet: bool = False) -> None:
-        """`what` names the stage in plain lines. `quiet` shows nothing but still counts, for `status`."""
-        self._quiet = quiet
-        self._is_live = not quiet and console.ERRORS.is_terminal
-        self.tally = Tally(extent, note=console.notifier(quiet=quiet))
+    def __init__(self, what: str, extent: Extent) -> None:
+        """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
+        self._quiet = console.is_quiet()
+        self._is_live = not self._quiet and console.ERRORS.is_terminal
+        self.tally = Tally(extent, note=console.notifier())
         self.rows = Rows(self.tally)
         self._lines = _Lines(what, self.tally)
         self._live: Live | None = None
@@ -217,10 +217,10 @@ def _summary(tally: Tally, width: int) -> str:
 class Waiting:
     """Shows what a command waits for before there is progress: a spinner, or one line after half a second."""
 
-    def __init__(self, text: str, *, quiet: bool = False) -> None:
+    def __init__(self, text: str) -> None:
         self._status: Status | None = None
         self._timer: threading.Timer | None = None
-        if quiet:
+        if console.is_quiet():
             return
         if console.ERRORS.is_terminal:
             waiting = Text(visible(text), no_wrap=True, overflow="ellipsis")

@@ -1,5 +1,6 @@
 """`publish`: validate a finished folder and publish it on the Hub."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -29,16 +30,14 @@ def publish(options: PublishOptions) -> None:
         raise typer.BadParameter("--statistics needs --source")
     folder = options.folder
     base_model = options.base_model
-    quiet = options.quiet
-    as_json = options.as_json
     ref = _parse_repo(options.repo)
     revision = target_revision(ref)
     if has_left(folder):
-        _show_left(folder, str(ref).removeprefix(SCHEME), as_json=as_json)
+        _show_left(folder, str(ref).removeprefix(SCHEME))
         return
     check_endpoint()
     bound_memory()
-    hub = Hub(notify=console.notifier(quiet=quiet))
+    hub = Hub(notify=console.notifier())
     publication = prepare_publication(
         folder,
         repo=ref.repo,
@@ -58,7 +57,7 @@ def publish(options: PublishOptions) -> None:
         console.print_note(f"{target.repo}: {revision} already holds this result")
         commit = str(target.head)
     else:
-        if not quiet:
+        if not console.is_quiet():
             files = ", ".join(publication.files)
             console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {files}")
         with (
@@ -67,32 +66,32 @@ def publish(options: PublishOptions) -> None:
         ):
             for name, problem in missing_sidecars(folder):
                 console.print_note(f"warning: {folder}: {name}: {problem}")
-            confirm(target, total_bytes=ledger.num_bytes, yes=options.yes, ask=typer.confirm)
-            with Display("validate", Extent({"check": (folder_bytes(folder), 0)}), quiet=quiet) as events:
+            confirm(target, total_bytes=ledger.num_bytes, yes=options.yes)
+            with Display("validate", Extent({"check": (folder_bytes(folder), 0)})) as events:
                 validation, hashes = validate_publication(
                     publication, source=origin, shards=shards, statistics=calibrated, events=events
                 )
-            if not quiet:
+            if not console.is_quiet():
                 console.print_note(validation.contract.summary)
-            with Display("publish", Extent({"upload": (ledger.num_bytes, 0)}), quiet=quiet) as events:
+            with Display("publish", Extent({"upload": (ledger.num_bytes, 0)})) as events:
                 commit = publish_folder(publication, validation, hashes, events=events)
     record_published(folder, Published(target.name, commit))
-    if as_json:
-        console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
-    else:
-        show_commit(hub, Destination(folder, target.repo, revision), commit)
+    console.show(
+        {"repo": target.repo, "commit": commit, "private": target.private},
+        partial(show_commit, hub, Destination(folder, target.repo, revision), commit),
+    )
 
 
-def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
+def _show_left(folder: Path, repo: str) -> None:
     """Say where a work folder's shards are; raises DestinationError if that is not the repository asked for."""
     published = find_published(folder)
     if published is None or published.repo != repo:
         check_shards_are_here(folder)
         return
-    if as_json:
-        console.print_json({"repo": repo, "commit": published.commit, "published_before": True})
-        return
-    console.print_line(f"{folder}: published as {published}. Its shards are no longer here")
+    console.show(
+        {"repo": repo, "commit": published.commit, "published_before": True},
+        f"{folder}: published as {published}. Its shards are no longer here",
+    )
     console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
 
 

@@ -3,20 +3,20 @@
 import textwrap
 
 from k2convert.cli import console
+from k2convert.cli.verbs import RecipesOptions
 from k2convert.plan.recipe import load_recipe, shipped_recipes
 
 
-def recipes(*, as_json: bool) -> None:
+def recipes(_: RecipesOptions) -> None:
     """Show each recipe by its name: its purpose, and how it converts what. Lines have at most 80 columns."""
     found = [load_recipe(name) for name in shipped_recipes()]
-    if as_json:
-        console.print_json([recipe.document() | {"purpose": recipe.purpose} for recipe in found])
-        return
+    lines: list[str] = []
     for recipe in found:
         family = recipe.family or "any family"
         roles = ", ".join(recipe.roles)
         terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
-        console.print_line(recipe.name)
+        lines.append(recipe.name)
         for text in (recipe.purpose, terms):
-            for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
-                console.print_line(f"    {line}")
+            wrapped = textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False)
+            lines += [f"    {line}" for line in wrapped]
+    console.show([recipe.document() | {"purpose": recipe.purpose} for recipe in found], *lines)

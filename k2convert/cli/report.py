@@ -1,6 +1,7 @@
 """`report`: measure a result if it is there, and write the report on it."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,7 @@ def report(options: ReportOptions) -> None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
-    hub = Hub(notify=console.notifier(quiet=options.quiet))
+    hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         folder = opened.folder
         is_remote = opened.shards.result is not None
@@ -53,8 +54,8 @@ def report(options: ReportOptions) -> None:
                 measured = found.weights and found.weights.errors
             tensors = None if document is None else _tensors(opened)
             files = write_report(folder=folder, out=out, validation=document, measured=measured, tensors=tensors)
-    is_servable = _show(files, options.as_json)
-    if options.as_json or not is_servable or is_remote:
+    is_servable = _show(files)
+    if not is_servable or is_remote:
         return
     if files.report.is_complete and can_be_validated(folder) and find_ledger(folder) is not None:
         ends = (("--source", options.source), ("--statistics", options.statistics))
@@ -84,7 +85,7 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
                 f"{options.source}. Leave out --source."
             )
         return None
-    with Display("report", Extent({"check": (opened.num_bytes, 0)}), quiet=options.quiet) as events:
+    with Display("report", Extent({"check": (opened.num_bytes, 0)})) as events:
         found = validate_checkpoint(
             folder=opened.folder,
             source=opened.source,
@@ -95,20 +96,15 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
     return opened.named(found)
 
 
-def _show(files: ReportFiles, as_json: bool) -> bool:
+def _show(files: ReportFiles) -> bool:
     """Print the written files; return whether nothing that was checked has failed."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
     failed: list[int] = document["contract"]["failed"] if document["contract"] else []
     has_passed = document["contract"] is None or document["contract"]["passed"]
-    if as_json:
-        paths = {kind: None if path is None else str(path) for kind, path in written.items()}
-        console.print_json({"files": paths, **document})
-    else:
-        for path in filter(None, written.values()):
-            console.print_line(str(path))
-        for sentence in document["missing"]:
-            console.print_note(sentence)
+    paths = {kind: None if path is None else str(path) for kind, path in written.items()}
+    notes = [partial(console.print_note, sentence) for sentence in document["missing"]]
+    console.show({"files": paths, **document}, *filter(None, paths.values()), *notes)
     if not has_passed:
         which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
         console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")

@@ -2,11 +2,10 @@
 
 import os
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -25,7 +24,7 @@ from k2convert.cli.forecast import (
     show_walk,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import command_words
+from k2convert.cli.options import job_command
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -43,13 +42,13 @@ from k2convert.cli.views import (
 from k2convert.errors import UnservableError, counted, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
-from k2convert.job.opening import open_job, text_files
-from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
+from k2convert.job.locations import read_destination
+from k2convert.job.opening import text_files
+from k2convert.job.prepare import Job, JobOptions, check_job_memory, check_room, memory_bytes, open_job
 from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, execute
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
-from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 from k2convert.records.events import Extent
 from k2convert.records.ledger import below_budget, check_budget, doubts, summarize
@@ -76,27 +75,14 @@ def run(options: RunOptions) -> None:
         from k2convert.job.parts import read_part
 
         part = read_part(options.part, os.environ)
-    overrides = _recipe_overrides(options)
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
             require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
     if options.destination.startswith(SCHEME):
         bound_memory()
     with (
-        Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
-        open_job(
-            options.source,
-            options.destination,
-            hub=Hub(notify=console.notifier(quiet=options.quiet)),
-            recipe=options.recipe,
-            settings=overrides,
-            statistics=options.statistics,
-            text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
-            work_folder=options.work_dir,
-            workers=options.workers,
-            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
-            private=not options.public,
-        ) as job,
+        Waiting(f"reads the headers of {options.source}") as waiting,
+        open_job(_job_options(options), hub=Hub(notify=console.notifier())) as job,
     ):
         if options.evaluate:
             from k2convert.job.final_evaluation import with_evaluation
@@ -132,8 +118,7 @@ def _settle(job: Job, target: "Target", options: RunOptions) -> None:
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
     if options.evaluate:
         console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
-    if options.as_json:
-        console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
+    console.show({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -160,6 +145,20 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     yield (
         options.max_disk and not (from_hub or to_hub),
         "--max-disk only applies to hf:// sources or destinations: leave it out",
+    )
+
+
+def _job_options(options: RunOptions) -> JobOptions:
+    return JobOptions(
+        source=options.source,
+        destination=read_destination(options.destination, work_folder=options.work_dir),
+        recipe=options.recipe,
+        settings=_recipe_overrides(options),
+        statistics=options.statistics,
+        text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
+        workers=options.workers,
+        max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        private=not options.public,
     )
 
 
@@ -190,28 +189,26 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         needed = max(converting, last.needed)
-    with Waiting("measures the disk and the kernels", quiet=options.quiet):
+    with Waiting("measures the disk and the kernels"):
         estimated = estimate(job, memory=needed)
         time = None if walk is None else walk.time()
-    if options.as_json:
-        document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
-        if job.gptq is not None and walk is not None and time is not None:
-            document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
-        if last is not None:
-            document["evaluation"] = last.found.document(last.time, last.needed)
-        console.print_json(document)
+    document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
+    views: list[str | Callable[[], None]] = [partial(show_plan, job, document)]
+    if job.gptq is not None and walk is not None and time is not None:
+        document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
+        smoothing = "on" if job.plan.recipe.smoothing else "off"
+        views += [
+            partial(show_text, job.gptq),
+            f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)",
+            partial(show_walk, walk, time, estimated, needed=needed),
+        ]
     else:
-        show_plan(job, source=options.source)
-        if job.gptq is not None and walk is not None and time is not None:
-            show_text(job.gptq)
-            smoothing = "on" if job.plan.recipe.smoothing else "off"
-            console.print_line(f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)")
-            show_walk(walk, time, estimated, needed=needed)
-        else:
-            show_estimate(estimated)
-        show_network(job, estimated)
+        views.append(partial(show_estimate, estimated))
     if last is not None:
-        (console.print_note if options.as_json else console.print_line)(last.line)
+        document["evaluation"] = last.found.document(last.time, last.needed)
+    console.show(document, *views, partial(show_network, job, estimated))
+    if last is not None:
+        console.print_line(last.line)
     check_room(job)
     check_job_memory(job)
     if walk is not None:
@@ -220,73 +217,68 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         last.check(options.source, may_be_long=options.long)
     if time is not None:
         check_time(time, source=options.source, may_be_long=options.long)
-    if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command(without="--dry-run"))
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
-    with Waiting("looks at the cluster", quiet=options.quiet), _open_cluster(options) as cluster:
+    with Waiting("looks at the cluster"), _open_cluster(options) as cluster:
         found = cluster.capacity
-    if options.as_json:
-        console.print_json(plan_document(job, source=options.source) | {"cluster": asdict(found)})
-    else:
-        show_plan(job, source=options.source)
-        has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
-        rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
-        lack = f"{found.lack}, or wait until the cluster grows"
-        console.print_line(f"cluster: {has}; {lack if found.lack else rate}")
+    has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
+    rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
+    lack = f"{found.lack}, or wait until the cluster grows"
+    document = plan_document(job, source=options.source)
+    console.show(
+        document | {"cluster": asdict(found)},
+        partial(show_plan, job, document),
+        f"cluster: {has}; {lack if found.lack else rate}",
+    )
     check_room(job)
-    if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command(without="--dry-run"))
 
 
-@contextmanager
-def _open_cluster(options: RunOptions) -> "Generator[Cluster]":
+def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
     """Connect to the cluster of --ray; raises PlanError without one."""
     assert options.ray is not None
     from k2convert.job.ray import connect
 
     max_disk = None if options.max_disk is None else parse_size(options.max_disk)
-    cpus = options.cpus_per_shard
-    with connect(options.ray, cpus=cpus, max_disk=max_disk) as cluster:
-        yield cluster
+    return connect(options.ray, cpus=options.cpus_per_shard, max_disk=max_disk)
 
 
 def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
     """Do one part, and print the command that ends the job."""
-    whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
+    whole = job_command("run", replace(options, part=None))
+    own = job_command("run", options)
     num_shards = len(part.items(job.items))
-    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
         lambda: f"{display.tally.shards} of {of_part} are converted. The same command resumes",
-        console.command(*command_words("run", options)),
+        own.line(here=own.folder),
     )
-    own_process()
     with display as events:
         execute(replace(job, command=whole), part=part, events=events)
-    if options.as_json:
-        console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
-        return
-    console.print_line(f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}")
-    console.print_note("when all parts are done, the command without --part writes index and config:")
+    console.show(
+        {"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)},
+        f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}",
+        partial(console.print_note, "when all parts are done, the command without --part writes index and config:"),
+    )
     console.print_next(whole.line(here=whole.folder))
 
 
 def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None:
-        confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
-    command = JobCommand(command_words("run", options), str(Path.cwd()))
+        confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes)
+    command = job_command("run", options)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
-    display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
+    display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:
         _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         last.check(options.source, may_be_long=options.long)
-        if not options.quiet:
-            console.print_event(last.line)
+        console.print_event(last.line)
     own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
@@ -296,7 +288,7 @@ def _do(job: Job, options: RunOptions) -> None:
     except UnservableError as error:
         from k2convert.cli.validation_view import show_validation
 
-        show_validation(error.validation, as_json=options.as_json)
+        show_validation(error.validation)
         raise
     job = replace(job, finished=outcome.finished)
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
@@ -329,46 +321,41 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     if walk.size.num_layers == 0:
         return
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
-    with Waiting("measures one expert", quiet=options.quiet):
+    with Waiting("measures one expert"):
         time = walk.time()
     check_time(time, source=options.source, may_be_long=options.long)
-    if not options.quiet:
-        show_text(plan, time)
+    show_text(plan, time)
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
     totals = summarize(outcome.records.values())
     missed = below_budget(outcome.records.values(), job.plan.recipe)
     doubtful = doubts(outcome.records.values())
-    if options.as_json:
-        document = run_document(job, totals, seconds) | ({"warnings": doubtful} if doubtful else {})
-        if missed:
-            document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
-        if job.uses_hub:
-            document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
-            if outcome.validation is not None:
-                contract = outcome.validation.contract
-                counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
-                document["contract"] = counts
-        if outcome.evaluation is not None:
-            document["evaluation"] = plain(outcome.evaluation)
-        console.print_json(document)
-        check_budget(job.destination.folder, job.plan.recipe, missed)
-        return
+    document = run_document(job, totals, seconds) | ({"warnings": doubtful} if doubtful else {})
+    views: list[str | Callable[[], None]] = []
     if outcome.calibrated is not None:
-        show_outputs(outcome.calibrated, job.gptq)
-    show_run(job, totals, seconds)
-    for doubt in doubtful:
-        console.print_note(f"warning: {doubt}")
+        views.append(partial(show_outputs, outcome.calibrated, job.gptq))
+    views.append(partial(show_run, job, totals, seconds))
+    views += [partial(console.print_note, f"warning: {doubt}") for doubt in doubtful]
+    if missed:
+        document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
+    if job.uses_hub:
+        document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
+    contract = None if outcome.validation is None else outcome.validation.contract
+    if contract is not None:
+        counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
+        document["contract"] = counts
     if outcome.evaluation is not None:
         from k2convert.cli.evaluation_view import show_evaluation
 
-        show_evaluation(outcome.evaluation)
+        document["evaluation"] = plain(outcome.evaluation)
+        views.append(partial(show_evaluation, outcome.evaluation))
+    if contract is not None:
+        views.append(contract.summary)
     if outcome.commit is not None:
-        if outcome.validation is not None:
-            console.print_line(outcome.validation.contract.summary)
-        show_commit(job.hub, job.destination, outcome.commit)
-    elif job.plan.recipe.target == "nvfp4":
+        views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
+    console.show(document, *views)
+    if outcome.commit is None and job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)
         if given and options.statistics is not None:
             given += ("--statistics", options.statistics)

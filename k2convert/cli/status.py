@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,16 +48,15 @@ STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 def status(options: StatusOptions) -> None:
     """Show how far the work in a folder is, or the contents of a repository or a file."""
     place = options.destination
-    as_json = options.as_json
     path = Path(place)
     if place.startswith(SCHEME):
-        show_repository(place, as_json=as_json)
+        show_repository(place)
     elif path.is_file():
-        (_show_evaluation if _is_text(path) else _show_statistics)(path, as_json=as_json)
+        (_show_evaluation if _is_text(path) else _show_statistics)(path)
     elif (found := _find_walk(path)) is not None:
-        _show_walk(found, as_json=as_json)
+        console.show(found.document(), partial(_show_walk, found))
     else:
-        _show_job(path, as_json=as_json)
+        _show_job(path)
 
 
 def _is_text(path: Path) -> bool:
@@ -65,28 +65,26 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(8)
 
 
-def _show_statistics(path: Path, *, as_json: bool) -> None:
+def _show_statistics(path: Path) -> None:
     found = open_statistics(path)
-    if as_json:
-        console.print_json({"complete": True, "layers": len(found.layers), "tokens": found.tokens})
-        return
     size = format_bytes(path.stat().st_size)
     texts = ", ".join(name for name, _ in found.texts)
     contents = f"{len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
-    console.print_line(f"{path}: complete statistics: {contents}")
-    console.print_line(f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}")
+    console.show(
+        {"complete": True, "layers": len(found.layers), "tokens": found.tokens},
+        f"{path}: complete statistics: {contents}",
+        f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}",
+    )
     console.print_next(console.command("k2convert", "inspect", path))
 
 
-def _show_evaluation(path: Path, *, as_json: bool) -> None:
+def _show_evaluation(path: Path) -> None:
     found = find_evaluation(path)
     assert found is not None  # it is a file
-    if as_json:
-        console.print_json({"complete": True, "models": len(found.rows), "tokens": found.text.tokens})
-        return
     texts = ", ".join(name for name, _ in found.text.texts)
     contents = f"{counted(len(found.rows), 'model')} on {found.text.tokens:,} tokens of {texts}"
-    console.print_line(f"{path}: complete evaluation: {contents}")
+    document = {"complete": True, "models": len(found.rows), "tokens": found.text.tokens}
+    console.show(document, f"{path}: complete evaluation: {contents}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +146,7 @@ def _opened_walk(what: str, place: Path, work: WorkFolder) -> _Walk | None:
     return _Walk(what, place, work, layers, tokens)
 
 
-def _show_walk(walk: _Walk, *, as_json: bool) -> None:
-    if as_json:
-        console.print_json(walk.document())
-        return
+def _show_walk(walk: _Walk) -> None:
     is_running, progress, age = read_lock(walk.work.folder)
     word = "running" if is_running else "not finished"
     amount = f"{walk.finished} of {walk.layers} layers, {walk.tokens:,} tokens at most"
@@ -169,36 +164,39 @@ def _show_resume(command: JobCommand | None, verb: str) -> None:
         console.print_note(f"not running: the same `k2convert {verb}` command resumes it")
 
 
-def _show_job(folder: Path, *, as_json: bool) -> None:
+def _show_job(folder: Path) -> None:
     journal = Journal(folder)
     evaluation = _opened_walk("evaluation", folder, evaluation_works(folder)[1])
     if journal.job() is None:
         if evaluation is not None:  # of a checkpoint that `run` did not write
-            _show_walk(evaluation, as_json=as_json)
+            console.show(evaluation.document(), partial(_show_walk, evaluation))
             return
         if other := _say_other(folder):
             raise DestinationError(other)
     state = journal.state()
+    document = status_document(state)
     work = conversion_work(folder)
     walk = None
     if (begun := work.job()) is not None:
         walk = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
-    if as_json:
-        document = status_document(state) | ({} if walk is None else {"calibration": walk})
-        found = find_published(folder)
-        published = None if found is None else {"repo": found.repo, "commit": found.commit}
-        if evaluation is not None:
-            document["evaluation"] = evaluation.document()
-        if _lacks_evaluation(folder, state) and state.command is not None:
-            document["resume"] = state.command.line(here=str(Path.cwd()))
-        console.print_json(document | {"published": published})
-        return
+        document["calibration"] = walk
+    if evaluation is not None:
+        document["evaluation"] = evaluation.document()
+    if _lacks_evaluation(folder, state) and state.command is not None:
+        document["resume"] = state.command.line(here=str(Path.cwd()))
+    found = find_published(folder)
+    document["published"] = None if found is None else {"repo": found.repo, "commit": found.commit}
+    console.show(document, partial(_show_state, folder, state, walk, evaluation))
+
+
+def _show_state(folder: Path, state: JobState, walk: dict[str, Any] | None, evaluation: _Walk | None) -> None:
+    """Print a job's state, the walk through its layers and its evaluation, and what to do next."""
     is_evaluating = evaluation is not None and read_lock(evaluation.work.folder)[0]
     show_status(folder, replace(state, progress=None) if is_evaluating else state)
     if walk is not None and state.progress is None:
         console.print_line(f"calibrate: {walk['finished_layers']} of {walk['layers']} layers are done")
     if evaluation is not None and (is_evaluating or evaluation.command is not None):
-        _show_walk(evaluation, as_json=False)
+        _show_walk(evaluation)
         return
     if evaluation is not None:
         console.print_line(f"evaluate: {evaluation.finished} of {evaluation.layers} layers are done")
@@ -302,7 +300,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
         console.print_line(f"ETA {console.format_seconds(progress['seconds_left'])}")
 
 
-def show_repository(text: str, *, as_json: bool) -> None:
+def show_repository(text: str) -> None:
     """Show the result at hf://owner/name[@revision]; raises HubError if it is not a result of k2convert."""
     hub = Hub(notify=console.print_note)
     ref = parse_repo(text)
@@ -311,35 +309,33 @@ def show_repository(text: str, *, as_json: bool) -> None:
     ledger = _read_ledger(hub, repo, text)
     missing = [n for n, s in ledger.shards.items() if n not in repo.files or repo.files[n].num_bytes != s.num_bytes]
     is_complete = bool(ledger.shards) and not missing
-    if as_json:
-        document = {
-            "complete": is_complete,
-            "published": {"repo": repo.repo, "commit": repo.commit},
-            "private": repo.private,
-            "shards": len(ledger.shards),
-            "bytes": ledger.num_bytes,
-            "missing": missing,
-            "source": {"repo": ledger.source.repo, "revision": ledger.source.revision},
-            "recipe": ledger.recipe.document(),
-            "fingerprint": ledger.fingerprint,
-        }
-        console.print_json(document)
-        return
+    document = {
+        "complete": is_complete,
+        "published": {"repo": repo.repo, "commit": repo.commit},
+        "private": repo.private,
+        "shards": len(ledger.shards),
+        "bytes": ledger.num_bytes,
+        "missing": missing,
+        "source": {"repo": ledger.source.repo, "revision": ledger.source.revision},
+        "recipe": ledger.recipe.document(),
+        "fingerprint": ledger.fingerprint,
+    }
     kind = "private" if repo.private else "public"
     count = len(ledger.shards)
     size = format_bytes(ledger.num_bytes)
     word = "complete" if is_complete else "not complete"
-    console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {counted(count, 'shard')}, {size}")
+    lines = [f"{text} ({kind}) at commit {repo.commit}: {word}: {counted(count, 'shard')}, {size}"]
     if missing:
-        console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
+        lines.append(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
     recipe = ledger.recipe
-    console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
+    lines.append(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
     origin: tuple[str, ...] = ()
     if ledger.source.repo is not None:
-        console.print_line(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
+        lines.append(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
         origin = ("--source", str(RepoRef(ledger.source.repo, ledger.source.revision)))
     if TOTAL in ledger.totals:
-        console.print_line(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
+        lines.append(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
+    console.show(document, *lines)
     console.print_next(console.command("k2convert", "validate", text, *origin))
 
 

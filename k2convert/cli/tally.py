@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from k2convert.records.events import Extent, Keep, Phase
 
@@ -157,7 +157,9 @@ class Tally:
     def __init__(
         self, extent: Extent, *, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._note, self._clock, self._keep = note, clock, cast(Keep | None, None)
+        self._note = note
+        self._clock = clock
+        self._keep: Keep | None = None
         self._lock = Lock()
         self._start = clock()
         self.written = Meter(0, clock=clock)

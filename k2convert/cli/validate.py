@@ -48,7 +48,7 @@ def validate(options: ValidateOptions) -> None:
     against = options.against
     text = options.text
     request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
-    hub = Hub(notify=console.notifier(quiet=options.quiet))
+    hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=options.hidden_states, against=against)
         if request is not None and opened.source is not None and text:
@@ -59,11 +59,11 @@ def validate(options: ValidateOptions) -> None:
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
-        if opened.shards.is_remote and not options.quiet:
+        if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
-        cost = None if request is None else _say_layers_cost(opened, request, quiet=options.quiet)
+        cost = None if request is None else _say_layers_cost(opened, request)
         extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
-        display = Display("validate", extent, quiet=options.quiet)
+        display = Display("validate", extent)
         if cost is not None and cost.seconds is not None:
             display.tally.expected_seconds["layers"] = cost.seconds
         say_when_interrupted(partial(_how_far, opened.folder), resumes=False)
@@ -78,7 +78,7 @@ def validate(options: ValidateOptions) -> None:
                 shards=opened.shards,
                 statistics=opened.statistics,
             )
-        _show_found(opened.named(found), opened.folder, as_json=options.as_json)
+        _show_found(opened.named(found), opened.folder)
 
 
 def _how_far(folder: Path) -> str:
@@ -114,25 +114,25 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     return None if layers is None else numbers
 
 
-def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:
+def _show_found(found: ValidationReport, folder: Path) -> None:
     """Show a validation; raises InvalidCheckpointError if it failed. `folder` has the result's config.json."""
-    show_validation(found, as_json=as_json)
+    show_validation(found)
     if not found.passed:
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
-    if not as_json and found.contract.layout != "int4":
+    if found.contract.layout != "int4":
         ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
         name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
         print_serve(name, folder=folder, revision=revision)
 
 
-def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
+def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | None":
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
     from k2convert.validation.layers.cost import layers_cost
 
     if (source := opened.seen) is None or opened.source is None:
         return None
     try:
-        with Waiting("measures one expert", quiet=quiet):
+        with Waiting("measures one expert"):
             converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
             is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
             cost = layers_cost(
@@ -146,8 +146,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> 
     text = f"--layers {numbers}{below}: computes {work}"
     if cost.seconds is not None:
         text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
-    if not quiet:
-        console.print_event(text)
+    console.print_event(text)
     return cost
 
 

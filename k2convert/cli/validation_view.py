@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
-from k2convert.cli.console import print_json, print_line, print_next, print_table, print_verdict
+from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
 from k2convert.models import expected_family
 from k2convert.records.ledger import find_ledger
 from k2convert.records.pruning import share_words
@@ -21,11 +22,12 @@ from k2convert.validation.results import (
 )
 
 
-def show_validation(report: ValidationReport, *, as_json: bool) -> None:
+def show_validation(report: ValidationReport) -> None:
     """Print a validation: every rule, the weights, the layers, the comparison."""
-    if as_json:
-        print_json(validation_document(report))
-        return
+    show(validation_document(report), partial(_show_tables, report))
+
+
+def _show_tables(report: ValidationReport) -> None:
     _show_contract(report.contract)
     if report.weights is not None:
         _show_weights("weight error, decoded from the written bytes", report.weights)

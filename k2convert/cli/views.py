@@ -2,9 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+
+import typer
 
 from k2convert.cli.console import format_rate, format_seconds, format_span, print_line, print_table
 from k2convert.errors import HubError, counted, format_bytes
@@ -128,13 +130,12 @@ def show_pruning(job: Job) -> None:
             print_line(f"left out of the {what}: {share_words(shares)}")
 
 
-def show_plan(job: Job, *, source: str) -> None:
-    """Print a dry run. `source` is the source as the user wrote it."""
-    document = plan_document(job, source=source)
+def show_plan(job: Job, document: Mapping[str, Any]) -> None:
+    """Print a dry run, which is in the document too."""
     recipe = job.plan.recipe
     print_line(
-        f"{source} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule {recipe.rule}, "
-        f"layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
+        f"{document['source']} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, "
+        f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
     )
     rows = [
         (
@@ -257,12 +258,12 @@ def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)
 
 
-def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
+def confirm(target: Target, *, total_bytes: int, yes: bool) -> None:
     """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
     kind = "private" if target.private else "PUBLIC"
-    if not ask(f"Publish {format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
+    if not typer.confirm(f"Publish {format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
         raise HubError(f"{target.repo}: not published.")

@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
@@ -75,8 +75,7 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
     counts = family.read_architecture(config, where)
     text = text_config(config)
     size = partial(_size, text, where=where)
-    linear = mapping_or_empty(text.get("linear_attn_config"))
-    layers = _linear_layers(linear, counts.num_layers, where) if linear else frozenset[int]()
+    layers = family.linear_layers(config, counts.num_layers, where)
     experts_per_token = size(key_of(config, "num_experts_per_tok"))
     num_groups = size(key_of(config, "n_group"), default=1)
     if counts.num_experts < experts_per_token or counts.num_experts % num_groups:
@@ -95,7 +94,7 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
         kv_values=size("kv_lora_rank") + size("qk_rope_head_dim"),
         max_context=max_positions(config),
         linear_layers=layers,
-        state_bytes=_state_bytes(linear, where) if layers else 0,
+        state_bytes=_state_bytes(mapping_or_empty(text.get("linear_attn_config")), where) if layers else 0,
         tensor_sizes=family.tensor_parallel_sizes,
         least_expert_piece=family.least_expert_piece,
     )
@@ -109,18 +108,6 @@ def _size(fields: Mapping[str, Any], key: str, *, where: str, default: int | Non
             "with multi-head latent attention (MLA) only, or with it and Kimi Delta Attention (KDA)."
         )
     return value
-
-
-def _linear_layers(linear: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
-    """Return the layers of linear attention, from 0. Their lists in config.json count from 1."""
-    kda, full = (linear.get(key) for key in ("kda_layers", "full_attn_layers"))
-    numbers = cast(list[Any], [*kda, *full]) if isinstance(kda, list) and isinstance(full, list) and full else []
-    if {*map(type, numbers)} != {int} or sorted(numbers) != [*range(1, num_layers + 1)]:
-        raise FitError(
-            f"{where}: config.json: linear_attn_config: kda_layers and full_attn_layers must have each of the layers "
-            f"1 to {num_layers} once, and some of them in full_attn_layers. Use the model's own config."
-        )
-    return frozenset(number - 1 for number in cast(list[int], kda))
 
 
 def _state_bytes(linear: Mapping[str, Any], where: str) -> int:
@@ -234,9 +221,8 @@ def _converted_bytes(tensor: Tensor, parameter: str, family: Family, role: Role,
 
 @lru_cache(maxsize=64)
 def _projection_bytes(layout: str, num_rows: int, num_columns: int, activations: str) -> int:
-    tensors = projection_tensors(
-        layout=layout, num_rows=num_rows, num_columns=num_columns, has_input_scale=activations == "w4a4"
-    )
+    has_input_scale = activations == "w4a4"
+    tensors = LAYOUTS[layout].tensors(num_rows=num_rows, num_columns=num_columns, has_input_scale=has_input_scale)
     return sum(tensor[3] for tensor in tensors)
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from k2convert.checkpoint.files import mapping_or_empty
-from k2convert.checkpoint.layouts import MIXED_PRECISION, quant_algo
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.fit.layouts import Parallelism
 from k2convert.models import find_family
@@ -69,7 +68,7 @@ class Deployment:
     @property
     def needs_marlin(self) -> bool:
         """Return whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
-        return self.layout == "modelopt" and self.activations == "w4a16"
+        return self.activations == "w4a16" and self.layout is not None and LAYOUTS[self.layout].needs_marlin
 
     @property
     def sglang_kernels(self) -> str | None:
@@ -142,18 +141,10 @@ def result_deployment(
 def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:
     """Return the layout and activations of NVFP4 weights as config.json states them; Nones for other weights."""
     _, quantization = find_quantization_config(config) or ("", {})
-    groups = mapping_or_empty(quantization.get("config_groups")).values()
-    has_scale = any(mapping_or_empty(group).get("input_activations") for group in groups)
-    if quantization.get("format") == "nvfp4-pack-quantized":
-        return "compressed-tensors", "w4a4" if has_scale else "w4a16"
-    algorithm = quantization.get("quant_algo")
-    if algorithm == MIXED_PRECISION:  # all banks of experts have the same entry
-        layers = mapping_or_empty(quantization.get("quantized_layers")).values()
-        algorithm = mapping_or_empty(next(iter(layers), None)).get("quant_algo")
-    if algorithm not in (quant_algo("w4a4"), quant_algo("w4a16")):
-        return None, None
-    is_weight_only = algorithm == quant_algo("w4a16") or (len(groups) > 0 and not has_scale)
-    return "modelopt", "w4a16" if is_weight_only else "w4a4"
+    for layout in LAYOUTS.values():
+        if (activations := layout.read_activations(quantization)) is not None:
+            return layout.name, activations
+    return None, None
 
 
 def serve_command(engine: Engine, deployment: Deployment) -> ServeCommand:
@@ -264,8 +255,9 @@ def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."
     if engine == "tensorrt-llm" and deployment.activations == "w4a16":
         yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
-    if engine == "tensorrt-llm" and deployment.layout == "compressed-tensors":
-        yield "Only recent releases of TensorRT-LLM read this layout; all of them read the `modelopt` layout."
+    note = "" if deployment.layout is None else LAYOUTS[deployment.layout].tensorrt_llm_note
+    if engine == "tensorrt-llm" and note:
+        yield note
     if engine == "tensorrt-llm" and deployment.kv_cache == "bf16":
         yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
     if engine == "tensorrt-llm" and deployment.utilization is not None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CheckpointError
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
@@ -241,10 +242,10 @@ class WeightReader:
             )
         return found
 
-    def _layout(self, module: str) -> LayoutNames | None:
+    def _layout(self, module: str) -> CheckpointLayout | None:
         return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)
 
-    def _nvfp4(self, module: str, names: LayoutNames) -> LinearLayer:
+    def _nvfp4(self, module: str, names: CheckpointLayout) -> LinearLayer:
         packed = self.read(f"{module}.{names.weight}")
         name = f"{module}.{names.block_scale}"
         scales = self.raw(name).view(self.info(name).shape)
@@ -258,7 +259,7 @@ class WeightReader:
             self._scalar(module, names, names.input_scale) if has_input_scale else None,
         )
 
-    def _scalar(self, module: str, names: LayoutNames, parameter: str) -> float:
+    def _scalar(self, module: str, names: CheckpointLayout, parameter: str) -> float:
         return names.decode_scalar(self.raw(f"{module}.{parameter}").numpy().tobytes())
 
 

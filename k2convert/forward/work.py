@@ -39,7 +39,7 @@ from k2convert.checkpoint.names import (
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
-from k2convert.quantize.formats.int4 import bf16_bits, bf16_values
+from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values
 from k2convert.records.command import say_own_command
 from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep

@@ -23,14 +23,8 @@ from k2convert.checkpoint.files import (
 )
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
-from k2convert.checkpoint.layouts import (
-    MODELOPT,
-    QUANTIZATION_KEYS,
-    Quantization,
-    hf_quant_config,
-    quantized_config,
-    unquantized_config,
-)
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization, unquantized_config
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.prepare import Job
@@ -49,12 +43,12 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
         return config
     if recipe.target == "bf16":
         return unquantized_config(config)
-    return quantized_config(config, _declared(plan), version=__version__)
+    return LAYOUTS[recipe.layout].quantized_config(config, _declared(plan), version=__version__)
 
 
 def _declared(plan: Plan) -> Quantization:
     recipe = plan.recipe
-    return Quantization(recipe.layout, recipe.activations, recipe.kv_cache, plan.excludes, plan.banks)
+    return Quantization(recipe.activations, recipe.kv_cache, plan.excludes, plan.banks)
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:
@@ -99,8 +93,9 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         pruning=job.source.pruning,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
-    if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
-        yield Path(HF_QUANT_CONFIG_NAME), hf_quant_config(_declared(plan), version=__version__)
+    hf_quant_config = LAYOUTS[recipe.layout].hf_quant_config
+    if recipe.target == "nvfp4" and hf_quant_config is not None:
+        yield Path(HF_QUANT_CONFIG_NAME), dump_json(hf_quant_config(_declared(plan), __version__))
     yield Path(INDEX_NAME), _encode_index(plan, {**source.index_metadata, "total_size": plan.data_bytes})
     yield Path(CONFIG_NAME), config
 

@@ -22,8 +22,7 @@ from k2convert.job.resources import existing_parent
 from k2convert.machine import PAGE_BYTES, available_memory, num_cores
 from k2convert.models import find_family
 from k2convert.plan.plan import ConvertStep
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules import RULES
 
@@ -175,12 +174,12 @@ def _convert_rate(job: Job) -> float | None:
 
     def load() -> SourceWeight:
         weight = known.load(packed, scales, rows, "measured")
-        return divide_columns(weight, exponents, name="measured") if recipe.smoothing else weight
+        return weight.divide_columns(exponents, name="measured") if recipe.smoothing else weight
 
     def convert() -> int:
         weight = load()
         magnitude = quantizer.measure(weight, name="measured")
-        scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+        scale = quantizer.global_scale(magnitude)
         quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale, importance=importance)
         return packed.nbytes + scales.nbytes
 

@@ -138,7 +138,7 @@ def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
         return resolve_source(hub, ref)  # the job began with a different repository; the journal will refuse it
 
 
-def read_destination(text: str, *, work_folder: Path | None) -> Destination:
+def read_destination(text: str, *, work_folder: Path | None = None) -> Destination:
     """Return a folder, or hf://owner/name[@branch] with its work folder; raises HubError if that is no branch."""
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:

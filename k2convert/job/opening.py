@@ -1,4 +1,4 @@
-"""Open what a conversion or a calibration needs, and plan it: for the command line and the functions of the package."""
+"""Open a calibration and plan it; read a text; describe a source."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +11,14 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
 from k2convert.hub.client import Hub
-from k2convert.job.locations import check_output_path, open_named_statistics, open_source, read_destination
-from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
-from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
+from k2convert.job.locations import check_output_path, open_source
+from k2convert.job.resources import allowed_disk, choose_devices, device_name, gpu_memory, layer_threads
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
-from k2convert.plan.plan import check_target
-from k2convert.plan.recipe import TextUse, settle_recipe
+from k2convert.plan.plan import claim_projections
+from k2convert.plan.recipe import TextUse, load_recipe
 from k2convert.records.document import shown
-from k2convert.records.fingerprint import Source
-from k2convert.records.journal import Journal
+from k2convert.records.fingerprint import Source, job_fingerprint
 from k2convert.records.ledger import TOTAL, Ledger, find_ledger
 
 if TYPE_CHECKING:
@@ -46,55 +44,6 @@ def text_files(files: Sequence[str | PathLike[str]], *, device: Device) -> TextF
 
 
 @contextmanager
-def open_job(
-    source: str,
-    destination: str,
-    *,
-    hub: Hub,
-    recipe: str | None = None,
-    settings: Mapping[str, object] | None = None,
-    statistics: str | None = None,
-    text: TextFiles | None = None,
-    work_folder: Path | None = None,
-    workers: int | None = None,
-    max_disk: int | None = None,
-    private: bool = True,
-) -> Generator[Job]:
-    """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
-
-    `recipe` is a name or a file, that of the source's family by default; `settings` replace its keys. Raises any
-    K2ConvertError.
-    """
-    target = read_destination(destination, work_folder=work_folder)
-    begun = Journal(target.folder).job()
-    with (
-        open_named_statistics(statistics, hub=hub) as found,
-        open_source(source, hub=hub, pinned=begun and begun.source_revision) as opened,
-    ):
-        chosen = choose_recipe(opened.checkpoint, recipe, settings or {})
-        if statistics is not None or text is not None or chosen.needs_statistics:
-            check_computed(opened.checkpoint)
-        check_target(chosen, detect_family(opened.checkpoint), opened.checkpoint)
-        has_statistics, has_text, to_hub = (it is not None for it in (found, text, target.repo))
-        chosen = settle_recipe(chosen, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
-        if chosen.keep_experts is not None:
-            from k2convert.job.kept_experts import prune_source
-
-            opened = prune_source(opened, chosen, hub=hub)
-        yield prepare(
-            source=opened,
-            destination=target,
-            recipe=chosen,
-            statistics=found,
-            text=None if text is None else read_text(text, chosen.calibration, opened, hub),
-            workers=workers,
-            max_disk=max_disk,
-            private=private,
-            hub=hub,
-        )
-
-
-@contextmanager
 def open_calibration(
     source: str,
     statistics: Path,
@@ -117,6 +66,34 @@ def open_calibration(
         check_whole(opened.checkpoint)
         found = read_text(text, use, opened, hub)
         yield plan_statistics(found, opened, statistics, hub=hub, max_disk=max_disk)
+
+
+def plan_statistics(
+    text: "WalkText",
+    source: Source,
+    statistics: Path,
+    *,
+    hub: Hub,
+    max_disk: int | None = None,
+) -> "CalibrationPlan":
+    """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
+    from k2convert.calibration.layer_files import statistics_work
+    from k2convert.calibration.plan import plan_calibration, source_fields
+
+    checkpoint = source.checkpoint
+    work = statistics_work(statistics)
+    check_output_path(statistics, source=checkpoint.folder if source.remote is None else None)
+    recipe = load_recipe(detect_family(checkpoint).recipe, {})
+    claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
+    fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
+    return plan_calibration(
+        text,
+        source,
+        hub=hub,
+        identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
+        work=work,
+        disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
+    )
 
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":

@@ -8,11 +8,12 @@ or the formats. The first failure stops everything. What was finished stays fini
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from k2convert.job.resources import Item, Room
+from k2convert.job.resources import Item
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0
@@ -74,12 +75,6 @@ class _Queue:
     num_left: int
 
 
-@dataclass(slots=True)
-class _Sending:
-    num_uploading: int = 0
-    is_committing: bool = False
-
-
 class Pipeline:
     """One run over the remaining items. `run` returns when all are through, or raises the first failure."""
 
@@ -88,25 +83,30 @@ class Pipeline:
         items: Sequence[Item],
         *,
         stages: Stages,
-        room: Room,
+        room: int,
+        source_bytes: Mapping[str, int],
         stop: threading.Event,
         to_upload: Sequence[Item] = (),
     ) -> None:
-        """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
+        """Take `room` bytes of disk at most. `source_bytes` are the sizes of source shards: none for local ones.
+
+        `to_upload` are items that an earlier run converted and that still have to be uploaded.
+        """
         self._items = tuple(items)
-        self._source_bytes = room.source_bytes
+        self._source_bytes = source_bytes
         self._stages = stages
         self._stop = stop
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
         self._disk = _Disk(
-            room=room.num_bytes,
+            room=room,
             used=sum(item.output_bytes for item in to_upload),
             uses=Counter(source for item in items for source in item.sources),
         )
         self._conversions = _Queue(deque(), len(self._items))
         self._uploads = _Queue(deque(to_upload), len(self._items) + len(to_upload))
-        self._sending = _Sending()
+        self._num_uploading = 0
+        self._is_committing = False
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -114,7 +114,7 @@ class Pipeline:
         works = [self._admit_all, *[self._convert_all] * self._stages.num_workers]
         if self._stages.uploads is not None:
             works += [self._upload_all] * NUM_UPLOADS
-        threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
         try:
             for thread in threads:
                 thread.start()
@@ -131,9 +131,11 @@ class Pipeline:
         if self._failure is not None:
             raise self._failure
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """Stop everything if the block, which is all that a thread does, fails."""
         try:
-            work()
+            yield
         except BaseException as error:  # raised again in the waiting thread
             self._halt(error)
 
@@ -158,31 +160,33 @@ class Pipeline:
 
     def _admit_all(self) -> None:
         disk = self._disk
-        for item in self._items:
-            with self._changed:
-                disk.is_blocked = True
-                if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
-                    return
-                disk.is_blocked = False
-                disk.used += self._need(item)
-                fresh = [source for source in item.sources if source not in disk.held]
-                disk.held.update(fresh)
-            if self._stages.fetch is not None:
-                for source in fresh:
-                    self._stages.fetch(source)
-            with self._changed:
-                self._conversions.waiting.append(item)
-                self._changed.notify_all()
+        with self._guarded():
+            for item in self._items:
+                with self._changed:
+                    disk.is_blocked = True
+                    if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
+                        return
+                    disk.is_blocked = False
+                    disk.used += self._need(item)
+                    fresh = [source for source in item.sources if source not in disk.held]
+                    disk.held.update(fresh)
+                if self._stages.fetch is not None:
+                    for source in fresh:
+                        self._stages.fetch(source)
+                with self._changed:
+                    self._conversions.waiting.append(item)
+                    self._changed.notify_all()
 
     def _convert_all(self) -> None:
         queue = self._conversions
-        while True:
-            with self._changed:
-                if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
-                    return
-                item = queue.waiting.popleft()
-            self._stages.convert(item)
-            self._release_sources(item)
+        with self._guarded():
+            while True:
+                with self._changed:
+                    if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
+                        return
+                    item = queue.waiting.popleft()
+                self._stages.convert(item)
+                self._release_sources(item)
 
     def _release_sources(self, item: Item) -> None:
         disk = self._disk
@@ -206,34 +210,35 @@ class Pipeline:
         def has_work() -> bool:  # or never will have
             return bool(queue.waiting) or queue.num_left == 0 or self._must_commit(uploads)
 
-        while True:
-            with self._changed:
-                if not self._wait(has_work) or queue.num_left == 0:
-                    return
-                item = queue.waiting.popleft() if queue.waiting else None
-                if item is None:
-                    self._sending.is_committing = True
-                else:
-                    self._sending.num_uploading += 1
-            if item is None or self._upload(uploads, item):
-                self._drop_outputs(uploads.commit())
+        with self._guarded():
+            while True:
+                with self._changed:
+                    if not self._wait(has_work) or queue.num_left == 0:
+                        return
+                    item = queue.waiting.popleft() if queue.waiting else None
+                    if item is None:
+                        self._is_committing = True
+                    else:
+                        self._num_uploading += 1
+                if item is None or self._upload(uploads, item):
+                    self._drop_outputs(uploads.commit())
 
     def _upload(self, uploads: UploadStage, item: Item) -> bool:
         """Send one shard; returns whether this thread has to commit now."""
         uploads.upload(item.name)
         with self._changed:
-            self._sending.num_uploading -= 1
-            must_commit = not self._sending.is_committing and uploads.is_group_due()
+            self._num_uploading -= 1
+            must_commit = not self._is_committing and uploads.is_group_due()
             if must_commit:
-                self._sending.is_committing = True
+                self._is_committing = True
             self._changed.notify_all()
         return must_commit
 
     def _must_commit(self, uploads: UploadStage) -> bool:
         """With nothing to send, commit if a group is due, if room is needed, or if nothing more will come."""
-        is_last = self._conversions.num_left == 0 and self._sending.num_uploading == 0
+        is_last = self._conversions.num_left == 0 and self._num_uploading == 0
         is_wanted = self._disk.is_blocked or is_last or uploads.is_group_due()
-        return not self._sending.is_committing and uploads.num_pending > 0 and is_wanted
+        return not self._is_committing and uploads.num_pending > 0 and is_wanted
 
     def _drop_outputs(self, names: Sequence[str]) -> None:
         for name in names:
@@ -241,5 +246,5 @@ class Pipeline:
         with self._changed:
             self._disk.used -= sum(self._sizes[name] for name in names)
             self._uploads.num_left -= len(names)
-            self._sending.is_committing = False
+            self._is_committing = False
             self._changed.notify_all()

@@ -1,7 +1,9 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +16,32 @@ from k2convert.job.locations import (
     Destination,
     check_destination,
     check_output_path,
+    open_named_statistics,
+    open_source,
     refuse_other_files,
     refuse_symlinks,
 )
+from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.resources import (
+    RECORD_BYTES,
+    SHARD_RECORD_BYTES,
     Item,
     Limits,
     allowed_disk,
     check_memory,
     choose_workers,
     device_name,
+    existing_parent,
+    inflight_bytes,
+    least_room,
     output_items,
-    plan_limits,
+    wanted_inflight,
     xet_bytes,
 )
-from k2convert.machine import available_memory, peak_bytes
-from k2convert.models import detect_family, read_architecture
+from k2convert.machine import available_memory, num_cores, peak_bytes
+from k2convert.models import check_computed, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
-from k2convert.plan.plan import Plan, ShardJob, claim_projections, plan_conversion
+from k2convert.plan.plan import Plan, ShardJob, check_target, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
@@ -97,37 +107,81 @@ class Job:
         return sum(shard.bytes_in for shard in self.plan.jobs if shard.name in self.finished)
 
 
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Options of a conversion, from the command line or a program.
+
+    `recipe` is a name or a file, that of the source's family by default; `settings` replace its keys. `statistics` is a
+    file, or an address on the Hub. A `text` is for rule gptq. `max_disk` is in bytes.
+    """
+
+    source: str
+    destination: Destination
+    recipe: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    statistics: str | None = None
+    text: TextFiles | None = None
+    workers: int | None = None
+    max_disk: int | None = None
+    private: bool = True
+
+
+@contextmanager
+def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
+    """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
+
+    Raises any K2ConvertError.
+    """
+    begun = Journal(options.destination.folder).job()
+    with (
+        open_named_statistics(options.statistics, hub=hub) as statistics,
+        open_source(options.source, hub=hub, pinned=begun and begun.source_revision) as source,
+    ):
+        checkpoint = source.checkpoint
+        recipe = choose_recipe(checkpoint, options.recipe, options.settings)
+        if statistics is not None or options.text is not None or recipe.needs_statistics:
+            check_computed(checkpoint)
+        check_target(recipe, detect_family(checkpoint), checkpoint)
+        recipe = settle_recipe(
+            recipe,
+            has_statistics=statistics is not None,
+            has_text=options.text is not None,
+            to_hub=options.destination.repo is not None,
+        )
+        if recipe.keep_experts is not None:
+            from k2convert.job.kept_experts import prune_source
+
+            source = prune_source(source, recipe, hub=hub)
+        text = None if options.text is None else read_text(options.text, recipe.calibration, source, hub)
+        yield prepare(options, source, recipe, statistics=statistics, text=text, hub=hub)
+
+
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: Mapping[str, Any]) -> Recipe:
     """Load the named recipe, or that of the source's family, with command-line overrides."""
     return load_recipe(recipe or detect_family(source).recipe, overrides)
 
 
 def prepare(
-    *,
+    options: JobOptions,
     source: Source,
-    destination: Destination,
     recipe: Recipe,
-    statistics: "Statistics | None" = None,
-    text: "WalkText | None" = None,
-    workers: int | None = None,
-    max_disk: int | None = None,
-    private: bool = True,
-    hub: Hub | None = None,
+    *,
+    statistics: "Statistics | None",
+    text: "WalkText | None",
+    hub: Hub,
 ) -> Job:
     """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
 
-    `statistics` are for rules and smoothing, `text` is for rule gptq; RecipeError, CalibrationError if they do
-    not fit.
+    `source`, `statistics` and `text` are those of the options, opened, and `recipe` is settled. Statistics are for
+    rules and smoothing; raises CalibrationError if they do not fit.
     """
-    hub = hub or Hub()
     checkpoint = source.checkpoint
+    destination = options.destination
     folder = destination.folder
-    has_statistics, has_text, to_hub = (it is not None for it in (statistics, text, destination.repo))
-    recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
-    plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=has_text)
+    plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=text is not None)
     items = output_items(plan)
     walk = None
     identity = None if text is None else text.identity(device_name(text.devices))
@@ -141,9 +195,8 @@ def prepare(
         walk = plan_walk(text, source, folder, plan.jobs, description, hub=hub)
         calibrated = _kept_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
-    target, card = _check_target(items, source, destination, private=private, hub=hub)
-    workers = min(choose_workers(workers), max(len(items) - len(finished), 1))
-    limits = plan_limits(plan, items, source, destination, workers=workers, max_disk=max_disk, walk=walk)
+    target, card = _check_target(items, source, destination, private=options.private, hub=hub)
+    limits = _plan_limits(options, plan, items, source, num_finished=len(finished), walk=walk)
     return Job(
         source=source,
         destination=destination,
@@ -203,6 +256,51 @@ def _describe(
         source=source.identities(),
         pruning=source.pruning,
     )
+
+
+def _plan_limits(
+    options: JobOptions,
+    plan: Plan,
+    items: Sequence[Item],
+    source: Source,
+    *,
+    num_finished: int,
+    walk: "CalibrationPlan | None",
+) -> Limits:
+    """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
+    destination = options.destination
+    workers = min(choose_workers(options.workers), max(len(items) - num_finished, 1))
+    folder = source.checkpoint.folder
+    remote = source.remote
+    goes_to_hub = destination.repo is not None
+    source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
+    free = shutil.disk_usage(existing_parent(destination.folder)).free
+    allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=options.max_disk)
+    small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
+    small += sum(p.stat().st_size for p in folder.glob("*.json"))
+    copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
+    small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
+    small_bytes += 0 if walk is None else walk.walk.disk_bytes
+
+    shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
+    layer_room = 0
+    if walk is not None:
+        ample, least = walk.walk.layer_rooms
+        layer_room = ample if shards + small_bytes + ample <= allowed else least
+    uses_hub = remote is not None or goes_to_hub
+    memory = available_memory()
+    cores = num_cores()
+    usable = memory - xet_bytes(uploads=goes_to_hub)
+    inflight = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable)
+    wanted = wanted_inflight(cores, uses_hub=uses_hub)
+    shrunk = None
+    if inflight < wanted:
+        shrunk = (
+            f"{format_bytes(memory)} of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
+            f"time, not {wanted / 1e6:,.0f} MB"
+        )
+    small_bytes += layer_room
+    return Limits(workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)
 
 
 def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
@@ -319,31 +417,3 @@ def plan_walk(
     )
     walk.finished_header()  # refuses statistics of anything else in its place
     return walk
-
-
-def plan_statistics(
-    text: "WalkText",
-    source: Source,
-    statistics: Path,
-    *,
-    hub: Hub,
-    max_disk: int | None = None,
-) -> "CalibrationPlan":
-    """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
-    from k2convert.calibration.layer_files import statistics_work
-    from k2convert.calibration.plan import plan_calibration, source_fields
-
-    checkpoint = source.checkpoint
-    work = statistics_work(statistics)
-    check_output_path(statistics, source=checkpoint.folder if source.remote is None else None)
-    recipe = load_recipe(detect_family(checkpoint).recipe, {})
-    claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
-    fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
-    return plan_calibration(
-        text,
-        source,
-        hub=hub,
-        identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
-        work=work,
-        disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
-    )

@@ -27,8 +27,9 @@ from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
-from k2convert.job.resources import Item, Room, output_headers, release_buffers
+from k2convert.job.resources import Item, output_headers
 from k2convert.job.transfers import Uploads
+from k2convert.machine import BUFFERS
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.records.publication import Published, record_published
@@ -239,7 +240,7 @@ def validate_publication(
         raise UnservableError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation
         )
-    release_buffers()
+    BUFFERS.clear()
     return validation, {shard: digest.hexdigest() for shard, digest in digests.items()}
 
 
@@ -270,7 +271,7 @@ def publish_folder(
             missing.append(Item(upload.name, (), upload.num_bytes))
     sending = _FolderUploads(branch, uploads, events)
     stages = Stages(fetch=None, convert=ignore, drop_source=ignore, drop_output=ignore, uploads=sending, num_workers=0)
-    Pipeline([], stages=stages, room=Room(0, {}), stop=Event(), to_upload=missing).run()
+    Pipeline([], stages=stages, room=0, source_bytes={}, stop=Event(), to_upload=missing).run()
     for path, sha256 in publication.others.items():
         if file_sha256(folder / path) != sha256:
             raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")

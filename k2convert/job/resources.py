@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
-from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
 from k2convert.errors import (
@@ -33,14 +32,9 @@ from k2convert.errors import (
     require_extra,
 )
 from k2convert.hub.client import progress_bars, restore_progress_bars
-from k2convert.job.locations import Destination
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
-from k2convert.records.fingerprint import Source
-
-if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan
 
 CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
 MAX_WORKERS: Final = 8
@@ -100,10 +94,11 @@ def inflight_bytes(*, uses_hub: bool, cores: int, memory: int) -> int:
 
     As much again is in staging.
     """
-    return max(LEAST_INFLIGHT_BYTES, min(_wanted(cores, uses_hub=uses_hub), int(memory * MEMORY_SHARE) // 2))
+    return max(LEAST_INFLIGHT_BYTES, min(wanted_inflight(cores, uses_hub=uses_hub), int(memory * MEMORY_SHARE) // 2))
 
 
-def _wanted(cores: int, *, uses_hub: bool) -> int:
+def wanted_inflight(cores: int, *, uses_hub: bool) -> int:
+    """Return the bytes that shards in work have where memory is plenty."""
     return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
 
 
@@ -246,11 +241,6 @@ def _use_torch_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
-def release_buffers() -> None:
-    """Free the tensor buffers, before steps that read no tensors but need memory."""
-    BUFFERS.clear()
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
     """One output shard: the source shards that it needs, and its size."""
@@ -258,14 +248,6 @@ class Item:
     name: str
     sources: tuple[str, ...]
     output_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The bytes that shards may take on a disk. `source_bytes` are the sizes of source shards: none for local ones."""
-
-    num_bytes: int
-    source_bytes: Mapping[str, int]
 
 
 def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:
@@ -364,47 +346,3 @@ def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
             "less, or free some space."
         )
     return max_disk
-
-
-def plan_limits(
-    plan: Plan,
-    items: Sequence[Item],
-    source: Source,
-    destination: Destination,
-    *,
-    workers: int,
-    max_disk: int | None,
-    walk: "CalibrationPlan | None",
-) -> Limits:
-    """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
-    folder = source.checkpoint.folder
-    remote = source.remote
-    goes_to_hub = destination.repo is not None
-    source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
-    free = shutil.disk_usage(existing_parent(destination.folder)).free
-    allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=max_disk)
-    small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
-    small += sum(p.stat().st_size for p in folder.glob("*.json"))
-    copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
-    small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
-    small_bytes += 0 if walk is None else walk.walk.disk_bytes
-
-    shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
-    layer_room = 0
-    if walk is not None:
-        ample, least = walk.walk.layer_rooms
-        layer_room = ample if shards + small_bytes + ample <= allowed else least
-    uses_hub = remote is not None or goes_to_hub
-    memory = available_memory()
-    cores = num_cores()
-    usable = memory - xet_bytes(uploads=goes_to_hub)
-    inflight = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable)
-    wanted = _wanted(cores, uses_hub=uses_hub)
-    shrunk = None
-    if inflight < wanted:
-        shrunk = (
-            f"{format_bytes(memory)} of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
-            f"time, not {wanted / 1e6:,.0f} MB"
-        )
-    small_bytes += layer_room
-    return Limits(workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)

@@ -28,8 +28,9 @@ from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_job_memory, check_room
-from k2convert.job.resources import Item, Room
+from k2convert.job.resources import Item
 from k2convert.job.shard import convert_shard, find_difference, shard_task
+from k2convert.machine import BUFFERS
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
@@ -93,9 +94,14 @@ def execute(
         walk = _open_walk(run)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
-            num_bytes = job.limits.room if cluster is None else sys.maxsize  # nodes have their own
-            room = Room(num_bytes, job.limits.source_bytes)
-            Pipeline(run.items, stages=stages, room=room, stop=run.stop, to_upload=run.to_upload).run()
+            Pipeline(
+                run.items,
+                stages=stages,
+                room=job.limits.room if cluster is None else sys.maxsize,  # nodes have their own
+                source_bytes=job.limits.source_bytes,
+                stop=run.stop,
+                to_upload=run.to_upload,
+            ).run()
         if part is not None:
             return outcome_of(job, run.records, run.finished)
         if cluster is not None:
@@ -260,10 +266,9 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         sweep_downloads(job, run.items, run.to_upload)
     walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, walking as shard_walk:
-        convert = _LocalStage(run, threads, shard_walk).convert if cluster is None else partial(_on_node, run, cluster)
         yield Stages(
             fetch=fetch,
-            convert=convert,
+            convert=partial(_here, run, threads, shard_walk) if cluster is None else partial(_on_node, run, cluster),
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
@@ -271,32 +276,25 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalStage:
-    run: _Run
-    threads: resources.Threads
-    walk: "ShardWalk | None"
+def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
+    """Convert a shard in this process, when the walk has done its layers, and record it."""
+    job = run.job
+    calibration = job.calibration if walk is None else walk.wait_for(item.name)
+    if job.source.remote is not None and calibration is not None:
+        from k2convert.calibration.fitting import check_norms
 
-    def convert(self, item: Item) -> None:
-        """Convert a shard, when the walk has done its layers, and record it."""
-        run = self.run
-        walk = self.walk
-        job = self.run.job
-        calibration = job.calibration if walk is None else walk.wait_for(item.name)
-        if job.source.remote is not None and calibration is not None:
-            from k2convert.calibration.fitting import check_norms
-
-            check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-        task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
-        record = convert_shard(task, threads=self.threads, events=run.events, stop=run.stop)
-        run.journal.record(record)
-        run.records[item.name] = record
-        if walk is not None:
-            walk.recorded(item.name)
-        run.events.shard_finished(item.name)
+        check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+    task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
+    record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
+    run.journal.record(record)
+    run.records[item.name] = record
+    if walk is not None:
+        walk.recorded(item.name)
+    run.events.shard_finished(item.name)
 
 
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
+    """Convert a shard on a node of the cluster, and record it."""
     from k2convert.job.ray import convert_on_node
 
     record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)
@@ -312,7 +310,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     job = run.job
     if walk is not None:
         job = replace(job, calibrated=walk.finish())
-    resources.release_buffers()
+    BUFFERS.clear()  # what follows needs memory, but reads no tensors
     names = assemble(job, run.records)
     if walk is not None:
         walk.plan.walk.work.remove()
@@ -320,7 +318,6 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     if job.evaluation is not None:
         from k2convert.job.final_evaluation import evaluate_result
 
-        resources.release_buffers()
         branch = None if run.uploads is None else run.uploads.branch.name
         found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
         outcome = replace(outcome, evaluation=found)
@@ -328,7 +325,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
         return outcome
     from k2convert.job.publish import publish_result
 
-    resources.release_buffers()
+    BUFFERS.clear()
     commit, validation = publish_result(job, job.target, run.uploads, names)
     return replace(outcome, commit=commit, validation=validation)
 

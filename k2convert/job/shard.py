@@ -7,9 +7,9 @@ A shard for upload is validated at once: later neither it nor its source may be 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,10 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection, load_project
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, is_weight
 
@@ -105,18 +104,42 @@ def convert_shard(
     values in the source, SourceReadError, DiskFullError, DestinationWriteError; InvalidCheckpointError for a shard
     `for_upload` that does not validate; it is removed.
     """
-    with ExitStack() as stack:
-        if threads is None:
-            threads = stack.enter_context(open_threads(1))
-        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
-        stack.enter_context(remedy(SOURCE_REMEDY))
-        recipe = task.recipe
-        codes = task.calibration and task.calibration.codes
-        assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
-        quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)
-        path = task.source_folder / task.shard.name
-        source_hash = None if task.sha256 is None else stack.enter_context(FileHash(path))
-        record = _Conversion(task, quantizer, reader, threads, events, stop or Event(), source_hash).run()
+    shard = task.shard
+    recipe = task.recipe
+    codes = task.calibration and task.calibration.codes
+    assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
+    header = encoded_header(shard)
+    file_bytes = len(header) + shard.data_bytes
+    records = list[ProjectionRecord]()
+    has_values = set[str]()
+    path = task.destination / shard.name
+    with (
+        _opened(task, threads, stop or Event()) as work,
+        ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix) as writer,
+        closing(work.ahead(work.pieces())) as results,
+    ):
+        writer.write(header)
+        for piece, (buffers, measured) in results:
+            for buffer in buffers:
+                writer.write(buffer.data)
+            records += measured
+            if piece.copied and not all(map(is_zero, buffers)):
+                has_values.add(piece.copied)
+            bytes_out = sum(b.nbytes for b in buffers)
+            events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
+        work.check_source()
+        digest = writer.commit()
+    record = ShardRecord(
+        shard=shard.name,
+        fingerprint=task.fingerprint,
+        blake3=digest,
+        file_bytes=file_bytes,
+        num_tensors=len(shard.outputs),
+        source_headers={name: task.header_digests[name] for name in shard.source_shards},
+        projections=tuple(records),
+        sha256=writer.sha256,
+        zero_copies=_zero_copies(shard, has_values),
+    )
     if not task.for_upload:
         return record
     return replace(record, checked=_validated(task, record))
@@ -127,12 +150,39 @@ def find_difference(task: ShardTask, *, everything: bool, events: Events = SILEN
 
     What a walk through the layers chose cannot be converted again, so it is left out. Raises as `convert_shard`.
     """
-    with ExitStack() as stack:
-        threads = stack.enter_context(open_threads(1))
-        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
-        stack.enter_context(remedy(SOURCE_REMEDY))
+    places = list[tuple[int, _Piece]]()
+    position = len(encoded_header(task.shard))
+    with (
+        _opened(replace(task, sha256=None), None, Event()) as work,
+        (task.destination / task.shard.name).open("rb") as file,
+    ):
+        for piece in work.pieces():
+            if piece.is_pure:
+                places.append((position, piece))
+            position += piece.bytes_out
+        if not everything:
+            places = places[len(places) // 2 :][:1]
+        with closing(work.ahead(piece for _, piece in places)) as results:
+            for (position, _), (piece, (buffers, _)) in zip(places, results, strict=True):
+                file.seek(position)
+                if any(file.read(buffer.nbytes) != buffer.tobytes() for buffer in buffers):
+                    return piece.reads[0][0].name
+                events.progress(bytes_in=piece.bytes_in)
+    return None
+
+
+@contextmanager
+def _opened(task: ShardTask, threads: Threads | None, stop: Event) -> Generator["_Work"]:
+    """Open the source shards of a task, for a conversion by `threads`, or by threads of its own."""
+    path = task.source_folder / task.shard.name
+    with (
+        open_threads(1) if threads is None else nullcontext(threads) as pools,
+        ShardReader(lambda name: task.source_folder / name) as reader,
+        remedy(SOURCE_REMEDY),
+        nullcontext() if task.sha256 is None else FileHash(path) as source_hash,
+    ):
         quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule)
-        return _Conversion(task, quantizer, reader, threads, events, Event()).difference(everything)
+        yield _Work(task, quantizer, reader, pools, stop, source_hash)
 
 
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
@@ -179,54 +229,22 @@ class _Piece:
     is_pure: bool
     tensors: int
     reads: tuple[tuple[TensorInfo, int, int], ...]
-    call: Callable[["_Loaded"], _Result]
+    call: Callable[[Future[_Loaded]], _Result]
     copied: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversion:
+class _Work:
+    """The pieces of a shard, and what reads and converts them."""
+
     task: ShardTask
     quantizer: Quantizer
     reader: ShardReader
     threads: Threads
-    events: Events
     stop: Event
-    source_hash: FileHash | None = None
+    source_hash: FileHash | None
 
-    def run(self) -> ShardRecord:
-        task = self.task
-        shard = self.task.shard
-        header = encoded_header(shard)
-        file_bytes = len(header) + shard.data_bytes
-        path = task.destination / shard.name
-        records = list[ProjectionRecord]()
-        has_values = set[str]()
-        writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
-        with writing as writer:
-            writer.write(header)
-            for piece, (buffers, measured) in self._ahead(self._pieces()):
-                for buffer in buffers:
-                    writer.write(buffer.data)
-                records += measured
-                if piece.copied and not all(map(is_zero, buffers)):
-                    has_values.add(piece.copied)
-                bytes_out = sum(b.nbytes for b in buffers)
-                self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
-            self._check_source()
-            digest = writer.commit()
-        return ShardRecord(
-            shard=shard.name,
-            fingerprint=task.fingerprint,
-            blake3=digest,
-            file_bytes=file_bytes,
-            num_tensors=len(shard.outputs),
-            source_headers={name: task.header_digests[name] for name in shard.source_shards},
-            projections=tuple(records),
-            sha256=writer.sha256,
-            zero_copies=_zero_copies(shard, has_values),
-        )
-
-    def _check_source(self) -> None:
+    def check_source(self) -> None:
         """Compare the source shard's sha256 with the one that its download left (CheckpointError)."""
         expected = self.task.sha256
         path = self.task.source_folder / self.task.shard.name
@@ -236,26 +254,7 @@ class _Conversion:
                 f"`hf download REPO {path.name} --force-download` replaces it."
             )
 
-    def difference(self, everything: bool) -> str | None:
-        """Return the first tensor that differs from the finished file: of all pieces, or of the one in the middle."""
-        position = len(encoded_header(self.task.shard))
-        places = list[tuple[int, _Piece]]()
-        for piece in self._pieces():
-            if piece.is_pure:
-                places.append((position, piece))
-            position += piece.bytes_out
-        if not everything:
-            places = places[len(places) // 2 :][:1]
-        results = self._ahead(piece for _, piece in places)
-        with (self.task.destination / self.task.shard.name).open("rb") as file:
-            for (position, _), (piece, (buffers, _)) in zip(places, results, strict=True):
-                file.seek(position)
-                if any(file.read(buffer.nbytes) != buffer.tobytes() for buffer in buffers):
-                    return piece.reads[0][0].name
-                self.events.progress(bytes_in=piece.bytes_in)
-        return None
-
-    def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
+    def ahead(self, pieces: Iterator[_Piece]) -> Generator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""
         waiting: deque[tuple[_Piece, Future[_Loaded], Future[_Result]]] = deque()
         inflight = 0
@@ -265,7 +264,7 @@ class _Conversion:
             while waiting or following is not None:
                 while following is not None and (not waiting or inflight + following.num_bytes <= limit):
                     loading = self.threads.reading.submit(self._load, following)
-                    converting = self.threads.converting.submit(_convert, following, loading)
+                    converting = self.threads.converting.submit(following.call, loading)
                     waiting.append((following, loading, converting))
                     inflight += following.num_bytes + PIECE_BYTES
                     following = next(pieces, None)
@@ -287,7 +286,8 @@ class _Conversion:
             self.source_hash.wait(max(own, default=0))
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_Piece]:
+        """Return the pieces in the order of the file."""
         for step in self.task.shard.steps:
             is_pure = self._is_pure(step)
             if isinstance(step, CopyStep):
@@ -299,7 +299,7 @@ class _Conversion:
                     end = min(begin + part, size)
                     reads = ((step.tensor, begin, end),)
                     tensors = 1 if end == size else 0
-                    call = partial(self._copy_step, step)
+                    call = partial(self._copy, step)
                     size_of_part = end - begin
                     name = step.tensor.name
                     yield _Piece(size_of_part, size_of_part, size_of_part, is_pure, tensors, reads, call, name)
@@ -307,7 +307,7 @@ class _Conversion:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
-                call = partial(self._convert_step, step)
+                call = partial(self._quantize_members, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, is_pure, len(step.outputs), reads, call)
 
     def _is_pure(self, step: ConvertStep | CopyStep) -> bool:
@@ -318,7 +318,9 @@ class _Conversion:
             return step.scaling is None
         return recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
 
-    def _convert_step(self, step: ConvertStep, loaded: _Loaded) -> _Result:
+    def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
+        """Convert projections that share a global scale."""
+        loaded = loading.result()
         if self.task.recipe.target == "bf16":
             return [_dequantize(load_projection(loaded, p)) for p in step.members], []
         sources = [(p, self._load_scaled(loaded, p)) for p in step.members]
@@ -342,8 +344,8 @@ class _Conversion:
         calibration = self.task.calibration
         return weight if calibration is None else calibration.scaled_weight(weight, projection)
 
-    def _copy_step(self, step: CopyStep, loaded: _Loaded) -> _Result:
-        data = loaded.read(step.tensor)
+    def _copy(self, step: CopyStep, loading: Future[_Loaded]) -> _Result:
+        data = loading.result().read(step.tensor)
         scaling = step.scaling
         calibration = self.task.calibration
         if not is_finite(data, step.tensor.dtype):
@@ -355,7 +357,7 @@ class _Conversion:
     def _quantize(
         self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        global_scale = self.quantizer.global_scale(shared)
         name = projection.module
         importance = None
         result = None
@@ -381,10 +383,6 @@ def _zero_copies(shard: ShardJob, has_values: set[str]) -> tuple[str, ...]:
     return tuple(t.name for t in copied if t.num_bytes and is_weight(t.name) and t.name not in has_values)
 
 
-def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:
-    return piece.call(loading.result())
-
-
 def _whole_rows(tensor: TensorInfo) -> int:
     row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
     return max(COPY_BYTES // row_bytes, 1) * row_bytes
@@ -404,5 +402,4 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
 
 
 def _dequantize(source: SourceWeight) -> Bytes:
-    weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
-    return weight.bits.view(np.uint8).reshape(-1)
+    return source.bits.view(np.uint8).reshape(-1)

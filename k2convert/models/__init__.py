@@ -16,7 +16,6 @@ from typing import Any, Final
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models import kimi, kimi_k3
-from k2convert.models.config import LATENT_KEY
 from k2convert.models.names import Architecture, Family, ModulePlace, TensorName, why_foreign
 from k2convert.models.projections import check_model
 
@@ -47,12 +46,12 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
         if any(name.startswith(prefix) for name in names):
             raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
-    if checkpoint.config.get("model_type") == "kimi_linear" and LATENT_KEY in checkpoint.config:
-        raise PlanError(
-            f"{checkpoint.folder}: this is the language model of Kimi K3 alone, without the model around it. "
-            f"{kimi_k3.K3.source_hint}"
-        )
-    if (title := REFUSED_MODELS.get(str(checkpoint.config.get("model_type")))) is not None:
+    stated = checkpoint.config.get("model_type")
+    for family in FAMILIES:
+        for (model_type, key), why in family.refused_configs.items():
+            if stated == model_type and key in checkpoint.config:
+                raise PlanError(f"{checkpoint.folder}: {why}. {family.source_hint}")
+    if (title := REFUSED_MODELS.get(str(stated))) is not None:
         raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
     for is_like in (_has_experts, _has_layers):
         for family in FAMILIES:

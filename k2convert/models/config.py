@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, projection_tensors
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError, cut, quoted, shortened
 from k2convert.models.names import (
@@ -70,6 +71,11 @@ def key_of(config: Mapping[str, Any], field: str) -> str:
     text = text_config(config)
     uses_aliases = field not in text and any(alias in text for alias in _ALIASES.values())
     return _ALIASES.get(field, field) if uses_aliases else field
+
+
+def expert_columns_key(config: Mapping[str, Any]) -> str:
+    """Return the field that has the width of a routed expert's input."""
+    return LATENT_KEY if LATENT_KEY in text_config(config) else "hidden_size"
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -301,7 +307,7 @@ class DescribedModel:
 
     def _experts(self, stem: str, numbers: Iterable[int], tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
         rows = "moe_intermediate_size"
-        columns = LATENT_KEY if LATENT_KEY in text_config(self.config) else "hidden_size"
+        columns = expert_columns_key(self.config)
         sizes = {"gate": f"{rows}, {columns}", "up": f"{rows}, {columns}", "down": f"{columns}, {rows}"}
         shapes = {kind: evaluate_shape(text, self.config, self.where) for kind, text in sizes.items()}
         for number in numbers:
@@ -350,14 +356,15 @@ def _form(module: str, tensors: Mapping[str, TensorInfo], family: Family) -> str
     scale = tensors.get(f"{module}.{WEIGHT_SCALE}")
     if scale is not None and scale.dtype != "F8_E4M3":
         return family.source_format.title
-    if scale is not None:
-        return COMPRESSED_TENSORS if f"{module}.{WEIGHT_PACKED}" in tensors else MODELOPT
-    for layout, names in LAYOUTS.items():
-        if f"{module}.{names.global_scale}" in tensors:
-            return layout
+    for layout in LAYOUTS.values():
+        if f"{module}.{layout.global_scale}" in tensors:
+            return layout.name
     weight = tensors.get(f"{module}.{WEIGHT}")
+    if scale is not None or (weight is not None and weight.dtype == "U8"):
+        found = (layout.name for layout in reversed(LAYOUTS.values()) if f"{module}.{layout.weight}" in tensors)
+        return next(found, next(iter(LAYOUTS)))
     if weight is not None:
-        return MODELOPT if weight.dtype == "U8" else ""
+        return ""
     return family.source_format.title if f"{module}.{WEIGHT_PACKED}" in tensors else ""
 
 
@@ -377,7 +384,7 @@ def _stored_parameters(form: str, shape: tuple[int, ...] | None, has_input_scale
     """Return the tensors of a linear layer [N, K]. Scalars of a layout may be [] or [1]."""
     rows, columns = shape or (0, 0)
     if form in LAYOUTS:
-        stored = projection_tensors(layout=form, num_rows=rows, num_columns=columns, has_input_scale=has_input_scale)
+        stored = LAYOUTS[form].tensors(num_rows=rows, num_columns=columns, has_input_scale=has_input_scale)
         return tuple((p, (d,), s if shape is not None and len(s) == 2 else None) for p, d, s, _ in stored)
     known = next(row for row in SOURCE_FORMATS if row.title == form)
     packed = (rows, columns // known.columns_per_element)

@@ -9,9 +9,10 @@ each bank is listed six times.
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.errors import FitError
 from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, read_architecture, text_config
 from k2convert.models.kimi import (
     NUMBER,
@@ -104,6 +105,21 @@ def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tupl
     ]
 
 
+def _linear_layers(config: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
+    """Return the layers of linear attention, from 0. Their lists in config.json count from 1."""
+    linear = mapping_or_empty(text_config(config).get("linear_attn_config"))
+    if not linear:
+        return frozenset()
+    kda, full = (linear.get(key) for key in ("kda_layers", "full_attn_layers"))
+    numbers = cast(list[Any], [*kda, *full]) if isinstance(kda, list) and isinstance(full, list) and full else []
+    if {*map(type, numbers)} != {int} or sorted(numbers) != [*range(1, num_layers + 1)]:
+        raise FitError(
+            f"{where}: config.json: linear_attn_config: kda_layers and full_attn_layers must have each of the layers "
+            f"1 to {num_layers} once, and some of them in full_attn_layers. Use the model's own config."
+        )
+    return frozenset(number - 1 for number in cast(list[int], kda))
+
+
 _A_LOG_UNIT: Final = 128
 """The published A_log is padded with zeros to a multiple of it."""
 
@@ -173,6 +189,10 @@ K3: Final = Family(
     read_architecture=read_architecture,
     matches_config=_matches_config,
     unconverted=_unconverted,
+    refused_configs={
+        ("kimi_linear", LATENT_KEY): "this is the language model of Kimi K3 alone, without the model around it"
+    },
+    linear_layers=_linear_layers,
     card=ModelCardFacts(
         model_kind="a Kimi K3 model",
         kept=("attention", "router", "latent and residual projections", "embeddings and output head"),

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import Activations, Engine, Layout
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 
 WEIGHT: Final = "weight"
 WEIGHT_PACKED: Final = "weight_packed"
@@ -217,6 +217,8 @@ class Family:
     model_types          what model_type in config.json may be; empty: anything
     matches_config       whether a config.json looks like this family's
     unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
+    refused_configs      (model_type, key) of the config.json of a part of a model -> what it is
+    linear_layers        (config.json, number of layers, where) -> layers of linear attention, from 0; raises FitError
     inventory            every tensor of a model; None: names and shapes are not compared with config.json
     """
 
@@ -235,6 +237,8 @@ class Family:
     matches_config: Callable[[Mapping[str, Any]], bool]
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
+    refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda _, __, ___: frozenset()
     model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)
     unsplit_attention: tuple[str, ...] = ()

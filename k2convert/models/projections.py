@@ -5,7 +5,7 @@ config.json describes; and a projection's bytes as arrays.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -30,8 +30,8 @@ from k2convert.models.names import (
     TensorName,
     why_foreign,
 )
-from k2convert.models.source_formats import INT4, NVFP4, SOURCE_FORMATS, format_of, packed_form
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight
+from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 
 _PACKED_PARAMETERS: Final = tuple(dict.fromkeys(name for row in SOURCE_FORMATS for name in row.parameters))
 SOURCE_REMEDY: Final = (
@@ -294,8 +294,8 @@ def _check_counts(source: Checkpoint, experts: Experts, architecture: Architectu
         )
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
-            f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
-            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
+            f"{source.folder}: config.json has the MoE layers {span(architecture.moe_layers)}, but experts are in "
+            f"{span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
             f"{SOURCE_REMEDY}"
         )
     for layer, found in experts.items():
@@ -306,8 +306,25 @@ def _check_counts(source: Checkpoint, experts: Experts, architecture: Architectu
             )
 
 
-def _span(numbers: tuple[int, ...]) -> str:
+def span(numbers: Sequence[int]) -> str:
+    """Return the first and last of numbers, and their count."""
     return f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
+
+
+def format_of(packed: TensorInfo) -> SourceFormat:
+    """Return the format of a projection by its codes; INT4 for a dtype that none has."""
+    return next((row for row in SOURCE_FORMATS if row.packed_dtype == packed.dtype), INT4)
+
+
+def packed_form(packed: TensorInfo, scale: TensorInfo | None) -> str:
+    """Return how `weight_packed` is stored: the title of a format, or NVFP4; empty if its scales tell of neither."""
+    if packed.dtype != MXFP4.packed_dtype:
+        return format_of(packed).title
+    if scale is None or len(packed.shape) != 2:
+        return ""
+    if scale.dtype == "F8_E4M3" and scale.shape == (packed.shape[0], 2 * packed.shape[1] // BLOCK_SIZE):
+        return NVFP4
+    return MXFP4.title if scale.dtype in MXFP4.scale_dtypes else ""
 
 
 class TensorSource(Protocol):

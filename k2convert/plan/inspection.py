@@ -12,16 +12,9 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import find_quantization_config, text_config
-from k2convert.models.names import (
-    WEIGHT,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    Architecture,
-    Family,
-    TensorName,
-)
-from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS, packed_form
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Architecture, Family, TensorName
+from k2convert.models.projections import packed_form
+from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
 
@@ -29,9 +22,7 @@ from k2convert.plan.recipe import load_recipe
 _WEIGHTS_PER_CODE: Final = {NVFP4: 2, **{row.title: row.columns_per_element for row in SOURCE_FORMATS}}
 _PACKED_PARAMETERS: Final = {
     **{row.title: frozenset(row.parameters) for row in SOURCE_FORMATS},
-    NVFP4: frozenset(
-        name for n in LAYOUTS.values() for name in (n.weight, n.block_scale, n.global_scale, n.input_scale)
-    ),
+    NVFP4: frozenset(name for layout in LAYOUTS.values() for name in layout.parameters),
 }
 
 

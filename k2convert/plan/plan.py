@@ -5,16 +5,15 @@ may be in different shards, and so may the partner of a gate or up projection, w
 output bytes are known shard by shard and tensor by tensor before the first byte is written.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Activations, Layout, Target
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
@@ -84,7 +83,7 @@ def _projection_tensors(
     if target == "bf16":
         return ((WEIGHT, "BF16", (rows, columns), rows * columns * 2),)
     has_input_scale = activations == "w4a4"
-    return tuple(projection_tensors(layout=layout, num_rows=rows, num_columns=columns, has_input_scale=has_input_scale))
+    return tuple(LAYOUTS[layout].tensors(num_rows=rows, num_columns=columns, has_input_scale=has_input_scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +213,9 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
-    excludes = exclude_list(unconverted, layout=recipe.layout)
+    excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
     return Plan(
-        claim.family.name, recipe, tuple(excludes), claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
+        claim.family.name, recipe, excludes, claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
     )
 
 
@@ -314,10 +313,3 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
         found["tensors"] += len(step.outputs)
         found["bytes_out"] += step.num_bytes
     return counts
-
-
-def exclude_list(unconverted: Sequence[tuple[str, bool]], *, layout: Layout) -> list[str]:
-    """Return the entries for (name part, whether more may follow): globs, or `re:` entries for compressed-tensors."""
-    if layout == COMPRESSED_TENSORS:
-        return [f"re:.*{re.escape(part)}{'.*' if is_open else '$'}" for part, is_open in unconverted]
-    return [f"*{part}*" if is_open else f"*{part}" for part, is_open in unconverted]

@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from k2convert.checkpoint.files import read_small_file
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import ArgumentError, MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
@@ -187,8 +188,8 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
         f"rule {r.rule} without smoothing uses no statistics. Leave out --statistics, or use rule imatrix.",
     )
     yield (
-        r.layout == "compressed-tensors" and r.kv_cache,
-        f"kv_cache {r.kv_cache} has no effect in vLLM with the layout compressed-tensors. Leave it out, and serve with "
+        r.kv_cache and not LAYOUTS[r.layout].vllm_reads_kv_cache,
+        f"kv_cache {r.kv_cache} has no effect in vLLM with the layout {r.layout}. Leave it out, and serve with "
         f"`vllm serve --kv-cache-dtype {r.kv_cache}`.",
     )
     yield (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError, install_remedy
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
 
 _IMPORTING = Lock()
 """Held while filters of warnings are changed: of two threads at a time, one would put back those of the other."""
@@ -50,11 +51,11 @@ class ReferenceQuantizer:
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
-        scale_max = measure(source, name=name).scale_max
+        found = source.magnitude(name=name)
         weight = self.dequantize(source)
-        return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
+        return replace(found, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG002
+    def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""
         if magnitude.amax == 0.0:
             return max_global_scale(magnitude)
@@ -81,11 +82,9 @@ class ReferenceQuantizer:
         if isinstance(source, Mxfp4Weight):
             packed, scales = (torch.from_numpy(np.ascontiguousarray(a)) for a in (source.packed, source.scale_bytes))  # pyright: ignore[reportUnknownMemberType]
             return self.mxfp4.decompress({"weight_packed": packed, "weight_scale": scales}, self.mxfp4_scheme)["weight"]
-        if isinstance(source, Bf16Weight):
-            return bf16_tensor(source.bits)
-        if source.channel_exponents is not None:
+        if not isinstance(source, Int4Weight) or source.channel_exponents is not None:
             # The library knows no columns. Their powers of two are exact in either order.
-            return bf16_tensor(dequantize_int4(source).bits)
+            return bf16_tensor(source.bits)
         state = {
             "weight_packed": torch.from_numpy(source.packed).contiguous().view(torch.int32),  # pyright: ignore[reportUnknownMemberType]
             "weight_scale": bf16_tensor(source.scale_bits),

@@ -7,47 +7,25 @@ The native one is k2convert's own arithmetic: the kernels of a rule if it has th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import Magnitude
 
+if TYPE_CHECKING:
+    from k2convert.quantize.libraries import ReferenceQuantizer
 
-class Quantizer(Protocol):
-    """Turns one weight into NVFP4: measure every tensor that shares a global scale, choose it, quantize each."""
-
-    def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
-        """Measure one weight; FormatError, naming it, if a value is not usable."""
-        ...
-
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
-        """Choose the global scale from the merged magnitude of all tensors that share it."""
-        ...
-
-    def quantize(
-        self,
-        source: SourceWeight,
-        *,
-        name: str,
-        magnitude: Magnitude,
-        global_scale: float,
-        importance: NDArray[np.uint8] | None = None,
-    ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantize and measure one weight. `magnitude` is that of the whole set.
-
-        `importance` uint8 [K], 1..255, is for rules that use it; others ignore it.
-        """
-        ...
+Quantizer: TypeAlias = "NativeQuantizer | ReferenceQuantizer"
+"""Measures every tensor that shares a global scale, chooses it, and quantizes and measures each."""
 
 
 def create_quantizer(kind: QuantizerKind, *, rule: Rule) -> Quantizer:
@@ -75,9 +53,9 @@ class NativeQuantizer:
         """Measure one weight; FormatError if a value is not usable."""
         return cpu.measure_magnitude(source, name=name)
 
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+    def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale of a set of tensors from their merged magnitude."""
-        return RULES[self.rule].global_scale(magnitude, is_int4=is_int4)
+        return RULES[self.rule].global_scale(magnitude)
 
     def quantize(
         self,
@@ -88,10 +66,16 @@ class NativeQuantizer:
         global_scale: float,
         importance: NDArray[np.uint8] | None = None,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantize and measure one weight."""
+        """Quantize and measure one weight. `magnitude` is that of all weights that share the global scale.
+
+        `importance` uint8 [K], 1..255, is for rules that use it; others ignore it.
+        """
         if not RULES[self.rule].uses_importance:
             importance = None
-        converted = self._convert(source, global_scale, importance)
+        if has_kernel(self.rule):
+            converted = cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
+        else:
+            converted = cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
         metrics = measure_quantized(
             source,
             converted.weight,
@@ -102,13 +86,6 @@ class NativeQuantizer:
             is_cast=RULES[self.rule].casts_mxfp4,
         )
         return converted.weight, metrics
-
-    def _convert(
-        self, source: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None
-    ) -> cpu.Converted:
-        if not has_kernel(self.rule):
-            return cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
-        return cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
 
 
 def has_kernel(rule: Rule) -> bool:

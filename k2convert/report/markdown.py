@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.fit.search import gigabytes
 from k2convert.fit.serving import ENGINE_NAMES, result_deployment, serve_command
 from k2convert.hub.own_card import marked
@@ -97,9 +98,6 @@ def table(found: Table) -> Markup:
     return Markup("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
 
 
-_LAYOUTS: Final = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
-
-
 def render_card(
     report: Report,
     *,
@@ -136,7 +134,8 @@ def render_card(
         picture=picture,
         ledger=ledger,
         recipe=recipe,
-        layout=Markup(_LAYOUTS[recipe.layout]),
+        layout=Markup(LAYOUTS[recipe.layout].title),
+        transformers_note=LAYOUTS[recipe.layout].transformers_note,
         rule_summary=rule.summary,
         has_power_of_two_scale=rule.has_power_of_two_scale,
         input_scales=recipe.input_scale.model_dump(),
@@ -162,7 +161,7 @@ def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, so
     recipe = report.ledger.recipe
     pruning = report.ledger.pruning
     tags = ["nvfp4", "fp4", *family.tags, recipe.layout, "vllm", "sglang"]
-    if recipe.layout == "modelopt" and recipe.activations == "w4a4":
+    if recipe.activations == "w4a4" and not LAYOUTS[recipe.layout].tensorrt_llm_note:
         tags.append("tensorrt-llm")
     if pruning is not None:
         # The ecosystem's word `reap` is for the scores of REAP only.

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL
 from k2convert.records.shard_record import DecodedError, ProjectionRecord
@@ -66,7 +66,7 @@ def measure_decoded(
         equal_nonzero=found.equal_nonzero,
         energy=found.energy,
         squared_error=found.squared_error,
-        max_error_steps=found.max_error_steps if isinstance(source, Int4Weight) else None,
+        max_error_steps=found.max_error_steps,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
     )

@@ -1,4 +1,4 @@
-"""The libraries' own dequantizers for written NVFP4 tensors, one for each layout.
+"""The libraries' own dequantizers for written NVFP4 tensors, one for each library.
 
 ModelOpt decodes what it exports, compressed-tensors what it packs. `validate --reference` compares both with the exact
 product v * b * g. If g is a power of two, nothing is rounded on the way, and a library must return that product rounded
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.checkpoint.layouts import MODELOPT
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.libraries import import_reference
 
@@ -46,7 +46,7 @@ def agrees(theirs: Tensor, exact_NK: NDArray[np.float64], *, stored: float) -> b
 
 def create_decoder(layout: str) -> Decoder:
     """The library decoder of a layout; MissingDependencyError if the library is not installed."""
-    return _modelopt_decoder() if layout == MODELOPT else _compressed_tensors_decoder()
+    return _DECODERS[LAYOUTS[layout].library]()
 
 
 def _modelopt_decoder() -> Decoder:
@@ -81,3 +81,6 @@ def _compressed_tensors_decoder() -> Decoder:
         return compressor.decompress(state, scheme)["weight"]
 
     return decode
+
+
+_DECODERS: Final = {"modelopt": _modelopt_decoder, "compressed-tensors": _compressed_tensors_decoder}

@@ -17,7 +17,8 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
 from k2convert.models.names import Family, ModulePlace, TensorName, column_scaling, reads_norm
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""

@@ -28,7 +28,7 @@ from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import K2ConvertError, remedy
 from k2convert.models.names import Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.rules import RULES
 from k2convert.records.document import Digest, read_sealed, seal

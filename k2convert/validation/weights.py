@@ -19,11 +19,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.layouts import LayoutNames
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Bf16Weight, Int4Weight, SourceWeight, bf16_bits
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_bits
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
@@ -31,8 +32,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import NativeQuantizer, has_kernel
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_STEP
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import global_exponent
+from k2convert.quantize.rules.search_int4 import global_exponent
 from k2convert.records.shard_record import DecodedError, doubt_of, proven
 from k2convert.validation.decode import measure_decoded
 
@@ -89,7 +89,11 @@ class CheckedWeight:
 
 
 def check_weights(
-    weights: Sequence[WrittenWeight], *, partners: Sequence[SourceWeight] = (), names: LayoutNames, rule: Rule | None
+    weights: Sequence[WrittenWeight],
+    *,
+    partners: Sequence[SourceWeight] = (),
+    names: CheckpointLayout,
+    rule: Rule | None,
 ) -> list[CheckedWeight]:
     """Check weights that share one global scale (gate and up of an expert; a down projection is alone).
 
@@ -106,7 +110,7 @@ def check_weights(
     return [_check(weight, shared, reference, names, rule) for weight in weights]
 
 
-def _decode(weight: WrittenWeight, names: LayoutNames) -> CheckedWeight:
+def _decode(weight: WrittenWeight, names: CheckpointLayout) -> CheckedWeight:
     recorded = weight.recorded_scale
     is_recorded = recorded is not None and names.stores(recorded, weight.global_scale)
     scale = recorded if is_recorded and recorded is not None else names.decode_scalar(weight.global_scale)
@@ -124,19 +128,18 @@ def _measure(weight: WrittenWeight, global_scale: float) -> DecodedError:
 
 
 def _check(
-    weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: LayoutNames, rule: Rule
+    weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: CheckpointLayout, rule: Rule
 ) -> CheckedWeight:
     """Check one weight with the magnitude of its whole set, as the kernels and as the definition measure it."""
     quantizer = NativeQuantizer(rule)
-    is_int4 = isinstance(weight.source, Int4Weight)
-    expected = quantizer.global_scale(shared, is_int4=is_int4)
+    expected = quantizer.global_scale(shared)
     has_scale = names.stores(expected, weight.global_scale)
     error = _measure(weight, expected if has_scale else names.decode_scalar(weight.global_scale))
     problems: list[str] = []
     if not has_scale:
         (found,), (wanted,) = (struct.unpack("<f", raw) for raw in (weight.global_scale, names.encode_scalar(expected)))
         problems.append(f"{names.global_scale} is {found!r}, the rule gives {wanted!r}")
-    scale = RULES[rule].global_scale(reference, is_int4=is_int4)
+    scale = RULES[rule].global_scale(reference)
     if scale != expected:
         problems.append(f"the kernels' global scale is {expected!r}, the reference arithmetic gives {scale!r}")
     if weight.is_measured_only:
@@ -217,15 +220,11 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     rows, columns = source.shape
     if not rows or not columns:
         return 0, 0
-    is_slow = importance is not None or (isinstance(source, Int4Weight) and source.channel_exponents is not None)
+    is_slow = importance is not None or source.channel_exponents is not None
     stride = max(1, rows * columns // GROUP_SIZE // MIN_SAMPLED_GROUPS)
     stride = min(ROW_STRIDE_CHANNELS if is_slow else ROW_STRIDE, stride, rows)
     chosen = slice(zlib.crc32(weight.module.encode()) % stride, None, stride)
-    if isinstance(source, Mxfp4Weight):
-        some: SourceWeight = source.select(chosen)
-    else:
-        some = _some_rows(source, chosen) if isinstance(source, Int4Weight) else Bf16Weight(source.bits[chosen])
-    again = RULES[rule].quantize(some, global_scale, importance)
+    again = RULES[rule].quantize(source.select(chosen), global_scale, importance)
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]
     in_codes = (again.packed != written).reshape(-1, BLOCK_SIZE // 2).any(axis=1)
@@ -239,26 +238,22 @@ def _measure_by_definition(source: SourceWeight) -> Magnitude:
     bound, and scales are compared by their bits, which are in the same order.
     """
     if not isinstance(source, Int4Weight) or not source.scale_bits.size:
-        return measure(source)
+        return source.magnitude()
     if source.channel_exponents is not None:
         return _measure_rows_by_definition(source, source.channel_exponents)
     scale_bits = source.scale_bits.reshape(-1, 1)
     packed = source.packed.reshape(-1, GROUP_SIZE // 2)
     sizes = (scale_bits & np.uint16(_MAGNITUDE_BITS)).reshape(-1)
     top = np.flatnonzero(sizes == sizes.max())
-    bound = measure(Int4Weight(packed[top], scale_bits[top])).amax
+    bound = Int4Weight(packed[top], scale_bits[top]).magnitude().amax
     least = bf16_bits(np.array(bound / MAX_MAGNITUDE, dtype=np.float32))
     rest = np.flatnonzero(sizes >= least)
-    return measure(Int4Weight(packed[rest], scale_bits[rest]))
+    return Int4Weight(packed[rest], scale_bits[rest]).magnitude()
 
 
 def _measure_rows_by_definition(source: Int4Weight, exponents: NDArray[np.int8]) -> Magnitude:
     """Measure a weight with channel exponents. Rows that cannot have the largest weight are left out."""
     least_G = exponents.reshape(-1, GROUP_SIZE).min(axis=1)
     largest_N = np.ldexp(source.scales, -least_G.astype(np.int32)).max(axis=1)
-    bound = measure(_some_rows(source, largest_N == largest_N.max())).amax
-    return measure(_some_rows(source, largest_N * MAX_MAGNITUDE * _ROUNDED_UP >= bound))
-
-
-def _some_rows(source: Int4Weight, chosen: slice | NDArray[np.bool_]) -> Int4Weight:
-    return Int4Weight(source.packed[chosen], source.scale_bits[chosen], source.channel_exponents)
+    bound = source.select(largest_N == largest_N.max()).magnitude().amax
+    return source.select(largest_N * MAX_MAGNITUDE * _ROUNDED_UP >= bound).magnitude()

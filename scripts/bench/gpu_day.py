@@ -46,9 +46,8 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
         Step("Conversion", [*VERB, "run", layer, result]),
         Step("Validation", [*VERB, "validate", result, "--source", layer]),
         Step("Calibration", [*VERB, "calibrate", layer, work / "results" / "layer.stats", *text]),
+        Step("Evaluation", [*VERB, "evaluate", layer, result, *text]),
     ]
-    if "evaluate" in subprocess.run([*VERB, "--help"], capture_output=True, text=True, check=True).stdout:
-        found.append(Step("Evaluation", [*VERB, "evaluate", layer, result, *text]))
     return found
 
 

@@ -4,7 +4,8 @@ FLOP/s are dense, as pages that quote NVIDIA's tables give them: glennklockwood.
 B200 and GB200, hmc-tech.com for B200 and GB200, itkb.uw.cz (2026-06-22) for B300. The other ones are NVIDIA's published
 figures, not looked up again. NVIDIA names only FP4 for DGX Spark.
 
-Rounding starts small kernels one after the other. That, not arithmetic, is most of a walk on a GPU.
+The products that round gate and up, and the experts, are in TF32; what is summed, factored or solved is in FP32 and
+FP64. A product of a panel moves more bytes than it computes numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Final
 from k2convert.calibration.cost import Time, other_flops, pass_flops, shrinkage_tries, walk_steps
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.sizes import ModelSizes, PassSize
-from k2convert.choices import BLOCK_SIZE
 from k2convert.fit.gpus import Gpu
+from k2convert.quantize.gptq.device_kernel import PANEL
 
 DECODED_BYTES: Final = 20  # moved for a weight that is decoded
-ROUNDED_BYTES: Final = 16_000  # moved for a column of a row: 16 scales of a block, three times
-SEARCH_KERNELS: Final = 330  # started to search the scales of a block
-ROUND_KERNELS: Final = 1500  # started for a block in all: a search, and two sweeps
+PANEL_FLOPS: Final = 10_000  # FP32 operations as long as the panel kernels take for a weight: .22 ns on an H200
+CALL_KERNELS: Final = 24  # started to round some rows, and for each panel of theirs
+PANEL_KERNELS: Final = 6
+TRY_KERNELS: Final = 45  # started to try one shrinkage
+CORRECTION_KERNELS: Final = 185
 EXPERT_KERNELS: Final = 60
 INT4_BYTES: Final = 0.5625  # of a weight, with its part of the scales
 
@@ -102,24 +105,27 @@ def gpu_steps(model: ModelSizes, size: PassSize) -> dict[str, GpuWork]:
         "experts, converted": GpuWork(
             moved=3 * weights * DECODED_BYTES, kernels=3 * experts * EXPERT_KERNELS, read=weights * INT4_BYTES
         ),
-        "shrinkage and factor of gate and up": GpuWork(kernels=_started(hidden, size.num_tokens)),
+        "shrinkage and factor of gate and up": GpuWork(kernels=shrinkage_tries(hidden, size.num_tokens) * TRY_KERNELS),
         ROUNDED_GATE_UP: _rounded(hidden, 2 * width * experts, calls=groups),
-        "shrinkage and factor of down": GpuWork(kernels=experts * _started(width, routed)),
+        "shrinkage and factor of down": GpuWork(kernels=experts * shrinkage_tries(width, routed) * TRY_KERNELS),
+        "correction of down": GpuWork(kernels=experts * CORRECTION_KERNELS),
         "codes of down": _rounded(width, hidden, calls=1).times(experts),
     }
     steps = walk_steps(model, size)
     assert moves.keys() <= steps.keys()
-    return {name: GpuWork(fp32=step.fp32, fp64=step.fp64) + moves.get(name, GpuWork()) for name, step in steps.items()}
-
-
-def _started(columns: int, tokens: int) -> float:
-    """Return the kernels that are started to choose a shrinkage."""
-    tries = shrinkage_tries(columns, tokens)
-    return (tries + 1) * columns / BLOCK_SIZE * SEARCH_KERNELS if tries else 0.0
+    found = {name: GpuWork(fp32=step.fp32, fp64=step.fp64) + moves.get(name, GpuWork()) for name, step in steps.items()}
+    for name in ("experts, converted", ROUNDED_GATE_UP):
+        found[name] = replace(found[name], tf32=steps[name].fp32, fp32=found[name].fp32 - steps[name].fp32)
+    return found
 
 
 def _rounded(columns: int, rows: int, *, calls: int) -> GpuWork:
-    return GpuWork(moved=float(ROUNDED_BYTES) * rows * columns, kernels=calls * columns / BLOCK_SIZE * ROUND_KERNELS)
+    weights = float(rows) * columns
+    return GpuWork(
+        fp32=PANEL_FLOPS * weights,
+        moved=weights * columns / 8,  # a panel changes what is behind it, and in the first sweep everything
+        kernels=calls * (CALL_KERNELS + PANEL_KERNELS * columns / PANEL),
+    )
 
 
 def walk_work(model: ModelSizes, size: PassSize, *, gpus: int = 1) -> GpuWork:

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
-from k2convert.quantize.rules.imatrix import block_importance
+from k2convert.quantize.rules.search_bf16 import block_importance
 from scripts.fixture_maker.k3 import K3_SHAPE, quantize_mxfp4
 
 ROWS = 2048
@@ -62,7 +62,7 @@ def make_mxfp4_weights() -> list[Mxfp4Weight]:
 def convert(quantizer: Quantizer, weight: SourceWeight, importance: NDArray[np.uint8] | None = None) -> None:
     """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
-    scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+    scale = quantizer.global_scale(magnitude)
     quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale, importance=importance)
 
 
@@ -84,7 +84,7 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
     rules: tuple[Rule, ...] = ("max", "mse")
     for rule in rules:
         quantizer = create_quantizer("native", rule=rule)
-        scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
+        scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"))
         works: dict[str, Callable[[Int4Weight], object]] = {
             rule: lambda w, r=rule, s=scale: cpu.convert(w, rule=r, global_scale=s),
             f"{rule}, measured and sampled": lambda w, q=quantizer: convert(q, w),
@@ -140,8 +140,8 @@ def column_figures(weights: list[Int4Weight]) -> Figures:
     # SmolLM2's layers: two thirds of the blocks have no exponent, and one column in four of the others has one.
     few = np.repeat(rng.random(COLUMNS // 16) < 1 / 3, 16) & (rng.random(COLUMNS) < 1 / 4)
     usual = np.where(few, rng.choice([-1, 1, 1, 1, 2], COLUMNS), 0).astype(np.int8)
-    scaled = [divide_columns(weight, exponents, name="bench") for weight in weights]
-    usually_scaled = [divide_columns(weight, usual, name="bench") for weight in weights]
+    scaled = [weight.divide_columns(exponents, name="bench") for weight in weights]
+    usually_scaled = [weight.divide_columns(usual, name="bench") for weight in weights]
     cases: tuple[tuple[str, Rule, list[Any]], ...] = (
         ("imatrix", "imatrix", weights),
         ("weighted and scaled", "imatrix", usually_scaled),

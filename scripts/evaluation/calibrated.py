@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import k2convert
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.records.evaluation import find_evaluation
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, Score, Variant, compare_in_turn, encode
 from scripts.evaluation.models import (
@@ -227,17 +227,23 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
 def scores_of(
     subject: CalibratedSubject, work: Path, folders: Mapping[str, Path], windows: Tensor
 ) -> tuple[Score, Scores]:
-    """Score checkpoints by `k2convert evaluate` on ids [W, 256]; returns the source's perplexity too."""
+    """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; returns the source's perplexity too."""
     ids, out = (work / f"{subject.source.name}-evaluat{ending}" for ending in ("ed.jsonl", "ion.json"))
     ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
     out.unlink(missing_ok=True)
-    use = ("--text", ids, "--tokens", windows.numel(), "--window", WINDOW, "--activations", "both", "--out", out)
-    _k2convert("evaluate", subject.source, *folders.values(), *use, "--long", "--any-text")
+    found = k2convert.evaluate(
+        subject.source,
+        list(folders.values()),
+        [ids],
+        tokens=windows.numel(),
+        window=WINDOW,
+        activations="both",
+        out=out,
+        any_text=True,
+    )
     modes = {conversion.weights: conversion.modes for conversion in CONVERSIONS}
     names = {folder.name: weights for weights, folder in folders.items()}
-    found = find_evaluation(out)
     scores = Scores()
-    assert found is not None
     for row in found.rows:
         weights = names[row.model.name]
         figures = row.figures

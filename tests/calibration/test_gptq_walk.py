@@ -31,6 +31,7 @@ from k2convert.calibration.layer_tokens import Scratch
 from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.moe import Mlp
 from k2convert.forward.walk import Walk
@@ -38,9 +39,9 @@ from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, n
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.events import SILENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
@@ -301,7 +302,7 @@ def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) 
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
         assert not isinstance(source, torch.Tensor)
-        assert codes.read(module).global_scale == mse_global_scale(measure(source, name=module), is_int4=True)
+        assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("shadow:0", marks=pytest.mark.slow)])
@@ -329,3 +330,20 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
                 other = torch_codes.read(module)
                 assert mine.global_scale == other.global_scale
                 assert (mine.packed == other.packed).mean() > 0.9
+
+
+def test_a_device_that_rounds_otherwise_is_refused_before_a_weight_is_written(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(ReferencePanels):
+        def round(self, *tensors: torch.Tensor, group: int, start: int) -> None:
+            super().round(*tensors, group=group, start=start)
+            tensors[5][70] += 1
+
+    monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", Wrong)
+    check_device.cache_clear()
+    walk = planned(cut, windows_of(cut, tokens=512, window=64))
+    work = conversion_work(tmp_path)
+    with pytest.raises(PlanError, match=r"cpu:0: rule gptq rounds .* Use --device cpu"):
+        walked(work, replace(walk, devices=("cpu:0",)))
+    assert not list(work.folder.rglob("*codes*"))

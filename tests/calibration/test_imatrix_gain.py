@@ -20,7 +20,7 @@ from k2convert.forward.weights import WeightReader, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.quantize.rules.imatrix import block_importance
+from k2convert.quantize.rules.search_bf16 import block_importance
 from scripts.evaluation.measure import encode
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -66,7 +66,7 @@ def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
             for rule, importance in (("mse", None), ("imatrix", block_importance(mean_square))):
                 quantizer = NativeQuantizer(rule)
                 magnitude = quantizer.measure(source, name=module)
-                scale = quantizer.global_scale(magnitude, is_int4=True)
+                scale = quantizer.global_scale(magnitude)
                 codes, _ = quantizer.quantize(
                     source, name=module, magnitude=magnitude, global_scale=scale, importance=importance
                 )

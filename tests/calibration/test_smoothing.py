@@ -22,7 +22,6 @@ from k2convert.calibration.smoothing import (
     find_exponents,
     find_scaled_tensors,
     read_gate_up,
-    weight_values,
 )
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
@@ -31,9 +30,9 @@ from k2convert.forward.hidden_states import draw_hidden_states
 from k2convert.forward.moe import quantize_activations
 from k2convert.forward.weights import WeightReader
 from k2convert.models.projections import load_projection
-from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, bf16_bits
-from k2convert.quantize.rules.imatrix import block_importance
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight, bf16_bits, scale_bits, scale_fp32
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.rules.search_bf16 import block_importance
 
 LAYER = 1
 STEM = f"model.layers.{LAYER}"
@@ -70,7 +69,7 @@ def outlier_inputs(columns: int, *, seed: int = 3) -> Tensor:
 
 def proxy_of(weight: SourceWeight) -> Proxy:
     inputs = outlier_inputs(weight.shape[1])
-    squares = np.square(weight_values(weight).astype(np.float64)).mean(axis=0)
+    squares = np.square(weight.values().astype(np.float64)).mean(axis=0)
     return Proxy(inputs, inputs.square().mean(dim=0).numpy(), GateUpRows(squares, (weight,)))
 
 
@@ -84,7 +83,7 @@ def test_the_proxy_is_its_definition(weight: SourceWeight) -> None:
     squares = (proxy.mean_square + 1e-4 * proxy.mean_square.mean(dtype=np.float64)) * s**2
     importance = block_importance(squares.astype(np.float32)).reshape(4, 16)
     errors = np.zeros((4, 16))
-    for row in weight_values(weight).astype(np.float64) / s:
+    for row in weight.values().astype(np.float64) / s:
         errors += [best_block_errors(b, w) for b, w in zip(row.reshape(4, 16), importance, strict=True)]
     channels = proxy.weights.mean_square / s**2 * ((s * x - rounded) ** 2).mean(axis=0)
     channels += 0.6 * squares * errors.reshape(-1) / 6
@@ -130,7 +129,7 @@ def test_rows_are_the_sources_and_drawn_by_the_seed(tiny: Path) -> None:
     assert len(tensors.shared) == 2
     with ShardReader(checkpoint.path) as shards:
         first, again, other = (read_gate_up(shards, tensors, seed=seed) for seed in (1, 1, 2))
-        whole = np.concatenate([weight_values(load_projection(shards, p)) for p in tensors.experts])
+        whole = np.concatenate([load_projection(shards, p).values() for p in tensors.experts])
     np.testing.assert_array_equal(first.mean_square, again.mean_square)
     # The tiny checkpoint has fewer rows than are read of a large one, so all of them count.
     np.testing.assert_allclose(first.mean_square, np.square(whole.astype(np.float64)).mean(axis=0), rtol=1e-12)
@@ -138,7 +137,7 @@ def test_rows_are_the_sources_and_drawn_by_the_seed(tiny: Path) -> None:
     for drawn in (first, other):
         (sampled,) = drawn.rows
         assert sampled.shape == (96, HIDDEN)
-        assert all(row.tobytes() in rows for row in weight_values(sampled))
+        assert all(row.tobytes() in rows for row in sampled.values())
     assert first.rows[0].packed.tobytes() == again.rows[0].packed.tobytes()
     assert first.rows[0].packed.tobytes() != other.rows[0].packed.tobytes()
 
@@ -218,7 +217,7 @@ def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
                 elif tensor.dtype == "F32":
                     scale_fp32(data.view(np.float32).reshape(-1, HIDDEN), steps, name=tensor.name)
             for projection in (*tensors.experts, *tensors.shared):
-                divide_columns(load_projection(shards, projection), exponents, name=projection.module)
+                load_projection(shards, projection).divide_columns(exponents, name=projection.module)
 
 
 def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp_path: Path) -> None:

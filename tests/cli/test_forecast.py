@@ -2,28 +2,14 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command import cli_environment, run_cli, run_here
+from command import peak_of, run_cli, run_here
 
 from k2convert.cli.console import format_span
 from scripts.fixture_maker import K2Shape, make_k2_shaped
-
-PEAK = """
-import sys, threading
-from pathlib import Path
-from k2convert.__main__ import main
-sys.argv[0] = "k2convert"
-try:
-    main()
-finally:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    print(next(line.split()[1] for line in lines if line.startswith("VmHWM:")), file=sys.stderr)
-"""
 
 SHAPE = K2Shape(
     hidden=1536, moe_intermediate=256, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
@@ -89,10 +75,7 @@ def test_a_dry_run_says_the_memory_that_the_run_takes(
     assert dry.returncode == 0, dry.stderr
     document = json.loads(dry.stdout)
     said = document["memory_bytes"] if verb == "calibrate" else document["estimate"]["memory_bytes"]
-    peak_words = [sys.executable, "-c", PEAK, *map(str, words), "--quiet"]
-    done = subprocess.run(peak_words, capture_output=True, text=True, env=cli_environment(), check=False)
-    assert done.returncode == 0, done.stderr
-    peak = 1024 * int(done.stderr.splitlines()[-1])
+    peak = peak_of(*words, "--quiet")
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
 
@@ -111,10 +94,7 @@ def test_a_dry_run_says_the_memory_and_the_disk_of_the_evaluation_at_the_end(
     said = dry["estimate"]["memory_bytes"]
     assert said == max(dry["evaluation"]["memory_bytes"], said) > alone["estimate"]["memory_bytes"]
     assert dry["disk_needed"] > alone["disk_needed"]
-    peak_words = [sys.executable, "-c", PEAK, *map(str, words), "--quiet"]
-    done = subprocess.run(peak_words, capture_output=True, text=True, env=cli_environment(), check=False)
-    assert done.returncode == 0, done.stderr
-    peak = 1024 * int(done.stderr.splitlines()[-1])
+    peak = peak_of(*words, "--quiet")
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
 

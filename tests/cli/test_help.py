@@ -41,10 +41,10 @@ def test_help_names_no_type_of_python_and_gives_two_examples(verb: str) -> None:
     assert all(line.startswith(f"    k2convert {verb}") for line in examples)
 
 
-def test_run_has_25_options_in_four_panels() -> None:
+def test_run_has_25_options_in_five_panels() -> None:
     text = help_of("run")
     panels = re.findall(r"^([A-Z][a-z ]+):$", text.partition("Examples")[0], flags=re.MULTILINE)
-    assert panels == ["Arguments", "Source and result", "Calibration", "Machine", "Hub"]
+    assert panels == ["Arguments", "Source and result", "Output and checks", "Calibration", "Machine", "Hub"]
     assert len(options_of(text)) <= 25
 
 

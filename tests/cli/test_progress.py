@@ -13,7 +13,8 @@ from command import RunCli, run_here
 
 from k2convert.cli.tally import Tally
 from k2convert.job import estimate
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.events import Extent

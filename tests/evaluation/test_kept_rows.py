@@ -100,16 +100,16 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, side: int) -> None:
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, first: int) -> None:
     evaluate(*pair, text=ids)
-    for name, change in CHANGES.items():
-        change(pair[side])
+    for number, (name, change) in enumerate(CHANGES.items(), first):
+        change(pair[number % 2])
         assert "already complete" not in evaluate(*pair, text=ids).stderr, name
     assert "already complete" in evaluate(*pair, text=ids).stderr
 
 
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("side", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_function_and_a_file_for_all_see_changes_too(
     pair: tuple[Path, Path], ids: Path, tmp_path: Path, side: int
 ) -> None:
@@ -146,7 +146,9 @@ def test_another_theta_and_another_conversion_have_other_figures(
     assert rows(result)[0].figures.divergence.mean > first.divergence.mean
 
 
-@pytest.mark.parametrize(("name", "side"), [("theta", 0), ("weights", 0), ("weights", 1)])
+@pytest.mark.parametrize(
+    ("name", "side"), [("theta", 0), pytest.param("weights", 0, marks=pytest.mark.slow), ("weights", 1)]
+)
 def test_an_interrupted_evaluation_does_not_go_on_with_changed_files(
     pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch, name: str, side: int
 ) -> None:

@@ -173,8 +173,6 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Pa
     [found] = answer(k2_headers, *RTX, code=3)["fits"]
     assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224, 176]
     assert found["ways_out"]["count"] == 8
-    [fit] = answer(k2_headers, *RTX, "--experts", 232, code=3)["fits"]
-    assert (fit["holds"], fit["kv_tokens"]) == (False, 0)
     [fit] = answer(k2_headers, *RTX[:2], "--count", "8")["fits"]
     assert fit["holds"]
     assert (fit["max_context"], fit["requests"], fit["requests_of_max_context"]) == (262144, 26, 0)
@@ -183,7 +181,6 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Pa
 def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, result: Path) -> None:
     most = answer(k2_headers, *RTX, "--experts", "auto")
     assert (most["experts_per_layer"], most["fits"][0]["kv_tokens"]) == (224, 11905)
-    assert answer(k2_headers, *RTX, "--experts", "auto", "--context", "131072")["experts_per_layer"] == 200
     whole = answer(tiny, "--gpu", "h200", "--count", "1", "--experts", "auto")
     assert whole == answer(tiny, "--gpu", "h200", "--count", "1"), "all of them fit"
     nothing = answer(tiny, "--memory", "2GB", "--count", "1", "--experts", "auto", code=3)

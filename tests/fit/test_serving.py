@@ -12,7 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from k2convert.checkpoint.files import read_json_file
-from k2convert.checkpoint.layouts import Quantization, quantized_config
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import Quantization
 from k2convert.choices import Activations, Engine, Layout
 from k2convert.fit.gpus import GPUS
 from k2convert.fit.layouts import Parallelism
@@ -259,7 +260,7 @@ def test_the_scheme_of_nvfp4_weights_is_read_from_the_config() -> None:
     for layout in get_args(Layout):
         for activations in get_args(Activations):
             for banks in ((), ("model.layers.1.mlp.experts",)):
-                config = quantized_config({}, Quantization(layout, activations, None, [], banks), version="1")
+                config = LAYOUTS[layout].quantized_config({}, Quantization(activations, None, [], banks), version="1")
                 assert nvfp4_scheme(config) == (layout, activations)
 
 

@@ -55,7 +55,9 @@ def test_a_stale_one_is_not_published(server: LoopbackHub, cli: RunCli, evaluate
     assert commits(server) == 0
 
 
-@pytest.mark.parametrize("damage", ["other weights", "no document", "a large file"])
+@pytest.mark.parametrize(
+    "damage", ["other weights", "no document", pytest.param("a large file", marks=pytest.mark.slow)]
+)
 def test_validate_of_a_published_one_refuses_what_it_refuses_here(
     server: LoopbackHub, cli: RunCli, evaluated: Path, damage: str
 ) -> None:
@@ -134,18 +136,19 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_that_evaluates_reads_its_shards_back_and_makes_one_commit(
-    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, text: Path
+    server: LoopbackHub, cli: RunCli, cwd: Path, short: Path, text: Path
 ) -> None:
     """From the work branch, layer by layer; the figures are those of the same conversion here."""
+    server.store.add_folder("moon/tiny", short)
     done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, "--json", code=0)
-    assert commits(tiny_hub) == 2
-    assert list(tiny_hub.store.repos["me/out"].refs) == ["main"]
-    found = json.loads(tiny_hub.store.read("me/out", "evaluation.json"))
+    assert commits(server) == 2
+    assert list(server.store.repos["me/out"].refs) == ["main"]
+    found = json.loads(server.store.read("me/out", "evaluation.json"))
     assert json.loads(done.stdout)["evaluation"] == found
-    assert found["reference"]["name"] == f"hf://moon/tiny@{tiny_hub.store.repos['moon/tiny'].refs['main']}"
+    assert found["reference"]["name"] == f"hf://moon/tiny@{server.store.repos['moon/tiny'].refs['main']}"
     assert found["rows"][0]["model"]["name"] == "hf://me/out"
-    assert "## Evaluation of the whole model" in tiny_hub.store.read("me/out", "README.md").decode()
-    cli("run", tiny, "here", "--evaluate", text, code=0)
+    assert "## Evaluation of the whole model" in server.store.read("me/out", "README.md").decode()
+    cli("run", short, "here", "--evaluate", text, code=0)
     here = json.loads((cwd / "here" / "evaluation.json").read_text())
     assert here["rows"][0]["model"]["weights"] == found["rows"][0]["model"]["weights"]
     for part in ("figures", "layers", "worst"):

@@ -59,7 +59,7 @@ def test_a_variable_of_the_network_that_cannot_be_used_is_named_in_one_line(
 def test_several_connections_that_fail_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from k2convert.cli.console import notifier
 
-    notify = notifier(quiet=False)
+    notify = notifier()
     for pause in range(8):
         notify(f"no byte for 60 s; trying again in {pause} s")
     notify("the Hub answered 503; trying again in 1 s")

@@ -1,26 +1,8 @@
 """The files and the tensors of a result."""
 
 from pathlib import Path
-from typing import Any
 
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination
-from k2convert.job.prepare import Job, choose_recipe, prepare
-from k2convert.records.fingerprint import Source
-
-
-def plan_job(
-    source: Path, out: Path, recipe: str | None = None, *, more: dict[str, Any] | None = None, **keys: Any
-) -> Job:
-    """A job by a recipe with changed keys; `more` goes to `prepare`."""
-    checkpoint = open_checkpoint(source)
-    return prepare(
-        source=Source(checkpoint),
-        destination=Destination(out),
-        recipe=choose_recipe(checkpoint, recipe, keys),
-        **(more or {}),
-    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:

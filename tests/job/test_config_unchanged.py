@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command import run
-from results import plan_job
+from conversions import plan_job
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, InvalidCheckpointError

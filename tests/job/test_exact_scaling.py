@@ -21,7 +21,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.job.prepare import choose_recipe
 from k2convert.models.projections import load_projection
 from k2convert.plan.plan import CopyStep, Plan, plan_conversion
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from scripts.evaluation.measure import encode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +53,7 @@ def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict
                 weight = load_projection(reader, projection)
                 if calibration:
                     weight = calibration.scaled_weight(weight, projection)
-                weight = dequantize_int4(weight) if isinstance(weight, Int4Weight) else weight
+                weight = Bf16Weight(weight.bits)
                 state[f"{projection.module}.weight"] = tensor_of(weight.bits, "BF16", weight.shape)
     return state
 

@@ -15,7 +15,8 @@ from command import command, run_here
 from fake_system import limit_by_version_1, limit_by_version_2, make_system, write
 
 from k2convert import machine
-from scripts.fixture_maker import K2Shape, make_k2_shaped
+from scripts.fixture_maker import K2Shape, make_k2_shaped, make_k2_thinking_headers
+from scripts.fixture_maker.inventory import K2_SHAPE
 
 SHAPE = K2Shape(
     hidden=2048, moe_intermediate=512, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
@@ -30,7 +31,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_kimi_k2_is_planned_below_a_gigabyte_in_a_cgroup_of_one(
+def test_kimi_k2_is_planned_from_headers_below_a_gigabyte_in_a_cgroup_of_one(
     system: Path, tmp_path: Path, version: int, k2_headers: Path
 ) -> None:
     write(system, "proc/self/cgroup", "0::/job" if version == 2 else "2:cpu,cpuacct:/job\n4:memory:/job")
@@ -38,19 +39,22 @@ def test_kimi_k2_is_planned_below_a_gigabyte_in_a_cgroup_of_one(
         limit_by_version_2(system, "job", cpus="100000 100000", memory=1 << 30, used=100 << 20, cached=0)
     else:
         limit_by_version_1(system, "job", quota=100_000, memory=1 << 30, used=100 << 20, cached=0)
-    # Only what the process has in this test counts beside the plan: it is not the command alone.
     planned = planned_memory(k2_headers, tmp_path / "out")
+    # Only what the process has in this test counts beside the plan: it is not the command alone.
     assert 0 < planned["needed"] - machine.peak_bytes() < 0.5e9
     assert planned["available"] == 924 << 20
+    plan = planned["plan"]
+    assert (plan["num_tensors_out"], plan["tensor_bytes_out"]) == (277_335, 594_205_904_896)
+    assert plan["actions"]["convert"]["projections"] == 69_120
+    assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
 
 
-def test_memory_bounds_the_plan_on_many_cores_with_a_word(
-    system: Path, tmp_path: Path, k2_headers: Path, tiny: Path
-) -> None:
-    before = planned_memory(k2_headers, tmp_path / "out")
+def test_memory_bounds_the_plan_on_many_cores_with_a_word(system: Path, tmp_path: Path, tiny: Path) -> None:
+    source = make_k2_thinking_headers(tmp_path / "k2", shape=replace(K2_SHAPE, moe_layers=2))
+    before = planned_memory(source, tmp_path / "out")
     write(system, "proc/self/cgroup", "0::/job")
     limit_by_version_2(system, "job", cpus="max 100000", memory=1 << 30, used=100 << 20, cached=0)
-    after = planned_memory(k2_headers, tmp_path / "out")
+    after = planned_memory(source, tmp_path / "out")
     assert before["needed"] - machine.peak_bytes() > 20e9
     assert before["note"] == ""
     assert after["needed"] - machine.peak_bytes() < 924 << 20
@@ -76,11 +80,12 @@ def test_a_task_of_slurm_plans_below_its_memory(
 
 
 def planned_memory(source: Path, out: Path) -> dict[str, Any]:
-    """The memory that a dry run says, and what it notes."""
+    """The plan of a dry run, its memory, and what it notes."""
     done = run_here("run", source, out, "--dry-run", "--json")  # it may be refused for lack of disk in the end
-    found = json.loads(done.stdout)["estimate"]
+    plan = json.loads(done.stdout)
+    found = plan["estimate"]
     note = "".join(line for line in done.stderr.splitlines() if "memory is available" in line)
-    return {"needed": found["memory_bytes"], "available": found["memory_available"], "note": note}
+    return {"needed": found["memory_bytes"], "available": found["memory_available"], "note": note, "plan": plan}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 from k2convert.choices import parse_size
 from k2convert.errors import ArgumentError
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.resources import Item, Room, least_room
+from k2convert.job.resources import Item, least_room
 
 
 @dataclass
@@ -74,7 +74,8 @@ class Branch:
 
 def pipeline(
     items: list[Item],
-    room: Room,
+    room: int,
+    source_bytes: dict[str, int],
     *,
     stop: threading.Event | None = None,
     to_upload: list[Item] | None = None,
@@ -84,7 +85,9 @@ def pipeline(
     chosen: dict[str, Any] = dict.fromkeys(("fetch", "convert", "drop_source", "drop_output"), lambda _: None)
     chosen |= {"uploads": None, "num_workers": 1} | stages
     stop = stop or threading.Event()
-    return Pipeline(items, room=room, stages=Stages(**chosen), stop=stop, to_upload=to_upload or [])
+    return Pipeline(
+        items, room=room, source_bytes=source_bytes, stages=Stages(**chosen), stop=stop, to_upload=to_upload or []
+    )
 
 
 def chain(number: int) -> tuple[list[Item], dict[str, int]]:
@@ -120,7 +123,8 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
 
     pipeline(
         items,
-        Room(room, sources),
+        room,
+        sources,
         fetch=lambda source: disk.add(source, sources[source]),
         convert=convert,
         drop_source=disk.drop,
@@ -152,7 +156,7 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
     stop = threading.Event()
     stages: dict[str, Any] = {"fetch": lambda _: fail_at("fetch"), "convert": lambda _: fail_at("convert")}
     with pytest.raises(OSError, match="no more"):
-        pipeline(items, Room(40, sources), stop=stop, uploads=Failing(), **stages).run()
+        pipeline(items, 40, sources, stop=stop, uploads=Failing(), **stages).run()
     assert stop.is_set()
     assert calls[stage] == 3
 
@@ -173,7 +177,7 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
 
     items = [Item("o", ("s",), 1)]
     stop = threading.Event()
-    job = pipeline(items, Room(10, {"s": 1}), stop=stop, fetch=fetch, num_workers=200)
+    job = pipeline(items, 10, {"s": 1}, stop=stop, fetch=fetch, num_workers=200)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupt):
@@ -199,7 +203,8 @@ def test_stages_overlap() -> None:
 
     pipeline(
         items,
-        Room(100, sources),
+        100,
+        sources,
         fetch=lambda source: meet_at(source, "s5"),
         convert=lambda item: meet_at(item.name, "o4"),
         uploads=Meeting(),
@@ -210,7 +215,7 @@ def test_stages_overlap() -> None:
 def test_a_local_source_has_no_fetch_stage() -> None:
     items = chain(5)[0]
     converted = list[str]()
-    pipeline(items, Room(50, {}), fetch=None, convert=lambda item: converted.append(item.name), num_workers=2).run()
+    pipeline(items, 50, {}, fetch=None, convert=lambda item: converted.append(item.name), num_workers=2).run()
     assert sorted(converted) == [item.name for item in items]
 
 
@@ -218,7 +223,8 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
     (items, sources), disk, branch = chain(24), Disk(), Branch(delay=0.02)
     pipeline(
         items,
-        Room(10**9, sources),
+        10**9,
+        sources,
         fetch=lambda source: disk.add(source, 10),
         convert=lambda item: disk.add(item.name, 10),
         drop_source=disk.drop,
@@ -235,7 +241,7 @@ def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
     branch = Branch()
     dropped = list[str]()
     waiting = [Item("old", ("gone",), 10)]
-    pipeline([], Room(5, {}), drop_output=dropped.append, uploads=branch, to_upload=waiting).run()
+    pipeline([], 5, {}, drop_output=dropped.append, uploads=branch, to_upload=waiting).run()
     assert branch.committed == dropped == ["old"]
 
 

@@ -25,7 +25,7 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if not name.endswith("job.json")}
 
 
-RARE = ("plain", "a linked folder")
+RARE = ("plain", "a linked folder", "a staged copy")
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] if kind in RARE else []) for kind in PLACES])

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conversions import plan_job
 from damaged_files import flip
-from results import plan_job, raw_tensors
+from results import raw_tensors
 
 from k2convert.calibration.channels import Calibration
 from k2convert.calibration.statistics import Statistics, open_statistics
@@ -49,7 +50,7 @@ class Codes:
 
 def plan(source: Path, folder: Path, statistics: Statistics, *, layout: Layout, smoothing: bool) -> Job:
     keys = {"rule": "imatrix", "layout": layout, "roles": ROLES, "smoothing": smoothing}
-    return plan_job(source, folder, more={"statistics": statistics}, **keys)
+    return plan_job(source, folder, statistics=statistics, **keys)
 
 
 def with_codes(job: Job, codes: Codes) -> Job:

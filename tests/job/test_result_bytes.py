@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from results import plan_job
+from conversions import plan_job
 
 from k2convert.job.run import execute
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run, run_cli, run_here
+from conversions import plan_job
 from damaged_files import damaged_weight
-from results import plan_job, raw_tensors
+from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
@@ -39,7 +40,7 @@ def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int =
 
 
 def planned(source: Path, out: Path, text: WalkText, *, max_disk: int | None = None) -> Job:
-    return plan_job(source, out, rule="gptq", more={"text": text, "max_disk": max_disk})
+    return plan_job(source, out, rule="gptq", text=text, max_disk=max_disk)
 
 
 def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> None:

@@ -25,11 +25,10 @@ from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule
 from k2convert.job import shard
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import measure
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
 from k2convert.report.calibrated import calibrated_sections
@@ -74,12 +73,12 @@ class Expected:
         sources = {kind: self.weight(f"{module}.{kind}_proj") for kind in ("gate", "up", "down")}
         if self.is_scaled and layer.num_experts > 1:
             for kind in ("gate", "up"):
-                sources[kind] = divide_columns(sources[kind], layer.smoothing_exponents, name=module)
-        shared = measure(sources["gate"]).merge(measure(sources["up"]))
+                sources[kind] = sources[kind].divide_columns(layer.smoothing_exponents, name=module)
+        shared = sources["gate"].magnitude().merge(sources["up"].magnitude())
         found: dict[str, Nvfp4Weight] = {}
         for kind, source in sources.items():
-            magnitude = measure(source) if kind == "down" else shared
-            scale = self.rule.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+            magnitude = source.magnitude() if kind == "down" else shared
+            scale = self.rule.global_scale(magnitude)
             found[kind] = self.rule.quantize(source, scale, self.importance(module, kind, layer))
         return found
 

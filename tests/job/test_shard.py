@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import plan_job
+from conversions import plan_job
 from statistics_makers import random_statistics
 
 from k2convert.calibration.statistics import open_statistics
@@ -29,7 +29,7 @@ def plan(source: Path, destination: Path, **overrides: Any) -> Job:
     statistics = None
     if overrides.get("rule") == "imatrix":
         statistics = open_statistics(random_statistics(destination.with_name("statistics"), source))
-    return plan_job(source, destination, more={"statistics": statistics}, **overrides)
+    return plan_job(source, destination, statistics=statistics, **overrides)
 
 
 @pytest.mark.parametrize(

@@ -324,8 +324,10 @@ def widen(name: str) -> Callable[[SmallCheckpoint], None]:
     return lambda checkpoint: checkpoint.replace(name, torch.cat([checkpoint.tensors()[name]] * 2))
 
 
-@pytest.mark.parametrize("damage", [remove, wrap, widen])
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.2.self_attn.kv_b_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("lm_head.weight", remove), ("model.norm.weight", wrap), ("model.layers.2.self_attn.kv_b_proj.weight", widen)],
+)
 def test_run_refuses_and_validate_fails(
     name: str,
     damage: Callable[[str], Callable[[SmallCheckpoint], None]],
@@ -333,7 +335,6 @@ def test_run_refuses_and_validate_fails(
     local_result: Path,
     tmp_path: Path,
 ) -> None:
-
     source, result = (
         Path(shutil.copytree(one, tmp_path / place)) for one, place in ((tiny, "source"), (local_result, "result"))
     )
@@ -350,7 +351,6 @@ def test_run_refuses_and_validate_fails(
 
 
 def test_evaluate_needs_every_tensor(tiny: Path, tmp_path: Path) -> None:
-
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     edit_checkpoint(source, remove("model.layers.2.self_attn.kv_b_proj.weight"))
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")

@@ -49,12 +49,10 @@ def test_counts_and_bytes_are_those_of_the_published_repository() -> None:
     assert k3_config(K3_SHAPE) == published_config("moonshotai/Kimi-K3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "tensors", "num_bytes"),
-    [
-        ("w4a4", 991_812, 1_645_947_954_176),
-        pytest.param("w4a16", 744_516, 1_645_946_964_992, marks=pytest.mark.slow),
-    ],
+    [("w4a4", 991_812, 1_645_947_954_176), ("w4a16", 744_516, 1_645_946_964_992)],
 )
 def test_the_result_has_the_published_counts(activations: str, tensors: int, num_bytes: int, k3_headers: Path) -> None:
     found = plan(k3_headers, activations=activations)

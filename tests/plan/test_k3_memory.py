@@ -14,7 +14,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from results import plan_job
+from conversions import plan_job
 from k2convert.job.assemble import assembled_files
 from k2convert.machine import peak_bytes
 
@@ -31,7 +31,7 @@ print(json.dumps({"peaks": peaks, "entries": index.count(b".safetensors"), "byte
 
 @pytest.mark.slow
 def test_plan_and_index_stay_below_a_gigabyte(k3_headers: Path, tmp_path: Path) -> None:
-    helpers = Path(__file__).resolve().parents[1] / "job"
+    helpers = Path(__file__).resolve().parents[1]
     arguments = [sys.executable, "-c", MEASURE, k3_headers, helpers, tmp_path / "out"]
     found = json.loads(subprocess.run(arguments, capture_output=True, check=True).stdout)
     planned, assembled = found["peaks"]

@@ -14,13 +14,13 @@ from safetensors import safe_open
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import Magnitude, measure
 
 ONE_BITS = 0x3F80
 NAN_BITS = 0x7FC0
@@ -48,7 +48,7 @@ def partner_of(name: str) -> str:
 
 
 def quantized(quantizer: Quantizer, weight: SourceWeight, magnitude: Magnitude) -> tuple[Nvfp4Weight, WeightMetrics]:
-    scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+    scale = quantizer.global_scale(magnitude)
     return quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
 
 
@@ -102,7 +102,7 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
         result, metrics = converted[name]
         defined = RULES[rule].quantize(weight, result.global_scale, None)
         assert_same_bytes(defined, result, name)
-        magnitude = measure(weight).merge(measure(projections[partner_of(name)]))
+        magnitude = weight.magnitude().merge(projections[partner_of(name)].magnitude())
         assert_same_figures(measure_quantized(weight, defined, name="w", magnitude=magnitude), metrics)
 
 
@@ -129,7 +129,7 @@ def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
 
 def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:
     weight = Int4Weight(np.full((2, 32), 0x88, dtype=np.uint8), np.full((2, 2), ONE_BITS, dtype=np.uint16))
-    result, _ = quantized(create_quantizer("reference", rule="max"), weight, measure(weight))
+    result, _ = quantized(create_quantizer("reference", rule="max"), weight, weight.magnitude())
     assert result.global_scale == 1.0
     assert (result.block_scales == 0x38).all()
     assert not result.packed.any()

@@ -10,15 +10,15 @@ from k2convert.calibration.cost import Time, walk_steps
 from k2convert.calibration.sizes import PassSize, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import GPUS, find_gpu
-from scripts.bench.gpu_rates import FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
+from scripts.bench.gpu_rates import FLOPS, PANEL_FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
 
 
 def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.gptq_steps", str(tiny), "--tokens", "4096"]
     shown = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line.startswith("|")]
-    steps = rows[2:12]
-    machines = rows[14:]
+    steps = rows[2:11]
+    machines = rows[13:]
     assert sum(float(row[-1].removesuffix(" %")) for row in steps) == pytest.approx(100, abs=5), "rounded shares"
     assert any(" core-hours by rule gptq; " in line for line in shown)
     assert [row[0].split()[0] for row in machines] == ["16", "64", "192", "1", "8"]
@@ -41,12 +41,17 @@ def test_the_work_of_a_walk_on_gpus_is_that_of_its_steps(tiny: Path) -> None:
     one = pass_work(model, size)
     counted = walk_steps(model, size)
     walk, many = (walk_work(model, size, gpus=gpus) for gpus in (1, 8))
-    assert walk.fp32 == pytest.approx(3 * sum(step.fp32 for step in counted.values())), "three layers have experts"
+    steps = gpu_steps(model, size)
+    for name in ("experts, converted", "codes of gate and up"):
+        assert steps[name].tf32 == counted[name].fp32
+    products = sum(step.fp32 for name, step in counted.items() if not steps[name].tf32)
+    panels = PANEL_FLOPS * 3 * model.num_experts * model.hidden * model.width
+    assert walk.fp32 == pytest.approx(3 * (products + panels)), "three layers have experts"
     assert walk.fp64 == pytest.approx(3 * sum(step.fp64 for step in counted.values()))
     assert (one.fp32, one.fp64) == (0, 0)
     assert walk.read > one.read
     assert walk.kernels > one.kernels
-    codes = 3 * gpu_steps(model, size)["codes of gate and up"].kernels
+    codes = 3 * steps["codes of gate and up"].kernels
     assert many.kernels == pytest.approx(walk.kernels - (one.kernels + codes) * 7 / 8), "the rest is not dealt out"
     assert many.read == walk.read
 

@@ -15,7 +15,8 @@ from command import run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.validation.library_decoders import agrees
 
@@ -78,5 +79,5 @@ def test_it_reads_the_numbers_of_a_source(tiny: Path) -> None:
     assert len(found) == 144
     for state in found.values():
         scale_bits = state["weight_scale"].view(torch.uint16).numpy()
-        ours = dequantize_int4(Int4Weight(bytes_of(state["weight_packed"]), scale_bits))
+        ours = Bf16Weight(Int4Weight(bytes_of(state["weight_packed"]), scale_bits).bits)
         assert np.array_equal(decode(state).view(torch.uint16).numpy(), ours.bits)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from conversions import plan_job
 from statistics_makers import random_statistics
 
-from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.job.assemble import assemble
-from k2convert.job.locations import Destination
-from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.models import find_family
@@ -25,7 +25,6 @@ from k2convert.plan.plan import CopyStep, plan_conversion
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.document import encode, parse
-from k2convert.records.fingerprint import Source
 from k2convert.records.shard_record import ShardFindings, ShardRecord
 from k2convert.validation.finished_shard import check_finished_shard
 from k2convert.validation.results import ValidationReport
@@ -36,13 +35,6 @@ SHARD = "model-00003-of-000005.safetensors"
 CUT_SHARD = "model-00002-of-000005.safetensors"
 ROUTER = "model.layers.1.mlp.gate.weight"
 GATE = "model.layers.1.mlp.experts.0.gate_proj"
-
-
-def plan(source: Path, folder: Path, *, statistics: Statistics | None = None, **overrides: Any) -> Job:
-    checkpoint = open_checkpoint(source)
-    recipe = choose_recipe(checkpoint, None, overrides)
-    destination = Destination(folder)
-    return prepare(source=Source(checkpoint), destination=destination, recipe=recipe, statistics=statistics)
 
 
 def tasks(job: Job) -> dict[str, ShardTask]:
@@ -72,13 +64,13 @@ def check(task: ShardTask, record: ShardRecord, **other: Any) -> ShardFindings:
 
 @pytest.fixture
 def task(tiny: Path, tmp_path: Path) -> ShardTask:
-    return tasks(plan(tiny, tmp_path / "out"))[SHARD]
+    return tasks(plan_job(tiny, tmp_path / "out"))[SHARD]
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("rule", ["mse", "max"])
 def test_every_tensor_of_a_good_shard_is_compared(tiny: Path, tmp_path: Path, layout: str, rule: str) -> None:
-    task = tasks(plan(tiny, tmp_path / "out", layout=layout, rule=rule))[SHARD]
+    task = tasks(plan_job(tiny, tmp_path / "out", layout=layout, rule=rule))[SHARD]
     assert convert_shard(task).checked is None, "a local result is validated as a whole"
     record = convert_shard(replace(task, for_upload=True))
     assert record.checked is not None
@@ -146,7 +138,7 @@ def test_another_file_and_figures_that_are_not_those_of_the_bytes_are_found(task
 
 def test_a_plan_that_reads_the_wrong_place_is_found_and_the_shard_is_removed(tiny: Path, tmp_path: Path) -> None:
     """A tensor is copied from the place of another one of the same form."""
-    task = tasks(plan(tiny, tmp_path / "out"))[SHARD]
+    task = tasks(plan_job(tiny, tmp_path / "out"))[SHARD]
     copies = [step for step in task.shard.steps if isinstance(step, CopyStep)]
     one, other = next((a, b) for a in copies for b in copies if a is not b and a.tensor.shape == b.tensor.shape)
     wrong = replace(one, tensor=one.tensor._replace(begin=other.tensor.begin, end=other.tensor.end))
@@ -164,7 +156,7 @@ def test_a_source_whose_header_changed_is_refused(task: ShardTask) -> None:
 
 def test_a_shard_with_statistics_is_compared_with_them(cut: Path, tmp_path: Path) -> None:
     statistics = open_statistics(random_statistics(tmp_path / "cut.stats", cut))
-    task = tasks(plan(cut, tmp_path / "out", statistics=statistics, rule="imatrix"))[CUT_SHARD]
+    task = tasks(plan_job(cut, tmp_path / "out", statistics=statistics, rule="imatrix"))[CUT_SHARD]
     record = convert_shard(replace(task, for_upload=True))
     assert record.checked is not None
     assert ROUTER in record.checked.scaled
@@ -238,7 +230,7 @@ class Sent:
 
 @pytest.fixture(scope="module")
 def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[ShardRecord]]:
-    job = plan(tiny, tmp_path_factory.mktemp("sent") / "out")
+    job = plan_job(tiny, tmp_path_factory.mktemp("sent") / "out")
     records = [convert_shard(replace(task, for_upload=True)) for task in tasks(job).values()]
     assemble(job, {record.shard: record for record in records})
     return job, [parse(ShardRecord, encode(record).decode(), where="record") for record in records]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.records.document import plain
@@ -31,7 +32,7 @@ def convert(
         shared = shared.merge(quantizer.measure(source, name="x"))
     written: list[WrittenWeight] = []
     for number, source in enumerate(sources):
-        scale = quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        scale = quantizer.global_scale(shared)
         result, _ = quantizer.quantize(
             source, name=str(number), magnitude=shared, global_scale=scale, importance=importance
         )
@@ -69,7 +70,7 @@ def test_a_partner_elsewhere_decides_the_global_scale(rule: Rule) -> None:
 def test_a_sample_of_one_block_in_64_is_made_again_by_the_reference_arithmetic(kind: str, rule: Rule) -> None:
     source: SourceWeight = trained_like(2048, seed=4)
     if kind == "bf16":
-        source = dequantize_int4(source)
+        source = Bf16Weight(source.bits)
         assert isinstance(source, Bf16Weight)
     found = check_one(convert(source, rule=rule)[0], rule)
     assert found.problems == ()
@@ -114,7 +115,7 @@ def test_weights_with_exponents_and_importance_are_made_again(
     kind: str, is_scaled: bool, rule: Rule, is_weighted: bool
 ) -> None:
     source: SourceWeight = trained_like(192, seed=4)
-    source = dequantize_int4(source) if kind == "bf16" else source
+    source = Bf16Weight(source.bits) if kind == "bf16" else source
     source, importance = columns_like(source, is_scaled=is_scaled)
     (written,) = convert(source, rule=rule, importance=importance if is_weighted else None)
     found = check_one(written, rule)

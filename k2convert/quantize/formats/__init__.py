@@ -1,4 +1,4 @@
-"""Number formats as pure NumPy: INT4 and BF16 in, NVFP4 out.
+"""Number formats as pure NumPy: INT4, MXFP4 and BF16 in, a class each (see bf16.SourceWeight), NVFP4 out.
 
 Nothing here reads a file or knows a model. These functions define the arithmetic: the fast kernels must equal them byte
 for byte.

@@ -10,6 +10,7 @@ weight is also a BF16 weight, whose bits are decoded when they are asked for. A 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, bf16_bits, describe
-from k2convert.quantize.formats.nvfp4 import decode_e2m1, row_chunks
+from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, Bf16Weight, Magnitude, bf16_bits, bf16_values, describe
+from k2convert.quantize.formats.nvfp4 import E2M1_MAX, decode_e2m1, row_chunks
 
 SCALE_BIAS: Final = 127
 NAN_BYTE: Final = 255
@@ -28,6 +29,9 @@ MAX_EXPONENT: Final = 125
 
 GROUP_BYTES: Final = GROUP_SIZE // 2
 _MAGNITUDE_WORD: Final = np.uint64(0x7777777777777777)
+
+
+_CHUNK_GROUPS: Final = 1024
 
 
 class Mxfp4Weight(Bf16Weight):
@@ -46,6 +50,12 @@ class Mxfp4Weight(Bf16Weight):
         self.scale_bytes = scale_bytes
         self.tally: NDArray[np.int64] | None = None  # what the kernels count once, see kernels/cpu.py
 
+    @classmethod
+    def load(cls, packed: NDArray[np.uint8], scale: NDArray[np.uint8], rows: int, name: str) -> Mxfp4Weight:
+        """The weight of the bytes of its tensors; FormatError if a scale is NaN."""
+        check_mxfp4_scales(scale.reshape(rows, -1), name=name)
+        return cls(packed.reshape(rows, -1), scale.reshape(rows, -1))
+
     @property
     def bits(self) -> NDArray[np.uint16]:
         """The exact BF16 bits of every weight, uint16 [N, K], decoded now."""
@@ -59,13 +69,41 @@ class Mxfp4Weight(Bf16Weight):
         """(N, K) of the weight."""
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def rows(self, start: int, stop: int) -> Mxfp4Weight:
-        """A view of some rows."""
-        return self.select(slice(start, stop))
-
     def select(self, rows: slice) -> Mxfp4Weight:
         """A view of the rows of a slice."""
         return Mxfp4Weight(self.packed[rows], self.scale_bytes[rows])
+
+    def magnitude(self, *, name: str = "weight") -> Magnitude:
+        """The magnitude; FormatError for a scale that no BF16 number has."""
+        check_mxfp4_scales(self.scale_bytes, name=name)
+        largest_byte, _ = next(self._used_bytes(), (None, None))
+        exponent = check_exponent(largest_byte, name=name)
+        amax = self._largest()
+        return Magnitude(scale_max=amax, amax=amax, largest_exponent=exponent)
+
+    def _largest(self) -> float:
+        """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once none is larger."""
+        largest = 0.0
+        groups = self.groups()
+        for byte, places in self._used_bytes():
+            most = E2M1_MAX * 2.0 ** (byte - SCALE_BIAS)
+            for start in range(0, places.size, _CHUNK_GROUPS):
+                if most <= largest:
+                    return largest
+                chosen = groups[places[start : start + _CHUNK_GROUPS]]
+                bits = decode_mxfp4(chosen, np.full((len(chosen), 1), byte, dtype=np.uint8))
+                largest = max(largest, float(bf16_values(bits & np.uint16(MAGNITUDE_BITS)).max()))
+        return largest
+
+    def _used_bytes(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Yield the scale bytes of non-empty groups, the largest first, each with the places of its groups."""
+        scales = self.scale_bytes.reshape(-1)
+        groups = self.groups()
+        for byte in reversed(np.flatnonzero(np.bincount(scales, minlength=256)).tolist()):
+            places = np.flatnonzero(scales == byte)
+            chunks = (places[start : start + _CHUNK_GROUPS] for start in range(0, places.size, _CHUNK_GROUPS))
+            if not all(is_empty(groups[chunk]).all() for chunk in chunks):
+                yield byte, places
 
     def groups(self) -> NDArray[np.uint8]:
         """The bytes of the codes by group, uint8 [N * K/32, 16]."""
@@ -98,3 +136,25 @@ def _pairs() -> NDArray[np.uint32]:
         bits = bf16_bits(values.astype(np.float32)).astype(np.uint32)
     bits[NAN_BYTE] = bf16_bits(np.array([np.nan], dtype=np.float32))[0]
     return (bits[:, None, :] | bits[:, :, None] << np.uint32(16)).reshape(-1)
+
+
+def check_mxfp4_scales(scale_bytes: NDArray[np.uint8], *, name: str) -> None:
+    """Refuse a scale byte that is NaN, also that of an empty group (FormatError)."""
+    if scale_bytes.max(initial=0) == NAN_BYTE:
+        row, group = (int(place) for place in np.argwhere(scale_bytes == NAN_BYTE)[0])
+        raise FormatError(
+            f"{name}: MXFP4 scale [{row}, {group}] is byte {NAN_BYTE}, which is NaN; the source is damaged"
+        )
+
+
+def check_exponent(largest_byte: int | None, *, name: str) -> int | None:
+    """Return the exponent of the largest scale byte of a non-empty group; FormatError if BF16 has no room for it."""
+    if largest_byte is None:
+        return None
+    exponent = int(largest_byte) - SCALE_BIAS
+    if exponent > MAX_EXPONENT:
+        raise FormatError(
+            f"{name}: an MXFP4 scale is 2**{exponent}, more than the 2**{MAX_EXPONENT} that BF16 has room for; the "
+            "source is damaged"
+        )
+    return exponent

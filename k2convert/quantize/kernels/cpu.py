@@ -11,7 +11,9 @@ groups of columns with equal exponents (cpp/channels.hpp).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -19,16 +21,28 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.machine import BUFFERS
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, check_int4_scales
-from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight
-from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES, Int4Weight, check_int4_scales
+from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
+from k2convert.quantize.formats.nvfp4 import (
+    DOUBLED_VALUES,
+    E2M1_VALUES,
+    MIN_EXPONENT,
+    SIGN_BIT,
+    Nvfp4Weight,
+    nearest_code,
+)
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.search_tables import search_tables
+from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.cast import check_exponent, check_mxfp4_scales
-from k2convert.quantize.rules.imatrix import importance_factors
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import check_importance, global_exponent
+from k2convert.quantize.rules.search_bf16 import importance_factors
+from k2convert.quantize.rules.search_int4 import (
+    MIN_MANTISSA,
+    NUM_SHIFTS,
+    candidate_bytes,
+    check_importance,
+    global_exponent,
+)
 
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
 
@@ -37,11 +51,12 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 
 
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
-    """Measure a weight as `rules.max.measure` does; FormatError, naming it, if a value is not usable."""
-    if isinstance(weight, Mxfp4Weight):
-        return _measure_mxfp4(weight, name=name)
-    if isinstance(weight, Bf16Weight):
-        return measure(weight, name=name)
+    """Measure a weight as its `magnitude` does; FormatError, naming it, if a value is not usable."""
+    measure = _MEASURES.get(type(weight))
+    return weight.magnitude(name=name) if measure is None else measure(weight, name=name)
+
+
+def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
     codes = flat(weight.packed), flat(weight.scale_bits)
     if weight.channel_exponents is not None:
         check_int4_scales(weight.scale_bits, name=name)
@@ -50,7 +65,8 @@ def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     largest_bits, amax, usable = _cpu.measure(*codes)
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
-    return Magnitude(scale_max=float(bf16_values(np.array(largest_bits, dtype=np.uint16))), amax=float(amax))
+    scale_max = float(bf16_values(np.array(largest_bits, dtype=np.uint16)))
+    return Magnitude(scale_max=scale_max, amax=float(amax))
 
 
 def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
@@ -59,6 +75,10 @@ def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
     used = np.flatnonzero(tally[:, 0])
     amax = float(np.ldexp(np.array(E2M1_VALUES)[tally[used, 3]], used - SCALE_BIAS).max(initial=0.0))
     return Magnitude(amax, amax, largest_exponent=check_exponent(used[-1] if used.size else None, name=name))
+
+
+_MEASURES: Final[dict[type, Callable[..., Magnitude]]] = {Int4Weight: _measure_int4, Mxfp4Weight: _measure_mxfp4}
+"""The formats that kernels measure."""
 
 
 def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
@@ -75,8 +95,8 @@ def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
 class Sums:
     """The sums and counts of one weight, as in WeightMetrics, in the order of the kernels.
 
-    `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five have no
-    meaning for BF16 weights. Weighted sums are not yet divided by 255.
+    `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five are
+    of INT4 weights only. Weighted sums are not yet divided by 255.
     """
 
     energy: float
@@ -86,11 +106,11 @@ class Sums:
     num_nonzero: int
     equal_nonzero: int
     equal_blocks: int
-    recoverable_codes: int
-    num_five_or_seven: int
-    num_minus_eight: int
-    max_error_steps: float
-    least_scale: float
+    recoverable_codes: int | None = None
+    num_five_or_seven: int | None = None
+    num_minus_eight: int | None = None
+    max_error_steps: float | None = None
+    least_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +132,12 @@ def convert(
     check_rule_scale(rule, global_scale)
     if importance is not None:
         check_importance(importance, weight.shape[1])
-    if isinstance(weight, Mxfp4Weight) and not _is_max(rule):
-        return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
-    if isinstance(weight, Bf16Weight):
-        return Converted(_convert_bf16(weight, rule, global_scale, importance))
+    return _CONVERSIONS.get(type(weight), _convert_bf16)(weight, rule, global_scale, importance)
+
+
+def _convert_int4(
+    weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     is_max = _is_max(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
@@ -135,21 +157,34 @@ def convert(
     return Converted(result, outside, Sums(energy, error, 0.0, 0.0, *counts))
 
 
+def _convert_mxfp4(
+    weight: Mxfp4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
+    if _is_max(rule):
+        return _convert_bf16(weight, rule, global_scale, importance)
+    return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
+
+
+_CONVERSIONS: Final[dict[type, Callable[..., Converted]]] = {Int4Weight: _convert_int4, Mxfp4Weight: _convert_mxfp4}
+"""The conversion of a source format, if it is not that of the weight's BF16 bits."""
+
+
 def _convert_bf16(
-    weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
-) -> Nvfp4Weight:
+    weight: SourceWeight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Converted:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     is_max = _is_max(rule)
     targets = flat(result.packed), flat(result.block_scales)
     if not is_max and global_scale > LARGEST_BF16_SCALE:
-        return RULES[rule].quantize(weight, global_scale, importance)
+        return Converted(RULES[rule].quantize(weight, global_scale, importance))
+    bits = flat(weight.bits)
     if is_max:
-        _cpu.quantize_max_bf16(flat(weight.bits), global_scale, *targets)
-    elif RULES[rule].uses_importance and importance is not None and weight.bits.size:
-        _cpu.quantize_imatrix_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
+        _cpu.quantize_max_bf16(bits, global_scale, *targets)
+    elif RULES[rule].uses_importance and importance is not None and bits.size:
+        _cpu.quantize_imatrix_bf16(bits, global_scale, importance_factors(importance), *targets)
     else:
-        _cpu.quantize_mse_bf16(flat(weight.bits), global_scale, *targets)
-    return result
+        _cpu.quantize_mse_bf16(bits, global_scale, *targets)
+    return Converted(result)
 
 
 def _is_max(rule: Rule) -> bool:
@@ -166,3 +201,173 @@ def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weig
 def flat(array: NDArray[Any]) -> NDArray[Any]:
     """Return an array as a flat one, over the same memory if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1)
+
+
+# ---- The tables of the search of `mse`: what a kernel needs to find a block's best scale in one look ----------------
+#
+# Write a source scale as s = ms * 2**es with ms in 128..255, a block scale as b = mb * 2**eb with mb in 8..15, and
+# g = 2**kg. The FP4 step measured in INT4 steps is then
+#
+#     t = b * g / s = mb * 2**j / ms        j = eb + (kg - es)
+#
+# and the error of |q| = k, in units of (s / 2ms)**2, is an integer: the least (2k * ms - 2v * mb * 2**j)**2 over v.
+#
+# Ten shifts j = 0..9 are enough, for any g and s:
+#
+#   * j >= 10: t >= 8 * 1024 / 255 > 32, so even k = 8 is below t/4 and every code is zero. All such scales have the
+#     same error, and any scale with a non-zero code has strictly less. They are one candidate, first in rank.
+#   * j < 0: t <= 15/2 / 128 < 1/12, so every k >= 1 saturates at 6t <= 1/2 and the error falls as t grows: any larger
+#     scale with t <= 1/6 is strictly better. If even the largest scale, 448, has j < 0, it is therefore the best, with
+#     every non-zero code saturated. That is one candidate, last in rank.
+#
+# Candidates are ranked from the larger scale to the smaller, because ties go to the larger. That makes 82. Which of
+# them can win depends on which magnitudes occur in the block: t = 4 is never best for a block with 1, 2, 3, 5 and 7
+# in it. So the 255 sets of magnitudes fall into `NUM_WINDOWS` windows of 16 neighboring candidates that hold every
+# winner, for every mantissa of s. 31 rare sets, with few and even magnitudes, need two windows. Nothing is lost:
+# tests/quantize/kernels/test_windows.py compares all 735,470 histograms under all 128 mantissas with the full search.
+#
+# A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
+# integers in units of (s / ms)**2, capped at 2**16 - 1; minus 2**15 they are 16-bit numbers. A sum without a capped
+# error is exact, and the others are at most too small. So the candidate with the least sum is the winner if its sum
+# has no capped error. Otherwise, which is rare, the kernel searches again among all candidates.
+
+NUM_MANTISSAS: Final = 128
+NUM_SCALE_MANTISSAS: Final = 8
+
+ZERO_CANDIDATE: Final = 0
+"""A scale so large that every code is zero (j >= 10); the largest of them is 448."""
+FIRST_CANDIDATE: Final = 1
+NUM_GRID_CANDIDATES: Final = NUM_SHIFTS * NUM_SCALE_MANTISSAS
+SATURATED_CANDIDATE: Final = FIRST_CANDIDATE + NUM_GRID_CANDIDATES
+"""448, if even that is far too small (j < 0): every non-zero code saturates."""
+NUM_CANDIDATES: Final = SATURATED_CANDIDATE + 1
+
+LOWEST_OFFSET: Final = -6
+HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
+"""kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateTables:
+    """The tables; C = 82 candidates by rank, O = 26 offsets kg - es, S = 128 source mantissas.
+
+    errors       float64 [S, 9, C]  error of |q| = k in units of (s / 2ms)**2, an integer below 2**25
+    codes        uint8 [S, C, 9]    E2M1 code of |q| = k
+    nibble_maps  int64 [S, C]       bits 4u..4u+3 are the output nibble of source nibble u = q + 8
+    scale_bytes  uint8 [O, C]       E4M3 byte, 0 if the candidate does not exist at this offset
+    """
+
+    errors: NDArray[np.float64]
+    codes: NDArray[np.uint8]
+    nibble_maps: NDArray[np.int64]
+    scale_bytes: NDArray[np.uint8]
+
+
+@lru_cache(maxsize=1)
+def candidate_tables() -> CandidateTables:
+    """Build the tables, exactly."""
+    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
+    codes_SCk = _candidate_codes(mantissas_S)
+    doubled_SkC = 2 * np.arange(NUM_MAGNITUDES)[:, None] * mantissas_S[:, None, None]
+    doubled_values_SCk = np.array(DOUBLED_VALUES)[codes_SCk]
+    reached_SkC = doubled_values_SCk.transpose(0, 2, 1) * _grid_steps()
+    return CandidateTables(
+        errors=np.ascontiguousarray((doubled_SkC - reached_SkC) ** 2, dtype=np.float64),
+        codes=codes_SCk,
+        nibble_maps=_nibble_maps(codes_SCk),
+        scale_bytes=candidate_bytes(range(NUM_SHIFTS), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)),
+    )
+
+
+def _grid_steps() -> NDArray[np.int64]:
+    """Return int64 [82]: mb * 2**j of every candidate, 0 for the two that are not on the grid."""
+    steps = [mantissa << shift for shift in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
+    return np.array([0, *steps, 0])
+
+
+def _candidate_codes(mantissas_S: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return uint8 [S, C, 9]: the codes nearest to k * ms / step."""
+    wanted_S1k = (mantissas_S[:, None] * np.arange(NUM_MAGNITUDES))[:, None, :]
+    codes_SCk = nearest_code(wanted_S1k, _grid_steps().clip(min=1)[:, None])
+    codes_SCk[:, ZERO_CANDIDATE] = 0
+    codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
+    return codes_SCk
+
+
+def _nibble_maps(codes_SCk: NDArray[np.uint8]) -> NDArray[np.int64]:
+    maps = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
+    for nibble in range(16):
+        code = codes_SCk[..., abs(nibble - MAX_MAGNITUDE)].astype(np.int64)
+        if nibble < MAX_MAGNITUDE:
+            code = np.where(code > 0, code | SIGN_BIT, code)
+        maps |= code << (4 * nibble)
+    return maps
+
+
+LANES: Final = 16
+WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
+NUM_WINDOWS: Final = len(WINDOW_STARTS)
+NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
+WINDOW_OF_SET: Final = (
+    "001030004010100061102910491019107010300011101000a110211011101110"
+    "81919111419191112190211021901110a1919111319191112190211021901110"
+    "8110210041101100411021004110110021102100111011002110211011101100"
+    "a1919111419191114190211041901110a1919111319091102190211021901110"
+)
+"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the index says that |q| = k occurs. 9 and a
+mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
+
+ERROR_CAP: Final = (1 << 16) - 1
+ERROR_SHIFT: Final = 1 << 15
+LARGEST_KEY: Final = 255
+"""A key is error << 8 | LARGEST_KEY - position: the least key has the least error, and on ties the larger scale."""
+LOWEST_STEP: Final = 6
+"""Positions below the first candidate with t >= 1."""
+LAST_GRID_RANK: Final = NUM_CANDIDATES - 2
+SHIFT_OF_ONE: Final = 4
+"""mb * 2**4 reaches every ms: the first candidate with t >= 1 has this shift, or mb = 8 and one more."""
+
+
+@lru_cache(maxsize=1)
+def search_tables() -> SearchTables:
+    """Build the tables for the CPU kernels; cpp/groups.hpp describes each one."""
+    tables = candidate_tables()
+    maps, map_ids = np.unique(tables.nibble_maps, return_inverse=True)
+    nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
+    positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
+    return SearchTables(
+        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
+        errors=_paired_errors().reshape(-1),
+        keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
+        choices=(map_ids.reshape(-1) | _capped_magnitudes().reshape(-1) << 8).astype(np.uint16),
+        maps=nibbles.astype(np.uint8).reshape(-1),
+        full_errors=tables.errors.reshape(-1),
+        scale_bytes=tables.scale_bytes.reshape(-1),
+    )
+
+
+def _capped_magnitudes() -> NDArray[np.uint16]:
+    """Return uint16 [128, 82]: bit k - 1 is set where the error of |q| = k is above the cap."""
+    errors_SkC = candidate_tables().errors[:, 1:, :]
+    bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
+    return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
+
+
+def _lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `_lowest_rank - p`."""
+    grid_index = 8 * SHIFT_OF_ONE + (mantissas + 15) // 16 - 8 - LOWEST_STEP
+    return LAST_GRID_RANK - grid_index
+
+
+def _paired_errors() -> NDArray[np.int16]:
+    """Return int16 [128, 9, 4, 16, 2]: error minus ERROR_SHIFT under each candidate of each window, by pairs of |q|."""
+    errors_SkC = candidate_tables().errors
+    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
+    ranks_SP = _lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
+    assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
+    by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)
+    # Every candidate here has a shift of at least one, so errors in units of (s / 2ms)**2 are multiples of four.
+    shifted = (np.minimum(by_position / 4, ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
+    windows = np.stack([shifted[:, :, start : start + LANES] for start in WINDOW_STARTS], axis=1)
+    pairs = windows.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
+    return np.ascontiguousarray(pairs.swapaxes(-1, -2))

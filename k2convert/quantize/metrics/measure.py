@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,15 +22,16 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, decode_mxfp4, look_up
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, sampled_range
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, flat, tally_mxfp4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
-from k2convert.quantize.rules.max import Magnitude, max_global_scale
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent
+from k2convert.quantize.rules.max import max_global_scale
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE, check_importance, global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
@@ -61,11 +64,12 @@ def measure_quantized(
     outside, found = (None, None) if converted is None else (converted.outside_normal, converted.sums)
     if found is None:
         found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
-    is_int4 = isinstance(source, Int4Weight)
+    least = found.least_scale
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
     used = {byte: int(count) for byte, count in enumerate(histogram) if count}
     is_exact = found.squared_error == 0.0
+    way = _WAYS.get(type(source), _BF16)
     sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()), is_exact)
     return WeightMetrics(
         num_weights=2 * result.packed.size,
@@ -75,13 +79,13 @@ def measure_quantized(
         num_nonzero=found.num_nonzero,
         equal_nonzero=found.equal_nonzero,
         equal_blocks=found.equal_blocks,
-        num_codes=2 * result.packed.size if is_int4 else None,
-        max_error_steps=found.max_error_steps if is_int4 else None,
-        recoverable_codes=found.recoverable_codes if is_int4 else None,
-        num_five_or_seven=found.num_five_or_seven if is_int4 else None,
-        num_minus_eight=found.num_minus_eight if is_int4 else None,
+        num_codes=None if least is None else 2 * result.packed.size,
+        max_error_steps=found.max_error_steps,
+        recoverable_codes=found.recoverable_codes,
+        num_five_or_seven=found.num_five_or_seven,
+        num_minus_eight=found.num_minus_eight,
         blocks_outside_normal=outside,
-        scale_spread_exceeded=int(magnitude.scale_max / found.least_scale > MAX_SCALE_SPREAD) if is_int4 else None,
+        scale_spread_exceeded=None if least is None else int(magnitude.scale_max / least > MAX_SCALE_SPREAD),
         min_scale_byte=min(used, default=None),
         max_scale_byte=max(used, default=None),
         scale_histogram=used,
@@ -91,12 +95,21 @@ def measure_quantized(
         sampled_error_bound=bound,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
-        **(_cast_counts(source, result.global_scale) if is_cast and isinstance(source, Mxfp4Weight) else {}),
+        **(way.cast_counts(source, result.global_scale) if is_cast else {}),
     )
 
 
 _E4M3: Final = np.concatenate([decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint8)), np.zeros(255 - MAX_BYTE)])
 """The number of every byte, float64 [256]; zero for those that are no block scale."""
+
+
+_Written = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]
+"""Codes, block scales, and the number of each of the 256 bytes of a scale."""
+_Factors = NDArray[np.float64] | None
+
+
+def _flat(written: _Written) -> _Written:
+    return flat(written[0]), flat(written[1]), written[2]
 
 
 def add_up(
@@ -107,40 +120,45 @@ def add_up(
     importance: NDArray[np.uint8] | None,
 ) -> Sums:
     """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
-    rows, columns = source.shape
-    sums_N4 = np.zeros((rows, 4))
     factors = None if importance is None else importance.astype(np.float64)
-    written = flat(packed), flat(block_scales), block_values, columns
-    if isinstance(source, Mxfp4Weight):
-        return _add_up_mxfp4(source, packed, block_scales, block_values)
-    if isinstance(source, Bf16Weight):
-        counts = _cpu.measure_bf16(flat(source.bits), *written, factors, sums_N4.reshape(-1))
-    else:
-        exponents = source.channel_exponents
-        powers = None if exponents is None else np.ldexp(1.0, -exponents.astype(np.int32))
-        inverses = None if powers is None else 1 / powers
-        codes = flat(source.packed), flat(source.scale_bits)
-        counts = _cpu.measure_int4(*codes, *written, powers, inverses, factors, sums_N4.reshape(-1))
+    return _WAYS.get(type(source), _BF16).add_up(source, (packed, block_scales, block_values), factors)
+
+
+def _add_up_bf16(source: SourceWeight, written: _Written, factors: _Factors) -> Sums:
+    sums_N4 = np.zeros((source.shape[0], 4))
+    counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], factors, sums_N4.reshape(-1))
+    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
+    return Sums(energy, error, weighted_energy, weighted_error, *counts[:3])
+
+
+def _add_up_int4(source: Int4Weight, written: _Written, factors: _Factors) -> Sums:
+    sums_N4 = np.zeros((source.shape[0], 4))
+    exponents = source.channel_exponents
+    powers = None if exponents is None else np.ldexp(1.0, -exponents.astype(np.int32))
+    inverses = None if powers is None else 1 / powers
+    codes = flat(source.packed), flat(source.scale_bits)
+    columns = source.shape[1]
+    sums = sums_N4.reshape(-1)
+    counts = _cpu.measure_int4(*codes, *_flat(written), columns, powers, inverses, factors, sums)
     energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
     return Sums(energy, error, weighted_energy, weighted_error, *counts)
 
 
-def _add_up_mxfp4(
-    source: Mxfp4Weight, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], block_values: NDArray[np.float64]
-) -> Sums:
+def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
     """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
+    packed, block_scales, block_values = written
     tally = tally_mxfp4(source)
     groups = source.groups()
     scales = flat(source.scale_bytes)
-    written = flat(packed).reshape(groups.shape)
+    codes = flat(packed).reshape(groups.shape)
     written_scales = flat(block_scales).reshape(-1, BLOCKS_PER_GROUP)
     exists_S, bytes_S = _same_scales(block_values)
     expected = look_up(bytes_S, scales)
     is_equal = (expected == written_scales[:, 0]) & (expected == written_scales[:, 1])
     if not exists_S[np.flatnonzero(tally[:, 0])].all():
         is_equal &= exists_S[scales]
-    if packed is not source.packed and not np.array_equal(groups.view(np.uint64), written.view(np.uint64)):
-        is_equal &= (groups == written).all(axis=1)
+    if packed is not source.packed and not np.array_equal(groups.view(np.uint64), codes.view(np.uint64)):
+        is_equal &= (groups == codes).all(axis=1)
     others = np.flatnonzero(~is_equal)
     num_rest = 0
     equal_rest = 0
@@ -150,8 +168,8 @@ def _add_up_mxfp4(
         some = others[start : start + CHUNK_GROUPS]
         rest = Mxfp4Weight(groups[some], scales[some, None])
         sums = np.zeros(4)
-        arrays = flat(rest.bits), flat(written[some]), flat(written_scales[some])
-        counts = _cpu.measure_bf16(*arrays, block_values, 2 * written[some].size, None, sums)
+        arrays = flat(rest.bits), flat(codes[some]), flat(written_scales[some])
+        counts = _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, None, sums)
         num_rest = num_rest + counts[0]
         equal_rest = equal_rest + counts[1]
         equal_blocks = equal_blocks + counts[2]
@@ -166,11 +184,6 @@ def _add_up_mxfp4(
         num_nonzero=num_nonzero,
         equal_nonzero=num_nonzero - num_rest + equal_rest,
         equal_blocks=exact_blocks + equal_blocks,
-        recoverable_codes=0,
-        num_five_or_seven=0,
-        num_minus_eight=0,
-        max_error_steps=0.0,
-        least_scale=math.inf,
     )
 
 
@@ -206,7 +219,7 @@ def _sum(values: NDArray[np.float64]) -> float:
 
 def _sample_mxfp4(
     source: Mxfp4Weight,
-    written: tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]],
+    written: _Written,
     chosen: range,
     max_scale: float,
     is_exact: bool,
@@ -237,11 +250,36 @@ def _sample(
     chosen = sampled_range(result.block_scales.size, sample_seed=seed)
     if not chosen:
         return 0, 0.0, 0.0, 0.0
-    written = flat(result.packed), flat(result.block_scales), _E4M3 * result.global_scale
-    sample = chosen.start, chosen.step, max_global_scale(magnitude)
-    if isinstance(source, Mxfp4Weight):
-        return len(chosen), *_sample_mxfp4(source, written, chosen, sample[2], is_exact)
-    if isinstance(source, Bf16Weight):
-        return len(chosen), *_cpu.sample_bf16(flat(source.bits), *written, *sample)
+    written = _flat((result.packed, result.block_scales, _E4M3 * result.global_scale))
+    sample = _WAYS.get(type(source), _BF16).sample
+    return len(chosen), *sample(source, written, chosen, max_global_scale(magnitude), is_exact)
+
+
+def _sample_bf16(
+    source: SourceWeight, written: _Written, chosen: range, max_scale: float, _: bool
+) -> tuple[float, float, float]:
+    return _cpu.sample_bf16(flat(source.bits), *written, chosen.start, chosen.step, max_scale)
+
+
+def _sample_int4(
+    source: Int4Weight, written: _Written, chosen: range, max_scale: float, _: bool
+) -> tuple[float, float, float]:
     codes = flat(source.packed), flat(source.scale_bits), source.channel_exponents
-    return len(chosen), *_cpu.sample_int4(*codes, *written, *sample)
+    return _cpu.sample_int4(*codes, *written, chosen.start, chosen.step, max_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The functions that measure weights of one source format."""
+
+    add_up: Callable[..., Sums]
+    sample: Callable[..., tuple[float, float, float]]
+    cast_counts: Callable[..., dict[str, int | None]] = lambda *_: {}
+
+
+_BF16: Final = _Way(_add_up_bf16, _sample_bf16)
+_WAYS: Final[dict[type, _Way]] = {
+    Int4Weight: _Way(_add_up_int4, _sample_int4),
+    Mxfp4Weight: _Way(_add_up_mxfp4, _sample_mxfp4, _cast_counts),
+}
+"""A row for each format that is not measured by the BF16 bits of its weights."""

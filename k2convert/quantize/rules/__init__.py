@@ -1,38 +1,38 @@
 """The rules by which block scales are chosen, in one table: adding a rule is a row here, a word in `choices.Rule` and a
 file in this folder. A compiled kernel is optional (see kernels/): without one, this arithmetic converts.
+
+    max            the block maximum over 6
+    search_int4    the best scale of every block of an INT4 weight, and the global scale of every search
+    search_bf16    the best scale of every block of a weight whose numbers are BF16
+    cast           MXFP4: codes are copied, scales relabeled
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.cast import cast
-from k2convert.quantize.rules.imatrix import quantize_bf16
-from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
-from k2convert.quantize.rules.mse import check_importance, global_exponent, mse_global_scale, quantize_columns
-
-
-class GlobalScale(Protocol):
-    """Chooses the global scale of a set of tensors from their merged magnitude.
-
-    It is positive, finite and exactly representable in FP32, in which it is stored: `float(np.float32(scale))`.
-    """
-
-    def __call__(self, magnitude: Magnitude, *, is_int4: bool) -> float: ...
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.search_bf16 import quantize_bf16
+from k2convert.quantize.rules.search_int4 import check_importance, global_exponent, mse_global_scale, quantize_columns
 
 
 @dataclass(frozen=True, slots=True)
 class RuleArithmetic:
     """Definition of a rule.
+
+    `global_scale` chooses the scale of a set of tensors from their merged magnitude. It is positive, finite and exactly
+    representable in FP32, in which it is stored: `float(np.float32(scale))`.
 
     `quantize` gets a weight, the global scale, and the importance uint8 [K] of its columns, 1..255, or None: then every
     column counts the same. A rule that does not use it ignores it.
@@ -40,7 +40,7 @@ class RuleArithmetic:
 
     summary: str
     """One sentence for people."""
-    global_scale: GlobalScale
+    global_scale: Callable[[Magnitude], float]
     quantize: Callable[[SourceWeight, float, NDArray[np.uint8] | None], Nvfp4Weight]
     uses_importance: bool = False
     """Set if the rule knows the importance of channels, which comes from a statistics file."""
@@ -55,10 +55,6 @@ class RuleArithmetic:
     """Set if ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
 
-def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
-    return max_global_scale(magnitude)
-
-
 def quantize_best(
     weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
 ) -> Nvfp4Weight:
@@ -68,13 +64,16 @@ def quantize_best(
     no other scale has less error.
     """
     exponent = global_exponent(global_scale)
-    if isinstance(weight, Mxfp4Weight):
-        return cast(weight, exponent)
     if importance is not None:
         check_importance(importance, weight.shape[1])
-    if isinstance(weight, Int4Weight):
-        return quantize_columns(weight, exponent, importance)
-    return quantize_bf16(weight, global_scale, importance)
+    return _SEARCHES.get(type(weight), quantize_bf16)(weight, exponent, importance)
+
+
+_SEARCHES: Final[dict[type, Callable[[Any, int, NDArray[np.uint8] | None], Nvfp4Weight]]] = {
+    Int4Weight: quantize_columns,
+    Mxfp4Weight: lambda weight, exponent, _: cast(weight, exponent),
+}
+"""The search of a source format, if it is not that of the weight's BF16 bits."""
 
 
 IMATRIX_NOTE: Final = (
@@ -108,7 +107,7 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
     ),
     "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
-        global_scale=_max_scale,
+        global_scale=max_global_scale,
         quantize=lambda weight, global_scale, _: quantize_max(weight, global_scale),
         is_modelopt=True,
     ),

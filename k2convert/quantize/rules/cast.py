@@ -15,32 +15,14 @@ that of ModelOpt's cast (modelopt.torch.export.shard_cast_utils), which counts e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import bf16_values
-from k2convert.quantize.formats.mxfp4 import (
-    MAX_EXPONENT,
-    NAN_BYTE,
-    SCALE_BIAS,
-    Mxfp4Weight,
-    decode_mxfp4,
-    is_empty,
-    look_up,
-)
-from k2convert.quantize.formats.nvfp4 import (
-    E2M1_MAX,
-    ONE_BYTE,
-    SIGN_BIT,
-    Nvfp4Weight,
-    decode_e2m1,
-    nearest_code,
-)
+from k2convert.quantize.formats.mxfp4 import NAN_BYTE, SCALE_BIAS, Mxfp4Weight, is_empty, look_up
+from k2convert.quantize.formats.nvfp4 import ONE_BYTE, SIGN_BIT, Nvfp4Weight, decode_e2m1, nearest_code
 
 LARGEST_STEP: Final = 8
 """2**8 is the largest power of two in E4M3."""
@@ -53,64 +35,6 @@ LEAST_GLOBAL_EXPONENT: Final = -126
 def cast_global_scale(largest_exponent: int) -> float:
     """Return g = 2**m for the largest exponent of the tensors that share it."""
     return 2.0 ** max(largest_exponent - LARGEST_STEP, LEAST_GLOBAL_EXPONENT)
-
-
-def largest_exponent(weight: Mxfp4Weight, *, name: str) -> int | None:
-    """Return k_max, None if all groups are empty; FormatError, naming it, for a scale that no BF16 number has."""
-    check_mxfp4_scales(weight.scale_bytes, name=name)
-    largest_byte, _ = next(_used_bytes(weight), (None, None))
-    return check_exponent(largest_byte, name=name)
-
-
-def check_mxfp4_scales(scale_bytes: NDArray[np.uint8], *, name: str) -> None:
-    """Refuse a scale byte that is NaN, also that of an empty group (FormatError)."""
-    if scale_bytes.max(initial=0) == NAN_BYTE:
-        row, group = (int(place) for place in np.argwhere(scale_bytes == NAN_BYTE)[0])
-        raise FormatError(
-            f"{name}: MXFP4 scale [{row}, {group}] is byte {NAN_BYTE}, which is NaN; the source is damaged"
-        )
-
-
-def check_exponent(largest_byte: int | None, *, name: str) -> int | None:
-    """Return the exponent of the largest scale byte of a non-empty group; FormatError if BF16 has no room for it."""
-    if largest_byte is None:
-        return None
-    exponent = int(largest_byte) - SCALE_BIAS
-    if exponent > MAX_EXPONENT:
-        raise FormatError(
-            f"{name}: an MXFP4 scale is 2**{exponent}, more than the 2**{MAX_EXPONENT} that BF16 has room for; the "
-            "source is damaged"
-        )
-    return exponent
-
-
-def largest_weight(weight: Mxfp4Weight) -> float:
-    """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once nothing is larger."""
-    largest = 0.0
-    groups = weight.groups()
-    for byte, places in _used_bytes(weight):
-        most = E2M1_MAX * 2.0 ** (byte - SCALE_BIAS)
-        for start in range(0, places.size, _CHUNK_GROUPS):
-            if most <= largest:
-                return largest
-            chosen = groups[places[start : start + _CHUNK_GROUPS]]
-            bits = decode_mxfp4(chosen, np.full((len(chosen), 1), byte, dtype=np.uint8))
-            largest = max(largest, float(bf16_values(bits & np.uint16(0x7FFF)).max()))
-    return largest
-
-
-_CHUNK_GROUPS: Final = 1024
-
-
-def _used_bytes(weight: Mxfp4Weight) -> Iterator[tuple[int, NDArray[np.intp]]]:
-    """Yield the scale bytes of non-empty groups, the largest first, each with the places of its groups."""
-    scales = weight.scale_bytes.reshape(-1)
-    groups = weight.groups()
-    for byte in reversed(np.flatnonzero(np.bincount(scales, minlength=256)).tolist()):
-        places = np.flatnonzero(scales == byte)
-        chunks = (places[start : start + _CHUNK_GROUPS] for start in range(0, places.size, _CHUNK_GROUPS))
-        if not all(is_empty(groups[chunk]).all() for chunk in chunks):
-            yield byte, places
 
 
 def cast(weight: Mxfp4Weight, exponent: int) -> Nvfp4Weight:

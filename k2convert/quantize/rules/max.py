@@ -10,33 +10,18 @@ compressed-tensors dequantizes INT4 to BF16, then ModelOpt's max calibration qua
 
 A negative that rounds to zero keeps its sign: nibble 0x8. One case differs from ModelOpt (0.47.0), whose result is NaN
 there: a set of tensors in which every weight is zero gets g = 1.0, block scales 1.0 and codes 0.
-
-How large the weights of a tensor are, which is all that a global scale depends on.
-
-Tensors that must share a global scale (gate and up of an expert) are measured one by one and merged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import (
-    Bf16Weight,
-    Int4Weight,
-    SourceWeight,
-    bf16_values,
-    check_int4_scales,
-    dequantize_int4,
-    round_to_bf16,
-    unpack_int4,
-)
-from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
+from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -47,80 +32,7 @@ from k2convert.quantize.formats.nvfp4 import (
     encode_e4m3,
     nearest_code,
     quantize_rows,
-    row_chunks,
 )
-from k2convert.quantize.rules.cast import largest_exponent, largest_weight
-
-_INFINITY_BITS = 0x7F80
-_MAGNITUDE_BITS = 0x7FFF
-
-
-@dataclass(frozen=True, slots=True)
-class Magnitude:
-    """`scale_max`: the largest INT4 scale (BF16 sources: the same as amax); `amax`: max |w| after BF16 rounding.
-
-    With channel exponents, `scale_max` is the largest s * 2**-a of a column, and the weight is q * s * 2**-a.
-    `largest_exponent` is that of the scales of an MXFP4 weight's non-empty groups; None for all others.
-    """
-
-    scale_max: float
-    amax: float
-    largest_exponent: int | None = None
-
-    def merge(self, other: Magnitude) -> Magnitude:
-        """The magnitude of both tensors together."""
-        found = [e for e in (self.largest_exponent, other.largest_exponent) if e is not None]
-        return Magnitude(
-            scale_max=max(self.scale_max, other.scale_max),
-            amax=max(self.amax, other.amax),
-            largest_exponent=max(found, default=None),
-        )
-
-
-def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
-    """Measure a weight; FormatError, naming the tensor, if a value is not usable."""
-    if isinstance(weight, Mxfp4Weight):
-        exponent = largest_exponent(weight, name=name)
-        amax = largest_weight(weight)
-        return Magnitude(scale_max=amax, amax=amax, largest_exponent=exponent)
-    if isinstance(weight, Bf16Weight):
-        return _measure_bf16(weight, name=name)
-    check_int4_scales(weight.scale_bits, name=name)
-    if weight.channel_exponents is not None:
-        return _measure_columns(weight)
-    return Magnitude(scale_max=float(np.abs(weight.scales).max(initial=0.0)), amax=_int4_amax(weight))
-
-
-def _measure_bf16(weight: Bf16Weight, *, name: str) -> Magnitude:
-    # Magnitudes of BF16 numbers are in the order of their bits.
-    largest = (weight.bits & np.uint16(_MAGNITUDE_BITS)).max(initial=0)
-    if largest >= _INFINITY_BITS:
-        raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
-    amax = float(bf16_values(largest))
-    return Magnitude(scale_max=amax, amax=amax)
-
-
-def _measure_columns(weight: Int4Weight) -> Magnitude:
-    scale_max = amax = 0.0
-    for start, stop in row_chunks(*weight.shape):
-        chunk = weight.rows(start, stop)
-        scales_NK = np.abs(chunk.element_scales())
-        scale_max = max(scale_max, float(scales_NK.max(initial=0.0)))
-        amax = max(amax, float(round_to_bf16(np.abs(unpack_int4(chunk.packed)) * scales_NK).max(initial=0.0)))
-    return Magnitude(scale_max=scale_max, amax=amax)
-
-
-def _int4_amax(weight: Int4Weight) -> float:
-    # BF16 rounding is monotone, so the largest |q| of a group gives the group's largest rounded product.
-    amax = 0.0
-    rows, columns = weight.shape
-    for start, stop in row_chunks(rows, columns):
-        chunk = weight.rows(start, stop)
-        codes_NGE = unpack_int4(chunk.packed).reshape(stop - start, -1, GROUP_SIZE)
-        largest_NG = np.abs(codes_NGE).max(axis=-1, initial=0)
-        amax = max(amax, float(round_to_bf16(largest_NG * np.abs(chunk.scales)).max(initial=0.0)))
-    return amax
-
 
 AMAX_PER_GLOBAL_SCALE: Final = E2M1_MAX * E4M3_MAX
 
@@ -136,12 +48,10 @@ def max_global_scale(magnitude: Magnitude) -> float:
 
 
 def quantize_max(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
-    """Quantize an INT4 or BF16 weight with `max` arithmetic, in bounded memory."""
+    """Quantize a weight with `max` arithmetic, in bounded memory."""
 
     def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        chunk = weight.rows(start, stop)
-        bits = dequantize_int4(chunk).bits if isinstance(chunk, Int4Weight) else chunk.bits
-        blocks_ME = bf16_values(bits).reshape(-1, BLOCK_SIZE)
+        blocks_ME = bf16_values(weight.rows(start, stop).bits).reshape(-1, BLOCK_SIZE)
         block_bytes = max_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
         return max_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
 

@@ -2,10 +2,12 @@
 
 import filecmp
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, cast
 
+from k2convert import __version__
 from k2convert.checkpoint.files import (
     ABSENT,
     check_fetched,
@@ -17,7 +19,8 @@ from k2convert.checkpoint.files import (
     walk_folder,
 )
 from k2convert.checkpoint.index import list_sidecars, missing_sidecars
-from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, Quantization
+from k2convert.checkpoint.layouts.compressed_tensors import SCALE_DTYPE
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
@@ -57,18 +60,17 @@ def check_quantization_config(result: Result) -> Findings:
     declared = result.declared
     if result.is_quark:
         return found.skip(QUARK)
-    expected: dict[str, object] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    if result.layout == MODELOPT:
-        expected = _expected_modelopt(result)
-        if result.is_foreign and "group_size" not in declared:
-            del expected["group_size"]  # ModelOpt states it in the groups, which are checked below
+    wanted = result.names.quantization_config(_expected_declaration(result), __version__)
+    expected = {key: wanted[key] for key in result.names.declared_keys if key in wanted}
+    if result.is_foreign and "group_size" not in declared:
+        expected.pop("group_size", None)  # ModelOpt states it in the groups, which are checked below
     for key, value in expected.items():
         if key == "quantized_layers":
             _check_banks(declared.get(key), cast(dict[str, object], value), found)
         elif not is_same_json(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
-    _check_groups(result, declared, found)
-    if result.layout == MODELOPT and not result.has_input_scale:
+    _check_groups(result, declared, next(iter(wanted["config_groups"].values())), found)
+    if result.names.needs_marlin and not result.has_input_scale:
         found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
     return found
 
@@ -93,52 +95,46 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
             yield from _find_keys(value, place)
 
 
-def _expected_modelopt(result: Result) -> dict[str, object]:
-    declared = _expected_declaration(result)
-    expected: dict[str, object] = {"quant_method": declared.quant_method, "quant_algo": declared.quant_algo}
-    expected["group_size"] = BLOCK_SIZE
-    return expected | ({"quantized_layers": declared.quantized_layers} if declared.banks else {})
-
-
 def _expected_declaration(result: Result) -> Quantization:
     """Return what the configs must declare of the tensors; the exclude list is rule 14's."""
     activations = "w4a4" if result.has_input_scale else "w4a16"
     moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
-    return Quantization(result.layout, activations, None, (), result.family.bank_names(sorted(moe_layers)))
+    return Quantization(activations, None, (), result.family.bank_names(sorted(moe_layers)))
 
 
-def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
+def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[str, Any], found: Findings) -> None:
+    """Compare every group with the one that is wanted: weights and activations are of its scheme."""
     groups = mapping_or_empty(declared.get("config_groups"))
     if not groups:
         found.error("quantization_config.config_groups", "missing")
-    shared: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
-    if result.layout != MODELOPT:
-        shared |= {"strategy": "tensor_group", "symmetric": True}
-    # "local": block scales are computed from the activations at run time. modelopt has no such value.
-    dynamic: Any = False if result.layout == MODELOPT else "local"
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{shortened(name)}"
-        _check_scheme(mapping_or_empty(group).get("weights"), shared | {"dynamic": False}, f"{where}.weights", found)
+        _check_scheme(mapping_or_empty(group).get("weights"), wanted["weights"], f"{where}.weights", found)
         activations = mapping_or_empty(group).get("input_activations")
         if result.has_input_scale:
-            _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
-            if result.layout != MODELOPT:
+            _check_scheme(activations, wanted["input_activations"], f"{where}.input_activations", found)
+            if "scale_dtype" in wanted["input_activations"]:
                 _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
         elif activations is not None:
             found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
         targets: Any = mapping_or_empty(group).get("targets")
-        wanted = list(_expected_declaration(result).banks) if result.layout == MODELOPT else []
-        if wanted and targets != wanted:
+        if wanted["targets"] == ["Linear"]:
+            if not isinstance(targets, list) or "Linear" not in targets:
+                found.error(f"{where}.targets", "does not name Linear")
+        elif targets != wanted["targets"]:
             found.error(f"{where}.targets", "does not name the banks of experts")
-        elif not wanted and (not isinstance(targets, list) or "Linear" not in targets):
-            found.error(f"{where}.targets", "does not name Linear")
 
 
-def _check_scheme(scheme: Any, expected: dict[str, object], where: str, found: Findings) -> None:
+_SCHEME: Final[dict[str, object]] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+"""Keys of every scheme. Those of a layout alone are below."""
+_SCHEME_KEYS: Final = ("strategy", "symmetric", "dynamic")
+
+
+def _check_scheme(scheme: Any, wanted: Mapping[str, object], where: str, found: Findings) -> None:
     if not isinstance(scheme, dict):
         found.error(where, "missing; engines would assume a different scheme")
         return
-    for key, value in expected.items():
+    for key, value in {**_SCHEME, **{key: wanted[key] for key in _SCHEME_KEYS if key in wanted}}.items():
         stated = mapping_or_empty(cast(object, scheme)).get(key)
         if not is_same_json(stated, value):
             found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")
@@ -200,7 +196,7 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     """
     found = Findings(13)
     path = result.folder / HF_QUANT_CONFIG_NAME
-    if result.layout != MODELOPT:
+    if result.names.hf_quant_config is None:
         if path.exists():
             found.error(HF_QUANT_CONFIG_NAME, "belongs to the modelopt layout, but the tensors are in the other one")
         return found
@@ -214,18 +210,16 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     if producer != "modelopt":
         found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
     stated = mapping_or_empty(document.get("quantization"))
-    expected = _expected_modelopt(result)
-    del expected["quant_method"]
     recipe = result.recipe
     declared = result.declared
     has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
-    expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
-    if compare_lists:
-        expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
-    for key in {**expected, "exclude_modules": None}:
+    declaration = replace(_expected_declaration(result), kv_cache="fp8" if has_fp8_cache else None)
+    expected: dict[str, object] = result.names.hf_quant_config(declaration, __version__)["quantization"]
+    expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    for key in expected:
         if key not in stated:
             found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
-        elif key in expected and not is_same_json(stated[key], expected[key]):
+        elif (compare_lists or key != "exclude_modules") and not is_same_json(stated[key], expected[key]):
             problem = f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
             found.error(f"quantization.{key}", problem)
     return found
@@ -242,7 +236,7 @@ def check_kv_cache(result: Result) -> Findings:
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
     elif scheme is not None:
         known = "" if recipe is not None else "; without a ledger it is unknown whether the recipe asks for it"
-        if result.layout == MODELOPT:
+        if result.names.vllm_reads_kv_cache:
             found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
         else:
             found.warn(place, f"no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8{known}")

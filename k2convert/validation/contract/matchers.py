@@ -18,6 +18,7 @@ builds, fused projections included. `naming` says how engines rename the modules
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -262,3 +263,43 @@ def sglang_ignores(module: str, ignores: Sequence[str]) -> bool:
 def _parts_match(module: str, fusion: Fusion, matches: Callable[[str], bool]) -> bool:
     parts = _fused_parts(module, fusion)
     return parts is not None and _all_or_none(module, [matches(part) for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class ListReader:
+    """An exclude list as the engines' loaders of one library read it. Lists are mapped once, then modules are matched.
+
+    `fuses_experts`: one module has all experts of a layer, which the last argument of `sglang` states.
+    """
+
+    fuses_experts: bool
+    reads_regexes: bool
+    map_vllm: Callable[[Sequence[str], EngineNaming], list[str]]
+    vllm: Callable[[str, Sequence[str], EngineNaming], bool]
+    map_sglang: Callable[[Sequence[str], EngineNaming], list[str]]
+    sglang: Callable[[str, Sequence[str], EngineNaming, bool], bool]
+    tensorrt_llm: Callable[[str, Sequence[str]], bool]
+
+
+LIST_READERS: Final = {
+    "modelopt": ListReader(
+        fuses_experts=True,
+        reads_regexes=False,
+        map_vllm=map_vllm_excludes,
+        vllm=vllm_excludes,
+        map_sglang=map_sglang_excludes,
+        sglang=lambda module, entries, naming, is_moe: sglang_excludes(module, entries, naming, is_moe=is_moe),
+        tensorrt_llm=tensorrt_llm_excludes,
+    ),
+    "compressed-tensors": ListReader(
+        fuses_experts=False,
+        reads_regexes=True,
+        map_vllm=map_vllm_ignores,
+        vllm=lambda module, entries, _: vllm_ignores(module, entries),
+        map_sglang=map_sglang_ignores,
+        sglang=lambda module, entries, _, __: sglang_ignores(module, entries),
+        # Only versions that know `re:` load this library's format in NVFP4.
+        tensorrt_llm=tensorrt_llm_excludes_subtree,
+    ),
+}
+"""A row for each library that a layout may be of."""

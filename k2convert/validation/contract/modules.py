@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, EngineNaming, Role
 from k2convert.validation.contract import matchers
 from k2convert.validation.contract.folder import QUARK, exclude_entries
-from k2convert.validation.contract.matchers import EngineRefusalError
+from k2convert.validation.contract.matchers import EngineRefusalError, ListReader
 from k2convert.validation.contract.result import Module, Result
 from k2convert.validation.results import Findings
 
@@ -67,13 +67,14 @@ def check_exclude_list(result: Result) -> Findings:
     if result.is_quark:
         return found.skip(QUARK)
     entries = exclude_entries(result)
-    if result.layout == MODELOPT:
+    reader = matchers.LIST_READERS[result.names.library]
+    if not reader.reads_regexes:
         for entry in entries:
             if entry.startswith(matchers.REGEX_MARK):
                 found.error(entry, "regular expressions match nothing in this layout")
     linears = [module for module in result.modules.values() if _is_linear(module)]
     names: list[str] = []
-    for engine in _engines(result, entries):
+    for engine in _engines(result.family.naming, reader, entries):
         modules = engine_modules(linears, engine)
         names.append(f"{engine.name} {len(modules)}")
         _check_engine(engine, modules, found)
@@ -134,32 +135,22 @@ def _engine_name(module: Module, engine: Engine) -> str:
     return name if fused is None else f"{stem}.{fused}"
 
 
-def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
-    """Return the three engines as they read this layout. Compressed-tensors entries name every expert."""
-    naming = result.family.naming
-    is_modelopt = result.layout == MODELOPT
+def _engines(naming: EngineNaming, reader: ListReader, entries: Sequence[str]) -> tuple[Engine, ...]:
+    """Return the three engines as they read the list."""
 
     def vllm(module: EngineModule, entries: Sequence[str]) -> bool:
-        if is_modelopt:
-            return matchers.vllm_excludes(module.name, entries, naming)
-        return matchers.vllm_ignores(module.name, entries)
+        return reader.vllm(module.name, entries, naming)
 
     def sglang(module: EngineModule, entries: Sequence[str]) -> bool:
-        if is_modelopt:
-            return matchers.sglang_excludes(module.name, entries, naming, is_moe=module.is_moe)
-        return matchers.sglang_ignores(module.name, entries)
+        return reader.sglang(module.name, entries, naming, module.is_moe)
 
     subtree = matchers.tensorrt_llm_excludes_subtree
-    # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
-    tensorrt_llm = matchers.tensorrt_llm_excludes if is_modelopt else subtree
-    vllm_map = matchers.map_vllm_excludes if is_modelopt else matchers.map_vllm_ignores
-    sglang_map = matchers.map_sglang_excludes if is_modelopt else matchers.map_sglang_ignores
     return (
         Engine(
             name="vLLM",
             fused=_fused_into("fused_qkv_a_proj") | dict(naming.vllm_fused),
-            fuses_experts=is_modelopt,
-            entries=vllm_map(entries, naming),
+            fuses_experts=reader.fuses_experts,
+            entries=reader.map_vllm(entries, naming),
             excludes=vllm,
             may_exclude=vllm,
             bank=naming.banks.get("vLLM", ""),
@@ -168,8 +159,8 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
         Engine(
             name="SGLang",
             fused=_fused_into("fused_qkv_a_proj_with_mqa") | dict(naming.sglang_fused),
-            fuses_experts=is_modelopt,
-            entries=sglang_map(entries, naming),
+            fuses_experts=reader.fuses_experts,
+            entries=reader.map_sglang(entries, naming),
             excludes=sglang,
             may_exclude=sglang,
             cut_prefix=naming.wrapper,
@@ -181,7 +172,7 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
             fused=_fused_into("kv_a_proj_with_mqa"),
             fuses_experts=True,
             entries=matchers.map_tensorrt_llm_excludes(entries, naming),
-            excludes=lambda module, entries: tensorrt_llm(module.name, entries),
+            excludes=lambda module, entries: reader.tensorrt_llm(module.name, entries),
             may_exclude=lambda module, entries: subtree(module.name, entries),
             cut_prefix=naming.wrapper,
         ),

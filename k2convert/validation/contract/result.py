@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, QUANTIZATION_KEYS, LayoutNames
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, CheckpointLayout
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
@@ -51,7 +52,7 @@ class Result:
     tensors                    the name a tensor should have -> where it is
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
-    layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
+    names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
     calibration                of the conversion, if its statistics are given
     scaling                    exact smoothing, if the ledger states it
     whole                      the result that this is a part of; None if this is the whole result
@@ -65,7 +66,7 @@ class Result:
     unknown: tuple[str, ...]
     modules: dict[str, Module]
     family: Family
-    layout: str
+    names: CheckpointLayout
     has_input_scale: bool
     source: Checkpoint | None
     source_names: Mapping[str, TensorName]
@@ -105,9 +106,9 @@ class Result:
         )
 
     @property
-    def names(self) -> LayoutNames:
-        """The parameter names of the layout."""
-        return LAYOUTS[self.layout]
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self.names.name
 
     @property
     def expected_parameters(self) -> tuple[str, ...]:
@@ -251,9 +252,9 @@ def _from_headers(
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     parameters = {parts.parameter for parts in parsed.values()}
-    found = (layout for layout in (MODELOPT, COMPRESSED_TENSORS) if LAYOUTS[layout].global_scale in parameters)
-    layout = next(found, MODELOPT)
-    modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
+    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in parameters]
+    names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
+    modules = _modules(tensors, parsed, int4, recipe, names)
     return Result(
         folder=folder,
         headers=headers,
@@ -262,8 +263,8 @@ def _from_headers(
         unknown=unknown,
         modules=modules,
         family=family,
-        layout=layout,
-        has_input_scale=_has_input_scale(modules, LAYOUTS[layout], recipe),
+        names=names,
+        has_input_scale=_has_input_scale(modules, names, recipe),
         source=source,
         source_names=source_names,
         int4_modules=int4,
@@ -323,7 +324,7 @@ def _modules(
     parsed: Mapping[str, TensorName],
     int4: frozenset[str],
     recipe: Recipe | None,
-    names: LayoutNames,
+    names: CheckpointLayout,
 ) -> dict[str, Module]:
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     first: dict[str, TensorName] = {}
@@ -341,7 +342,7 @@ def _modules(
     return modules
 
 
-def _has_input_scale(modules: Mapping[str, Module], names: LayoutNames, recipe: Recipe | None) -> bool:
+def _has_input_scale(modules: Mapping[str, Module], names: CheckpointLayout, recipe: Recipe | None) -> bool:
     if recipe is not None:
         return recipe.activations == "w4a4"
     converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]

@@ -4,17 +4,14 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 """
 
 import re
-from collections.abc import Sequence
 
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, DescribedModel, Fault, key_of, text_config
+from k2convert.models.config import EXPERTS_KEY, DescribedModel, Fault, expert_columns_key, key_of, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
-from k2convert.models.projections import find_experts
-from k2convert.models.source_formats import format_of
+from k2convert.models.projections import find_experts, format_of, span
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
 from k2convert.validation.results import Findings
 
@@ -168,8 +165,7 @@ def _expected_totals(result: Result) -> tuple[int, int]:
             done.add(module)
             is_packed = parts.parameter == WEIGHT_PACKED
             columns = tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1)
-            tensors = projection_tensors(
-                layout=result.layout,
+            tensors = result.names.tensors(
                 num_rows=tensor.shape[0],
                 num_columns=columns,
                 has_input_scale=result.has_input_scale,
@@ -239,13 +235,9 @@ def _check_list(result: Result, architecture: Architecture, found: Findings) -> 
     if kept != architecture.num_experts:
         found.error(PRUNING_PLACE, f"keeps {kept} experts, but {key} is {architecture.num_experts}")
     if layers != architecture.moe_layers:
-        found.error(PRUNING_PLACE, f"has {_span(layers)}, but the MoE layers are {_span(architecture.moe_layers)}")
+        found.error(PRUNING_PLACE, f"has {span(layers)}, but the MoE layers are {span(architecture.moe_layers)}")
     if result.list_problem and not found.errors:
         found.error(PRUNING_PLACE, result.list_problem)
-
-
-def _span(layers: Sequence[int]) -> str:
-    return f"{layers[0]}..{layers[-1]} ({len(layers)})" if layers else "none"
 
 
 def _architecture(result: Result, found: Findings) -> Architecture | None:
@@ -271,7 +263,7 @@ def check_alignment(result: Result) -> Findings:
         return found.skip("config.json cannot be read, see rule 11")
     text = text_config(result.config)
     allowed = result.family.tensor_parallel_sizes
-    columns = LATENT_KEY if LATENT_KEY in text else "hidden_size"
+    columns = expert_columns_key(result.config)
     hidden = text.get(columns)
     width = text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:

@@ -20,7 +20,8 @@ from k2convert.forward.moe import PROJECTIONS, Mlp, MlpTokens, Routing, block_ml
 from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.machine import num_cores
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.validation.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
@@ -234,7 +235,7 @@ def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | C
     weights: list[DenseWeight | CodedWeight] = []
     for name, source in sources.items():
         magnitude = measured[name] if name == "down_proj" else gate_up
-        scale = by_max.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+        scale = by_max.global_scale(magnitude)
         result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
         packed = torch.as_tensor(result.packed)
         block_scales = torch.as_tensor(result.block_scales)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from asking import WINDOW, Serve
-from command import run_cli
+from command import run_here
 
 from k2convert.evaluation.connection import KEY_NAME, OTHER_KEY_NAME
 from scripts.engine_checks.model_server import Handler, ModelServer, markov
@@ -19,7 +19,7 @@ Answer = Callable[[Handler, dict[str, Any]], bool]
 
 def run(server: ModelServer, text: Path, *more: object, other: ModelServer | None = None, **env: str) -> Any:
     words = ["compare", server.url, (other or server).url, "--text", text, "--window", WINDOW, "--top-k", 16, *more]
-    return run_cli(*words, **({KEY_NAME: KEY} | env))
+    return run_here(*words, **({KEY_NAME: KEY} | env))
 
 
 def assert_is_nowhere(folder: Path, done: Any, *keys: str) -> None:

@@ -11,7 +11,7 @@ from command import run_here, said
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint import folders
-from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
+from k2convert.cli.verbs import CompareOptions, EvaluateOptions
 from k2convert.evaluation import connection
 from scripts.engine_checks.model_server import ModelServer, markov
 

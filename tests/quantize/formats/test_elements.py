@@ -11,7 +11,7 @@ from exact_search import E2M1, e4m3_value, nearest
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import bf16_bits, bf16_values, round_to_bf16
+from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values, round_to_bf16
 from k2convert.quantize.formats.nvfp4 import (
     DOUBLED_VALUES,
     QUADRUPLED_MIDPOINTS,

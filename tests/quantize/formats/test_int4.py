@@ -8,7 +8,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Int4Weight, check_int4_scales, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.int4 import Int4Weight, check_int4_scales, unpack_int4
 
 SCHEME = QuantizationScheme(
     targets=["Linear"],
@@ -38,7 +38,7 @@ def test_dequantizing_equals_compressed_tensors_for_every_scale_and_code() -> No
     weight = int4_weight(codes, scales.unsqueeze(-1))
     theirs = reference_dequantize(weight)
     assert theirs.dtype == torch.bfloat16
-    assert np.array_equal(dequantize_int4(weight).bits, theirs.view(torch.uint16).numpy())
+    assert np.array_equal(weight.bits, theirs.view(torch.uint16).numpy())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -1e-3, 3e38])

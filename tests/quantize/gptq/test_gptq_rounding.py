@@ -9,7 +9,7 @@ import torch
 from gptq_direct import NORMAL, compensated, correlated, form_of, losses, round_block, weights
 from panel_reference import BELOW, NUM_SCALES, ReferencePanels
 
-from k2convert.quantize.formats.int4 import Bf16Weight
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import DeviceKernel
@@ -17,8 +17,7 @@ from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for
 from k2convert.quantize.gptq.rounding import round_gptq as round_to_codes
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 UNIT = 2.0**-13
 
@@ -113,7 +112,7 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
     columns = 160
     form = form_of(correlated(1000, columns))
     source, target = bf16_source(64, columns)
-    global_scale = mse_global_scale(measure(source), is_int4=False)
+    global_scale = mse_global_scale(source.magnitude())
     mse = losses(target, quantize_best(source, global_scale), form).sum()
     for shrinkage, share in ((0.1, 0.6), (0.9, 0.95)):
         codes = round_gptq(target, global_scale, make_curvature(form, shrinkage), kernel)

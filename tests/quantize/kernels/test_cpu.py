@@ -15,10 +15,10 @@ from torch import Tensor
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels.cpu import RULES_WITH_KERNEL, convert, measure_magnitude
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -27,7 +27,7 @@ KERNELS: tuple[Rule, ...] = ("mse", "max")
 
 
 def own_scale(weight: SourceWeight, rule: Rule) -> float:
-    return RULES[rule].global_scale(measure(weight), is_int4=isinstance(weight, Int4Weight))
+    return RULES[rule].global_scale(weight.magnitude())
 
 
 def assert_equals_rules(
@@ -74,7 +74,7 @@ def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
     rng = np.random.default_rng(zlib.crc32(maker.encode()))
     for reach in (2, 4):
         weight = some_rows(maker, exponents_of(rng, reach))
-        assert measure_magnitude(weight, name="w") == measure(weight)
+        assert measure_magnitude(weight, name="w") == weight.magnitude()
         assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
@@ -181,7 +181,7 @@ ALL_MAKERS: dict[str, Callable[[], SourceWeight]] = MAKERS | {
 @pytest.mark.parametrize("maker", ALL_MAKERS)
 def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
     weight = ALL_MAKERS[maker]()
-    assert measure_magnitude(weight, name="w") == measure(weight)
+    assert measure_magnitude(weight, name="w") == weight.magnitude()
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 

@@ -1,8 +1,7 @@
 """Looking at 16 candidates instead of 82, and at 6 assignments instead of 40, loses nothing; proven by exhaustion.
 
 A block is a histogram of |q| = 1..8 with at most 16 entries: 735,471 of them, and 128 mantissas of s. The full search
-here ranges over every shift from 0 to 11, so it also covers candidates beyond those that search_tables.py
-lists.
+here ranges over every shift from 0 to 11, so it also covers candidates beyond those that cpu.py lists.
 """
 
 import numpy as np

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, bf16_values
+from k2convert.quantize.formats.int4 import Int4Weight, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
-from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.document import encode, parse
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -33,7 +32,7 @@ def converted(
 ) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
     quantizer = create_quantizer("native", rule=rule)
     magnitude = quantizer.measure(source, name="w")
-    scale = quantizer.global_scale(magnitude, is_int4=True)
+    scale = quantizer.global_scale(magnitude)
     result, metrics = quantizer.quantize(
         source, name="w", magnitude=magnitude, global_scale=scale, importance=importance
     )
@@ -173,9 +172,9 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
     exponents = exponents_of(rng, 2)
     source: Int4Weight | Bf16Weight = any_bytes(rows=16)
     if not is_int4:
-        source = dequantize_int4(source)
+        source = Bf16Weight(source.bits)
     if is_scaled and exponents is not None:
-        source = divide_columns(source, exponents, name="w")
+        source = source.divide_columns(exponents, name="w")
     if isinstance(source, Int4Weight):
         exact = unpack_int4(source.packed) * source.element_scales().astype(np.float64)
     else:
@@ -184,7 +183,7 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
     for rule in ("imatrix", "mse", "max"):
         quantizer = create_quantizer("native", rule=rule)
         magnitude = quantizer.measure(source, name="w")
-        g = quantizer.global_scale(magnitude, is_int4=is_int4)
+        g = quantizer.global_scale(magnitude)
         results.append(quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=g, importance=importance))
     (written, metrics), (_, unweighted), (_, by_max) = results
     error = exact - dequantize_nvfp4(written)

@@ -12,26 +12,26 @@ import torch
 from block_makers import any_codes, blocks_of, codes_of, int4_weight, scales_of, trained_like
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES, quantize_best
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.document import encode, parse
 
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> WeightMetrics:
-    magnitude = magnitude or measure(weight)
-    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude, is_int4=True), None)
+    magnitude = magnitude or weight.magnitude()
+    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude), None)
     return measure_quantized(weight, result, name="w", magnitude=magnitude)
 
 
 def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     weight = trained_like(1024, 4096, seed=4)
-    magnitude = measure(weight)
-    result = quantize_best(weight, mse_global_scale(magnitude, is_int4=True))
+    magnitude = weight.magnitude()
+    result = quantize_best(weight, mse_global_scale(magnitude))
     runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
     assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
@@ -51,7 +51,7 @@ def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
     assert convert(near, "mse").scale_spread_exceeded == 0
     assert convert(far, "mse").scale_spread_exceeded == 1
     partner = Magnitude(scale_max=2.0, amax=16.0)
-    assert convert(near, "mse", measure(near).merge(partner)).scale_spread_exceeded == 1
+    assert convert(near, "mse", near.magnitude().merge(partner)).scale_spread_exceeded == 1
     assert total_metrics(convert(w, "mse") for w in (near, far, far)).scale_spread_exceeded == 2
 
 
@@ -79,9 +79,9 @@ def test_metrics_survive_json_exactly() -> None:
 
 def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> None:
     parts = [convert(trained_like(8, 256, seed=seed), "mse") for seed in range(6)]
-    bf16 = dequantize_int4(trained_like(8, 256, seed=9))
-    magnitude = measure(bf16)
-    result = quantize_best(bf16, mse_global_scale(magnitude, is_int4=False))
+    bf16 = Bf16Weight(trained_like(8, 256, seed=9).bits)
+    magnitude = bf16.magnitude()
+    result = quantize_best(bf16, mse_global_scale(magnitude))
     parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
     total = total_metrics(parts)
     shuffled = parts.copy()

@@ -10,7 +10,7 @@ from mxfp4_makers import draw, library_values, weight_of
 from numpy.typing import NDArray
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.kernels import _cpu, cpu
@@ -18,7 +18,6 @@ from k2convert.quantize.libraries import create_reference_quantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.quantize.rules.max import measure
 from k2convert.validation.library_decoders import create_decoder
 
 
@@ -29,7 +28,7 @@ def convert(
     magnitude = quantizer.measure(weight, name="weight")
     if partner is not None:
         magnitude = magnitude.merge(quantizer.measure(partner, name="partner"))
-    scale = quantizer.global_scale(magnitude, is_int4=False)
+    scale = quantizer.global_scale(magnitude)
     return quantizer.quantize(weight, name="weight", magnitude=magnitude, global_scale=scale)
 
 
@@ -177,8 +176,8 @@ def test_kernels_measure_as_the_definition_does(instructions: str) -> None:
     try:
         weight = draw(np.random.default_rng(11), low=3, high=250)
         weight.packed[:, ::2] &= 0x99
-        assert cpu.measure_magnitude(weight, name="w") == measure(weight, name="w")
-        assert measure(weight).amax == np.abs(values(weight)).max() == measure(Bf16Weight(weight.bits)).amax
+        assert cpu.measure_magnitude(weight, name="w") == weight.magnitude(name="w")
+        assert weight.magnitude().amax == np.abs(values(weight)).max() == Bf16Weight(weight.bits).magnitude().amax
     finally:
         _cpu.use_instructions(before)
 
@@ -229,6 +228,6 @@ def test_the_least_scales_are_exact_too() -> None:
     ],
 )
 def test_scales_without_a_bf16_number_are_refused(weight: Mxfp4Weight, message: str) -> None:
-    for refuse in (measure, cpu.measure_magnitude):
+    for refuse in (Mxfp4Weight.magnitude, cpu.measure_magnitude):
         with pytest.raises(FormatError, match=message):
             refuse(weight, name="w")

@@ -9,18 +9,17 @@ from exact_search import E2M1, NORMAL_BYTES, assert_is_best, count_outside_norma
 from int4_makers import MAKERS, int4_weight, trained_like
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, scale_bits, scale_fp32
+from k2convert.quantize.formats.int4 import Int4Weight, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_bf16 import block_importance
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 
 def own_scale(weight: Int4Weight) -> float:
-    return mse_global_scale(measure(weight), is_int4=True)
+    return mse_global_scale(weight.magnitude())
 
 
 def any_importance(rng: np.random.Generator, columns: int = 256) -> np.ndarray:
@@ -108,7 +107,7 @@ def test_the_same_exponent_everywhere_is_another_scale() -> None:
         bits = (weight.scale_bits.astype(np.int32) - (exponent << 7)).astype(np.uint16)
         other = Int4Weight(weight.packed, bits)
         assert_same(quantize_best(scaled, own_scale(scaled)), quantize_best(other, own_scale(scaled)))
-        assert measure(scaled) == measure(other)
+        assert scaled.magnitude() == other.magnitude()
 
 
 @pytest.mark.usefixtures("instructions")
@@ -132,7 +131,7 @@ def test_bf16_weights_get_the_best_scale_by_importance() -> None:
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     weight = Bf16Weight(bits)
     importance = any_importance(rng, 64)
-    g = mse_global_scale(measure(weight), is_int4=False)
+    g = mse_global_scale(weight.magnitude())
     result = quantize_best(weight, g, importance)
     blocks = bf16_values(bits).reshape(-1, 16).tolist()
     nibbles = unpack_nibbles(result.packed).reshape(-1, 16).tolist()
@@ -160,7 +159,7 @@ def test_equal_importance_is_mse_for_bf16_weights() -> None:
     values = rng.standard_normal((64, 128)) * np.exp2(rng.integers(-20, 1, (64, 1)))
     weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
     for step in (0, -7, 6):
-        g = mse_global_scale(measure(weight), is_int4=False) * 2.0**step
+        g = mse_global_scale(weight.magnitude()) * 2.0**step
         assert_same(quantize_best(weight, g, np.full(128, 3, dtype=np.uint8)), quantize_best(weight, g))
 
 
@@ -189,18 +188,18 @@ def test_dividing_columns_is_exact() -> None:
     rng = np.random.default_rng(3)
     weight = trained_like(4, seed=4)
     exponents = any_exponents(rng, 4)
-    scaled = divide_columns(weight, exponents, name="w")
+    scaled = weight.divide_columns(exponents, name="w")
     assert isinstance(scaled, Int4Weight)
-    expected = bf16_values(dequantize_int4(weight).bits) / np.exp2(exponents.astype(np.float32))
-    assert np.array_equal(bf16_values(dequantize_int4(scaled).bits), expected)
-    as_bf16 = divide_columns(dequantize_int4(weight), exponents, name="w")
+    expected = bf16_values(weight.bits) / np.exp2(exponents.astype(np.float32))
+    assert np.array_equal(bf16_values(scaled.bits), expected)
+    as_bf16 = Bf16Weight(weight.bits).divide_columns(exponents, name="w")
     assert isinstance(as_bf16, Bf16Weight)
     assert np.array_equal(bf16_values(as_bf16.bits), expected)
     assert np.array_equal(unpack_int4(scaled.packed), unpack_int4(weight.packed))
-    back = divide_columns(scaled, -exponents, name="w")
+    back = scaled.divide_columns(-exponents, name="w")
     assert isinstance(back, Int4Weight)
     assert back.channel_exponents is None
-    assert divide_columns(weight, np.zeros(256, dtype=np.int8), name="w").channel_exponents is None
+    assert weight.divide_columns(np.zeros(256, dtype=np.int8), name="w").channel_exponents is None
 
 
 def test_scaling_every_bf16_number_is_exact_or_refused() -> None:
@@ -235,14 +234,14 @@ def test_an_int4_scale_that_cannot_be_divided_is_refused(bits: int, exponent: in
     exponents = np.zeros(256, dtype=np.int8)
     exponents[3 * 32 + 5] = exponent
     with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):
-        divide_columns(weight, exponents, name="experts.3.up_proj")
+        weight.divide_columns(exponents, name="experts.3.up_proj")
     exponents[:] = 0
     exponents[5] = exponent
-    assert isinstance(divide_columns(weight, exponents, name="w"), Int4Weight)
+    assert isinstance(weight.divide_columns(exponents, name="w"), Int4Weight)
 
 
 def test_exponents_that_do_not_fit_are_refused() -> None:
     weight = trained_like(1, seed=0)
     for exponents in (np.ones(255, dtype=np.int8), np.ones(256, dtype=np.int64), np.full(256, 5, dtype=np.int8)):
         with pytest.raises(FormatError, match="channel exponents must be"):
-            divide_columns(weight, exponents, name="w")
+            weight.divide_columns(exponents, name="w")

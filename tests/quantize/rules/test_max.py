@@ -7,13 +7,14 @@ from block_makers import any_codes, bf16_from_bits, bf16_tensor, bf16_weight, in
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
-from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
 
 
 def assert_equals_modelopt(weight: SourceWeight, magnitude: Magnitude) -> None:
-    bf16 = bf16_tensor(dequantize_int4(weight) if isinstance(weight, Int4Weight) else weight)
+    bf16 = bf16_tensor(Bf16Weight(weight.bits))
     scale_2 = torch.tensor(magnitude.amax) / (6 * 448.0)
     quantized, block_scales, _ = NVFP4QTensor.quantize(bf16, 16, weights_scaling_factor_2=scale_2)
     ours = quantize_max(weight, max_global_scale(magnitude))
@@ -30,10 +31,10 @@ def awkward() -> Int4Weight:
 # The second weight is more than one chunk.
 @pytest.mark.parametrize("weight", [trained_like(64, 2048, seed=0), trained_like(1200, 1024, seed=1), awkward()])
 def test_int4_weights_equal_modelopt(weight: Int4Weight) -> None:
-    assert_equals_modelopt(weight, measure(weight))
+    assert_equals_modelopt(weight, weight.magnitude())
     larger = Magnitude(scale_max=1.0, amax=5.0)
-    shared = measure(weight).merge(larger)
-    assert shared.amax == max(measure(weight).amax, 5.0)
+    shared = weight.magnitude().merge(larger)
+    assert shared.amax == max(weight.magnitude().amax, 5.0)
     assert_equals_modelopt(weight, shared)
 
 
@@ -43,7 +44,7 @@ def test_bf16_weights_of_any_size_equal_modelopt(exponent: int) -> None:
     weight[3] = 0
     weight[5, :16] *= 2.0**-20
     source = bf16_weight(weight)
-    assert_equals_modelopt(source, measure(source))
+    assert_equals_modelopt(source, source.magnitude())
 
 
 def test_the_sign_of_a_negative_that_rounds_to_zero_stays() -> None:
@@ -57,7 +58,7 @@ def test_a_block_of_zeros_gets_scale_one_and_zero_codes() -> None:
     weight = torch.zeros(1, 32, dtype=torch.bfloat16)
     weight[0, 0] = 1.0
     source = bf16_weight(weight)
-    result = quantize_max(source, max_global_scale(measure(source)))
+    result = quantize_max(source, max_global_scale(source.magnitude()))
     assert result.block_scales[0, 1] == 0x38
     assert not result.packed[0, 8:].any()
 
@@ -65,7 +66,7 @@ def test_a_block_of_zeros_gets_scale_one_and_zero_codes() -> None:
 @pytest.mark.parametrize("scale", [0.0, 0.01])
 def test_a_tensor_of_zeros_is_finite_where_modelopt_writes_nan(scale: float) -> None:
     weight = int4_weight(torch.zeros(4, 64, dtype=torch.int8), torch.full((4, 2), scale, dtype=torch.bfloat16))
-    magnitude = measure(weight)
+    magnitude = weight.magnitude()
     assert magnitude.amax == 0.0
     result = quantize_max(weight, max_global_scale(magnitude))
     assert result.global_scale == 1.0
@@ -75,8 +76,8 @@ def test_a_tensor_of_zeros_is_finite_where_modelopt_writes_nan(scale: float) -> 
 
 def test_measuring_gives_the_largest_scale_and_the_largest_rounded_weight() -> None:
     weight = int4_weight(any_codes(64, 128, seed=5), torch.rand(64, 4).to(torch.bfloat16))
-    magnitude = measure(weight)
-    assert magnitude.amax == float(bf16_tensor(dequantize_int4(weight)).abs().max())
+    magnitude = weight.magnitude()
+    assert magnitude.amax == float(bf16_tensor(Bf16Weight(weight.bits)).abs().max())
     assert magnitude.scale_max == float(weight.scales.max())
 
 
@@ -84,7 +85,7 @@ def test_a_damaged_bf16_weight_is_refused_by_name() -> None:
     weight = torch.ones(2, 16, dtype=torch.bfloat16)
     weight[1, 3] = float("nan")
     with pytest.raises(FormatError, match="shared_experts"):
-        measure(bf16_weight(weight), name="model.layers.1.mlp.shared_experts.up_proj.weight")
+        bf16_weight(weight).magnitude(name="model.layers.1.mlp.shared_experts.up_proj.weight")
     with pytest.raises(FormatError, match=r"uint16.*float32"):
         Bf16Weight(np.ones((2, 16), dtype=np.float32))  # type: ignore[arg-type]
     with pytest.raises(FormatError, match=r"multiple of 16.*\[2, 24\]"):

@@ -11,12 +11,12 @@ from exact_search import assert_is_best, count_outside_normal
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
+from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 
 def exact_weight(weight: Int4Weight) -> torch.Tensor:
@@ -31,7 +31,7 @@ def decode(result: Nvfp4Weight) -> torch.Tensor:
 
 
 def own_scale(weight: Int4Weight) -> float:
-    return mse_global_scale(measure(weight), is_int4=True)
+    return mse_global_scale(weight.magnitude())
 
 
 def single_elements_and_uniform_blocks(mantissa: int) -> Int4Weight:
@@ -135,7 +135,7 @@ def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
 def test_the_global_scale_is_the_least_power_of_two_that_reaches_two_point_six() -> None:
     for bits in range(0x0001, 0x7E00, 7):
         scale_max = float(bf16_from_bits(torch.tensor([bits]))[0])
-        g = Fraction(mse_global_scale(Magnitude(scale_max, 0.0), is_int4=True))
+        g = Fraction(mse_global_scale(Magnitude(scale_max, 0.0, is_int4=True)))
         needed = Fraction(26, 10) * Fraction(scale_max) / 448
         assert g >= needed
         assert g / 2 < needed or g == Fraction(2) ** -126
@@ -150,12 +150,12 @@ def test_the_global_scale_is_exact_at_its_steps() -> None:
         neighbors = [float(bf16_from_bits(torch.tensor([bits + step]))[0]) for step in (-1, 0, 1)]
         for scale_max in neighbors:
             expected = exponent if Fraction(scale_max) <= edge else exponent + 1
-            assert mse_global_scale(Magnitude(scale_max, 0.0), is_int4=True) == 2.0**expected
+            assert mse_global_scale(Magnitude(scale_max, 0.0, is_int4=True)) == 2.0**expected
 
 
 def test_a_set_of_zero_scales_gets_global_scale_one() -> None:
-    assert mse_global_scale(Magnitude(0.0, 0.0), is_int4=True) == 1.0
-    assert mse_global_scale(Magnitude(0.0, 0.0), is_int4=False) == 1.0
+    assert mse_global_scale(Magnitude(0.0, 0.0, is_int4=True)) == 1.0
+    assert mse_global_scale(Magnitude(0.0, 0.0)) == 1.0
 
 
 def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:

@@ -6,10 +6,10 @@ import torch
 from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
+from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -50,7 +50,7 @@ def assert_equals_full_search(weight: torch.Tensor, global_scale: float) -> None
 
 
 def own_scale(weight: torch.Tensor) -> float:
-    return mse_global_scale(measure(bf16_weight(weight)), is_int4=False)
+    return mse_global_scale(bf16_weight(weight).magnitude())
 
 
 def awkward(seed: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_subnormal_weights_equal_the_full_search() -> None:
 
 
 def test_the_global_scale_lets_the_largest_weight_be_a_seven() -> None:
-    assert mse_global_scale(Magnitude(7.0, 7.0), is_int4=False) == mse_global_scale(Magnitude(1.0, 0.0), is_int4=True)
+    assert mse_global_scale(Magnitude(7.0, 7.0)) == mse_global_scale(Magnitude(1.0, 0.0, is_int4=True))
 
 
 def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:

@@ -11,7 +11,8 @@ import torch
 from blake3 import blake3
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import read_result
@@ -61,7 +62,7 @@ class Converted:
     source: Path
 
     @property
-    def names(self) -> LayoutNames:
+    def names(self) -> CheckpointLayout:
         return LAYOUTS[self.kind.layout]
 
     @property

@@ -22,7 +22,6 @@ from k2convert.errors import CalibrationError
 from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
 from k2convert.models.projections import load_projection, projection_of
-from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.records.document import plain
@@ -193,7 +192,7 @@ def written_again(
             parts = parse_tensor_name(f"{name}.weight_packed", family=K2_THINKING)
             steps = (exponents or {}).get(name, calibration.exponents(1))
             assert steps is not None
-            weights[name] = divide_columns(load_projection(reader, projection_of(checkpoint, parts)), steps, name=name)
+            weights[name] = load_projection(reader, projection_of(checkpoint, parts)).divide_columns(steps, name=name)
     shared = quantizer.measure(weights[GATE], name=GATE).merge(quantizer.measure(weights[UP], name=UP))
     place = locate_module(module)
     assert place is not None
@@ -201,7 +200,7 @@ def written_again(
         weights[module],
         name=module,
         magnitude=shared,
-        global_scale=quantizer.global_scale(shared, is_int4=True),
+        global_scale=quantizer.global_scale(shared),
         importance=calibration.importance(place),
     )
     for parameter, data in (("weight", result.packed), ("weight_scale", result.block_scales)):

@@ -2,7 +2,7 @@
 //
 // Two vectors hold sixteen candidates. Counts are multiplied by 256 when they are spread to 16-bit lanes, so the low
 // byte of a sum is free for the candidate's position, and one minimum finds both. `vpmaddwd` adds two magnitudes at
-// once. Errors are capped to 16 bits (see search_tables.py), and 16 of them times 256 fit 32 bits.
+// once. Errors are capped to 16 bits (see cpu.py), and 16 of them times 256 fit 32 bits.
 #include <cstring>
 
 #include "groups.hpp"

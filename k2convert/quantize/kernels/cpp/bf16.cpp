@@ -9,7 +9,7 @@ namespace k2 {
 namespace {
 
 constexpr int kNumScales = kMaxByte - kMinNormalByte + 1;
-// NUM_WINDOW_SCALES of rules/imatrix.py, and the same padded to whole vectors of float64.
+// NUM_WINDOW_SCALES of rules/search_bf16.py, and the same padded to whole vectors of float64.
 constexpr int kWindowScales = 25;
 constexpr int kPaddedWindow = 28;
 constexpr int kScratch = kNumScales + kPaddedWindow;
@@ -54,7 +54,7 @@ int last_least(const double* errors, int count) {
     return best;
 }
 
-// The index of the best normal scale, as rules/imatrix.py finds it; amax is not zero.
+// The index of the best normal scale, as rules/search_bf16.py finds it; amax is not zero.
 int best_scale(const float* weights, double amax, const double* steps) {
     double errors[kScratch];
     int low = 0, high = kNumScales;

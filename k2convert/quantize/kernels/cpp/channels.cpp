@@ -37,7 +37,7 @@ std::vector<Plan> make_plans(const Columns& columns) {
     return plans;
 }
 
-// s * 2**-a as BF16 bits without the sign; exact, as formats/channels.py makes sure.
+// s * 2**-a as BF16 bits without the sign; exact, as formats/int4.py makes sure.
 uint32_t divided_bits(uint32_t bits, int exponent) {
     static constexpr float divisors[kNumExponents] = {16.0f, 8.0f, 4.0f, 2.0f, 1.0f, 0.5f, 0.25f, 0.125f, 0.0625f};
     return bits_as<uint32_t>(bf16_value(bits & 0x7FFF) * divisors[exponent + kMaxExponent]) >> 16;
@@ -124,7 +124,7 @@ struct Chosen {
     int grid_index, scale_byte;
 };
 
-// All candidates of rules/mse.py, in its unit of s / 32 ms.
+// All candidates of rules/search_int4.py, in its unit of s / 32 ms.
 Chosen search_all(const Fields& fields, const Plan& plan, const SplitScale& scale, int exponent, int64_t& outside_normal) {
     constexpr int lowest_shift = -kMaxExponent, past_shift = 10 + kMaxExponent;
     const int offset = std::min(std::max(exponent - scale.exponent, lowest_shift - 6), past_shift + 9);

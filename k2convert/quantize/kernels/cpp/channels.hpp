@@ -1,4 +1,4 @@
-// INT4 weights whose columns differ: by importance, by a power of two, or by both (rules/mse.py).
+// INT4 weights whose columns differ: by importance, by a power of two, or by both (rules/search_int4.py).
 //
 // A block's elements fall into groups with equal exponent a, which see the scale s * 2**-a, and there into fields with
 // equal |q|. Its error under a candidate is a sum over fields of summed importance times the error of |q|, and a group

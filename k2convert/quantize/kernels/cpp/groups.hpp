@@ -3,10 +3,10 @@
 // `mse` has three phases with short dependency chains:
 //
 //     count     16 bytes -> two histograms of |q|, one byte for each magnitude, and the set of magnitudes that occur
-//     search    histogram x error table [8, 16] -> the best of 16 candidates (see search_tables.py)
+//     search    histogram x error table [8, 16] -> the best of 16 candidates (see cpu.py)
 //     encode    byte shuffle by the candidate's map, block scale, tally
 //
-// Some blocks are settled one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
+// Some blocks are settled one by one with the full table, as rules/search_int4.py defines it: blocks of zeros, zero scales,
 // a best scale outside the normal range, and a capped error in the least sum (capped sums are at most too small). Under
 // `max` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
 // and so does every code. Both are computed once for each such pair, as rules/max.py defines them.
@@ -34,7 +34,7 @@ constexpr int kLowestStep = 6;
 constexpr int kLastGridRank = kNumCandidates - 2;
 constexpr int kLowestOffset = -6, kHighestOffset = 19;
 
-// The tables that search_tables.py builds, aligned to cache lines.
+// The tables that cpu.py builds, aligned to cache lines.
 //
 //     windows      [256]             window of each set of magnitudes
 //     errors       [128, 9, 4, 16, 2]  (ms, window, pair of magnitudes, lane, one of the pair), minus 32768

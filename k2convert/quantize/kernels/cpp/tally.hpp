@@ -46,7 +46,7 @@ struct Counted {
     int64_t equal_blocks = 0, outside_normal = 0;
 };
 
-// The places of a source scale in the tables of `mse`, see search_tables.py.
+// The places of a source scale in the tables of `mse`, see cpu.py.
 struct Slot {
     int32_t table;  // byte offset of its mantissa's errors
     int32_t first;  // E4M3 byte of position 0, any integer

@@ -1,6 +1,8 @@
 """The panel kernels of rule gptq: after every launch of their PTX, all tensors are those of the reference in NumPy."""
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from panel_reference import ReferencePanels, same
 from ptx_device import ptx_device
 from ptx_machine import Kernel
 
+from k2convert.quantize.gptq import panel_kernels
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels
 from k2convert.quantize.gptq.rounding import kernel_for
@@ -101,3 +104,43 @@ def test_every_launch_gives_the_numbers_of_the_reference(kernels: list[Kernel]) 
     assert len(kernels) == 3, "rounding, and improving with a search and without"
     for kernel in kernels:
         assert all(kernel.executed), "every instruction was reached"
+
+
+MUTATIONS = {
+    "an update that rounds twice": (
+        "tl.math.fma(-error, tl.load(factor + j * stride + k), rest[k - j])",
+        "rest[k - j] - error * tl.load(factor + j * stride + k)",
+    ),
+    "the last of equal scales": (
+        "tl.min(tl.where(losses == least, lane, 15), axis=1)",
+        "tl.max(tl.where(losses == least, lane, 0), axis=1)",
+    ),
+    "earlier columns from the right": ("depth = block * BLOCK + i\n", "depth = block * BLOCK + 15 - i\n"),
+    "ties of step 2": ("25165824.0", "25165826.0"),
+    "ties of step 1": ("12582912.0, 25165824.0", "12582913.0, 25165824.0"),
+    "ties of step 1/2": ("6291456.0", "6291456.5"),
+    "the inverse of another column": ("tl.load(form_inverses + begin + j)", "tl.load(form_inverses + begin)"),
+    "a scale for half of the loss": ("tl.constexpr(0.9999)", "tl.constexpr(0.5)"),
+    "the factor of other rows": ("number = (first // group)", "number = (first // group * 0)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_kernel_that_is_wrong_in_one_place_is_caught(
+    name: str, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Path(panel_kernels.__file__).read_text()
+    right, wrong = MUTATIONS[name]
+    assert text.count(right) == 1
+    path = tmp_path / "wrong_kernels.py"
+    path.write_text(text.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for kernel in ("round_kernel", "improve_kernel"):
+        monkeypatch.setattr(panel_kernels, kernel, getattr(module, kernel))
+    with ptx_device(90), pytest.raises(AssertionError, match=r"(round|improve) at"):
+        round_everything()

@@ -1,4 +1,4 @@
-"""The `mse` rule for INT4 sources: the best normal E4M3 scale of every block, in exact arithmetic.
+"""The search of rules `mse` and `imatrix` for INT4 weights: the best normal E4M3 scale of every block, exactly.
 
 Column j holds q * s * 2**-a_j, with an exponent a_j in -4..4 of smoothing (0 without), and has an importance w_j, an
 integer 1..255, in rule imatrix (255 for all without). For a global scale g = 2**k, each block gets the E4M3 scale b in
@@ -12,7 +12,7 @@ does not depend on order or thread count.
 
 With s = ms * 2**es, b = mb * 2**eb and g = 2**kg, ms in 128..255 and mb in 8..15, a weight is 2k * ms * 2**(4 - a) and
 a value 2v * mb * 2**(j + 4), in units of s / (32 ms), where j = eb + (kg - es). A column with the exponent a sees the
-shift j + a. kernels/search_tables.py proves that ten shifts are enough for a = 0. So, whatever the importance, the
+shift j + a. kernels/cpu.py proves that ten shifts are enough for a = 0. So, whatever the importance, the
 shifts -4 .. 13 are enough here:
 
     j >= 14    every column sees 10 or more, so every code is zero: one candidate, first in rank
@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, describe, unpack_int4
+from k2convert.quantize.formats.bf16 import Magnitude, describe
+from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, unpack_int4
 from k2convert.quantize.formats.nvfp4 import (
     BLOCKS_PER_GROUP,
     DOUBLED_VALUES,
@@ -52,7 +53,6 @@ from k2convert.quantize.formats.nvfp4 import (
     run_starts,
 )
 from k2convert.quantize.rules.cast import cast_global_scale
-from k2convert.quantize.rules.max import Magnitude
 
 MIN_MANTISSA: Final = 128
 NUM_SHIFTS: Final = 10
@@ -64,14 +64,14 @@ MIN_GLOBAL_EXPONENT: Final = -126
 """Keeps g and 1/g normal FP32 numbers, so both layouts hold the same number."""
 
 
-def mse_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
+def mse_global_scale(magnitude: Magnitude) -> float:
     """Return g = 2**k, k = max(ceil(log2(2.6 * s_max / 448)), -126), computed exactly; 1.0 if all is zero.
 
     For a BF16 source s_max is amax / 7, the scale that INT4 would have had. For an MXFP4 source it is that of the cast.
     """
     if magnitude.largest_exponent is not None:
         return cast_global_scale(magnitude.largest_exponent)
-    scale_max = Fraction(magnitude.scale_max) if is_int4 else Fraction(magnitude.amax) / 7
+    scale_max = Fraction(magnitude.scale_max) if magnitude.is_int4 else Fraction(magnitude.amax) / 7
     if scale_max == 0:
         return 1.0
     least = LARGEST_STEP * scale_max / 448

@@ -1,16 +1,6 @@
-"""The `imatrix` rule: the E4M3 scale of every block that has the least error on the inputs that were seen.
+"""The search of rules `mse` and `imatrix` for BF16 weights, and the importance of columns.
 
-    sum over the block of m_j * (W_j - v_j * b * g)**2        m_j = E[x_j**2], the mean square of input column j
-
-is the error of the block's product with its input, if the inputs of different columns are not correlated. To stay exact
-and equal on every machine, the mean squares of a block become integers, its importance:
-
-    w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
-
-A block whose mean squares are all zero has 255 everywhere, and so has a weight without an importance: both are the
-`mse` rule. The global scale is that of `mse`, and so is the search for INT4 weights (mse.py).
-
-BF16 weights are searched here, for `mse` and `imatrix`: the normal E4M3 scale with the least squared error.
+Rule `mse` chooses the normal E4M3 scale with the least squared error:
 
     E(c) = sum over e = 0..15 of (|w_e| - v_e * c)**2       c = b * g, v_e the nearest E2M1 value, ties to the even code
 
@@ -26,8 +16,18 @@ normal scales. For `mse` it is enough to try the 25 from amax/14 to amax/1.75:
 
 Blocks whose winner is in that last octave, or for which no scale next above amax/4 exists, are searched in full.
 
-For `imatrix` each term is multiplied by the importance of its column over the largest of the block. With equal
-importance it is `mse`. The largest weight of a block can be its least important one, so all normal scales are tried.
+Rule `imatrix` chooses the scale that has the least error on the inputs that were seen:
+
+    sum over the block of m_j * (W_j - v_j * b * g)**2        m_j = E[x_j**2], the mean square of input column j
+
+is the error of the block's product with its input, if the inputs of different columns are not correlated. To stay exact
+and equal on every machine, the mean squares of a block become integers, its importance:
+
+    w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
+
+Each term of E is then multiplied by the importance of its column over the largest of the block. A block whose mean
+squares are all zero has 255 everywhere, and so has a weight without an importance: both are rule `mse`. The largest
+weight of a block can be its least important one, so all normal scales are tried.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, bf16_values, describe
+from k2convert.quantize.formats.bf16 import SourceWeight, bf16_values, describe
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -53,17 +53,18 @@ from k2convert.quantize.formats.nvfp4 import (
     nearest_code,
     quantize_rows,
 )
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 
 NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""
 
 
-def quantize_bf16(weight: Bf16Weight, global_scale: float, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
-    """Quantize a BF16 weight [N, K] with the best scale of every block for g = 2**k, in bounded memory."""
+def quantize_bf16(weight: SourceWeight, exponent: int, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
+    """Quantize the BF16 bits of a weight [N, K] with the best scale of every block for g = 2**exponent."""
+    global_scale = 2.0**exponent
 
     def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)
+        blocks_ME = bf16_values(weight.rows(start, stop).bits).astype(np.float64).reshape(-1, BLOCK_SIZE)
         factors_ME = None
         if importance is not None:
             factors_ME = np.tile(importance_factors(importance), stop - start).reshape(-1, BLOCK_SIZE)

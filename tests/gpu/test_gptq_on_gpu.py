@@ -1,0 +1,47 @@
+"""Rule gptq on a real device: the self-test passes, nearly the codes of the CPU, and the same bytes every time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import k2convert
+from k2convert.quantize.formats.nvfp4 import unpack_nibbles
+from k2convert.quantize.gptq.device_kernel import check_device
+from k2convert.records.calibration import OutputErrors
+from k2convert.records.ledger import find_ledger
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+
+def test_the_device_rounds_as_the_cpu_does() -> None:
+    check_device("cuda:0")
+
+
+def test_a_result_is_nearly_that_of_the_cpu_and_the_same_again(trained: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(0, 2048, (8, 128)))
+    settings = {"calibration.tokens": 1024, "calibration.window": 128}
+    results: dict[str, Path] = {}
+    errors: dict[str, dict[int, OutputErrors]] = {}
+    for name in ("cpu", "cuda", "again"):
+        device = "cpu" if name == "cpu" else "cuda"
+        results[name] = tmp_path / name
+        k2convert.convert(trained, results[name], text=ids, device=device, settings=settings)
+        ledger = find_ledger(results[name])
+        assert ledger is not None
+        assert ledger.calibration is not None
+        errors[name] = ledger.calibration.held_out
+    for number, of_cpu in errors["cpu"].items():
+        assert errors["cuda"][number].gptq_error == pytest.approx(of_cpu.gptq_error, rel=0.05)
+        assert errors["cuda"][number].mse_error == pytest.approx(of_cpu.mse_error, rel=0.05)
+    first = min(errors["cpu"])
+    for shard in sorted(results["cpu"].glob("*.safetensors")):
+        assert (results["cuda"] / shard.name).read_bytes() == (results["again"] / shard.name).read_bytes()
+        here = load_file(shard)
+        there = load_file(results["cuda"] / shard.name)
+        for name, codes in here.items():
+            if f"layers.{first}.mlp.experts." in name and name.endswith("_proj.weight"):
+                mine, other = (unpack_nibbles(part.numpy()) for part in (codes, there[name]))
+                assert (mine == other).mean() > 0.9, name
