@@ -22,7 +22,7 @@ from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
-from k2convert.job.prepare import plan_statistics
+from k2convert.job.opening import plan_statistics
 from k2convert.records.fingerprint import Source
 from scripts.fixture_maker.damage import edit_json
 
