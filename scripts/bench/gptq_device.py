@@ -2,12 +2,13 @@
 
 `python -m scripts.bench.gptq_device LAYER IDS --tokens N`: LAYER is a checkpoint that `scripts.fixture_maker k2-shaped`
 made, IDS a file of token ids. The run is one of `k2convert run LAYER --calibrate IDS`, in this process; the profiler of
-torch counts the kernels of its last MoE layer. With `--plain` nothing is profiled, so that the seconds are those of a
+torch counts its kernels. With `--plain` nothing is profiled, so that the seconds are those of a
 user.
 """
 
 import argparse
 import re
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -48,6 +49,7 @@ class Phases:
         torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[self._name] += now - self._since
+        print(f"{self._name}: {now - self._since:.2f} s", file=sys.stderr, flush=True)
         self._name = name
         self._since = now
 
@@ -183,8 +185,8 @@ def main() -> None:
         seconds = time.perf_counter() - begin
     phases.enter("end")
     print("| phase | seconds |\n|---|---:|")
-    for name, spent in phases.seconds.items():
-        print(f"| {name} | {spent:.2f} |")
+    for name, passed in phases.seconds.items():
+        print(f"| {name} | {passed:.2f} |")
     print("\n| function | calls | seconds in its threads |\n|---|---:|---:|")
     for name, calls in spent.items():
         print(f"| {name} | {len(calls):,} | {sum(calls):.2f} |")
