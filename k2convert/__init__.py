@@ -178,7 +178,7 @@ def calibrate(
         from k2convert.calibration.accumulate import calibrate as collect
 
         if (finished := plan.finished_header()) is not None:
-            plan.work.remove_leftovers(plan.job)
+            plan.walk.work.remove_leftovers(plan.walk.job)
             return finished
         return collect(plan, events=events or SILENT)
 

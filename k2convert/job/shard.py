@@ -3,8 +3,7 @@
 Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
 threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
-A shard for upload is validated at once: later neither it nor its source may be here. So is one with MXFP4 weights that
-were cast: they are called lossless only by the bytes that are on the disk.
+A shard for upload is validated at once: later neither it nor its source may be here.
 """
 
 from collections import deque
@@ -141,11 +140,9 @@ def convert_shard(
         sha256=writer.sha256,
         zero_copies=_zero_copies(shard, has_values),
     )
-    casts = any(p.metrics is not None and p.metrics.below_window_groups is not None for p in record.projections)
-    if not (casts or task.for_upload):
+    if not task.for_upload:
         return record
-    findings = _validated(task, record)
-    return replace(record.read_back(findings.decoded), checked=findings if task.for_upload else None)
+    return replace(record, checked=_validated(task, record))
 
 
 def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
@@ -201,7 +198,6 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
             calibration=task.calibration,
             kept=task.kept,
             family=find_family(task.family),
-            by_rule=task.for_upload,  # a cast is only compared with the source here; `validate` regenerates it
         )
     except BaseException:
         path.unlink(missing_ok=True)
