@@ -121,7 +121,7 @@ def convert(
                 recipe=read_optional_place("recipe", recipe),
                 settings=settings or {},
                 statistics=read_optional_place("statistics", statistics),
-                text=text_files(files, device=device) if files else None,
+                text=text_files(files, device=device, rounds=True) if files else None,
                 workers=workers,
                 max_disk=read_size("max_disk", max_disk),
                 private=private,

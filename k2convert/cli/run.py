@@ -155,7 +155,7 @@ def _job_options(options: RunOptions) -> JobOptions:
         recipe=options.recipe,
         settings=_recipe_overrides(options),
         statistics=options.statistics,
-        text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
+        text=text_files(options.calibrate, device=options.device, rounds=True) if options.calibrate else None,
         workers=options.workers,
         max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         private=not options.public,

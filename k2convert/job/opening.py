@@ -29,18 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without."""
+    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without.
+
+    `note` is a word on the choice of the devices.
+    """
 
     files: Sequence[Path]
     devices: tuple[str, ...]
     threads: int
     gpu_bytes: int
+    note: str | None = None
 
 
-def text_files(files: Sequence[str | PathLike[str]], *, device: Device) -> TextFiles:
-    """Return a text that this machine's devices compute."""
-    devices = choose_devices(device)
-    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1])
+def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: bool = False) -> TextFiles:
+    """Return a text that this machine's devices compute; with `rounds`, one for rule gptq."""
+    devices, note = choose_devices(device, rounds=rounds)
+    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1], note)
 
 
 @contextmanager
@@ -102,7 +106,7 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
     from k2convert.calibration.sizes import chunk_windows
 
     windows = read_windows_of(source.checkpoint, text.files, use)
-    for note in windows.notes:
+    for note in (*([text.note] if text.note else []), *windows.notes):
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
     windows = replace(windows, window=use.window)  # a job is known by what was asked for
