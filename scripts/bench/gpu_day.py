@@ -38,6 +38,7 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     layer = work / "layer"
     ids = work / "ids.jsonl"
     many = work / "many-ids.jsonl"
+    gptq = [PYTHON, "-m", "scripts.bench.gptq_device"]
     small = work / "results" / "small"
     result = work / "results" / "checkpoint"
     fixtures = [PYTHON, "-m", "scripts.fixture_maker"]
@@ -50,10 +51,8 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
         Step("A layer of 16 experts", [*fixtures, "k2-shaped", small, *ONE_LAYER, "16"]),
         Step("Conversion", [*VERB, "run", layer, result]),
         Step("Validation", [*VERB, "validate", result, "--source", layer]),
-        Step("Rule gptq", [PYTHON, "-m", "scripts.bench.gptq_device", layer, many, "--tokens", GPTQ_TOKENS, "--plain"]),
-        Step(
-            "Rule gptq, kernel by kernel", [PYTHON, "-m", "scripts.bench.gptq_device", small, many, "--tokens", "8192"]
-        ),
+        Step("Rule gptq", [*gptq, layer, many, "--tokens", GPTQ_TOKENS, "--plain"]),
+        Step("Rule gptq, kernel by kernel", [*gptq, small, many, "--tokens", "8192"]),
         Step("Calibration", [*VERB, "calibrate", layer, work / "results" / "layer.stats", *text]),
         Step("Evaluation", [*VERB, "evaluate", layer, result, *text]),
     ]
