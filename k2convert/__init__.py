@@ -121,7 +121,7 @@ def convert(
                 recipe=read_optional_place("recipe", recipe),
                 settings=settings or {},
                 statistics=read_optional_place("statistics", statistics),
-                text=text_files(files, device=device) if files else None,
+                text=text_files(files, device=device, rounds=True) if files else None,
                 workers=workers,
                 max_disk=read_size("max_disk", max_disk),
                 private=private,
@@ -178,7 +178,7 @@ def calibrate(
         from k2convert.calibration.accumulate import calibrate as collect
 
         if (finished := plan.finished_header()) is not None:
-            plan.work.remove_leftovers(plan.job)
+            plan.walk.work.remove_leftovers(plan.walk.job)
             return finished
         return collect(plan, events=events or SILENT)
 

@@ -250,6 +250,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:
+    """Refuse what needs more disk than it may use; raises DiskFullError with both numbers."""
+    if needed > allowed:
+        needs = format_bytes(needed)
+        limit = format_bytes(allowed)
+        raise DiskFullError(f"{what} needs at least {needs} of disk at once, but may use {limit}. {remedy}")
+
+
 def format_bytes(count: float) -> str:
     """Format a size in decimal units, as disks and the Hub do."""
     for unit in ("B", "kB", "MB", "GB"):

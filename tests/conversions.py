@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from k2convert.calibration.plan import CalibrationText
+from k2convert.calibration.plan import WalkText
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.client import Hub
-from k2convert.job.locations import Destination, Source
+from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, JobOptions, choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.plan.recipe import settle_recipe
+from k2convert.records.fingerprint import Source
 
 
 def plan_job(
@@ -19,7 +20,7 @@ def plan_job(
     recipe: str | None = None,
     *,
     statistics: Statistics | None = None,
-    text: CalibrationText | None = None,
+    text: WalkText | None = None,
     max_disk: int | None = None,
     **keys: Any,
 ) -> Job:

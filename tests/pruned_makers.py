@@ -7,7 +7,7 @@ from conversions import convert
 
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Source
+from k2convert.records.fingerprint import Source
 from k2convert.records.pruning import PruningRecord
 from scripts.fixture_maker import damage, make_cut, make_short
 

@@ -39,7 +39,7 @@ from k2convert.forward.walk import States, Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
 from k2convert.models.names import WEIGHT
-from k2convert.records.command import keep_command
+from k2convert.records.command import JobCommand
 from k2convert.records.events import SILENT, Events
 
 Save = Callable[[LayerStatistics, int], None]
@@ -64,32 +64,21 @@ def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, eve
             save(statistics, layer.dropped)
 
 
-def calibrate(plan: CalibrationPlan, *, events: Events = SILENT) -> StatisticsHeader:
+def calibrate(plan: CalibrationPlan, *, command: JobCommand | None = None, events: Events = SILENT) -> StatisticsHeader:
     """Do what is left of a calibration; returns the header of the statistics file. Can be called again after a failure.
 
-    Raises any K2ConvertError.
+    `command` is what the user typed. Raises any K2ConvertError.
     """
-    plan.check_room()
-    work = plan.work
-    text = plan.text
-    num_layers = plan.num_layers
+    work = plan.walk.work
+    text = plan.walk.text
     assert text.saved is not None
-    with work.locked(events=events) as keep:
-        was_begun = work.job() is not None
-        begun = work.begin(plan.job, events=events)
-        if plan.command is not None:
-            keep_command(work.folder, plan.command)
-        first = work.resume(num_layers=num_layers, also={}, events=events)
-        if was_begun:
-            events.note(f"{text.saved}: resuming: {first} of {num_layers} layers done")
 
-        def save(layer: LayerStatistics, dropped: int) -> None:
-            write_layer(work, layer, replace(plan.header, dropped=dropped))
+    def save(layer: LayerStatistics, dropped: int) -> None:
+        write_layer(work, layer, replace(plan.header, dropped=dropped))
 
-        with plan.opened(first, room=plan.disk_allowed - plan.disk_bytes, events=events) as around:
-            events.begun(plan.extent(first), keep=keep)
-            collect_statistics(plan.walk(begun.chunk, around), work, seed=text.seed, save=save, events=events)
-        header = gather_statistics(work, text.saved, plan.header, num_layers=num_layers)
+    with plan.walk.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as walk:
+        collect_statistics(walk, work, seed=text.windows.seed, save=save, events=events)
+        header = gather_statistics(work, text.saved, plan.header, num_layers=walk.num_layers)
     work.remove()
     return header
 

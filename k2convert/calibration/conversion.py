@@ -57,11 +57,11 @@ class OpenWalk:
         Raises CheckpointError if a file of a layer is damaged.
         """
         plan = self.plan
-        work = self.plan.work
+        work = self.plan.walk.work
         path = work.folder / f"statistics{SHARD_SUFFIX}"
-        gather_statistics(work, path, plan.header, num_layers=plan.num_layers)
-        if plan.text.saved is not None:
-            write_atomically(plan.text.saved, path)
+        gather_statistics(work, path, plan.header, num_layers=plan.walk.num_layers)
+        if plan.walk.text.saved is not None:
+            write_atomically(plan.walk.text.saved, path)
         statistics = open_statistics(path)
         calibration = Calibration(statistics, weighted=True, smoothing=self.smoothing)
         record = calibration_record(statistics, calibration, plan.architecture)
@@ -74,7 +74,7 @@ class OpenWalk:
 
         `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
         """
-        with QuantizedLayers(self.plan.work) as codes:
+        with QuantizedLayers(self.plan.walk.work) as codes:
             walk = ShardWalk(self, codes, room=room, stop=stop, events=events)
             try:
                 yield walk
@@ -102,19 +102,19 @@ def open_walk(
 
     Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
     """
-    work = plan.work
+    work = plan.walk.work
     if not shards and calibrated is not None:
         _check_kept(plan, calibrated)
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
     make_folder(work.folder / WORK_FOLDER, root=work.folder.parent)
-    begun = work.begin(plan.job, events=events)
+    begun = work.begin(plan.walk.job, events=events)
     assert plan.needs is not None
     needed = {layer for name in shards for layer in plan.needs[name].codes}
-    first = work.resume(num_layers=plan.num_layers, also=needed_files(work, needed), events=events)
+    first = work.resume(num_layers=plan.walk.num_layers, also=needed_files(work, needed), events=events)
     if first:
-        events.note(f"{work.folder}: resuming: {first} of {plan.num_layers} layers done")
+        events.note(f"{work.folder}: resuming: {first} of {plan.walk.num_layers} layers done")
     for layer in set(range(first)) - needed:
         drop_quantized(work, layer)
     return OpenWalk(plan, smoothing, begun.chunk, first, shards)
@@ -122,7 +122,7 @@ def open_walk(
 
 def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
     """Refuse to save statistics that a finished job did not keep; raises CalibrationError."""
-    path = plan.text.saved
+    path = plan.walk.text.saved
     if path is not None and not (path.exists() and open_statistics(path).digest == calibrated.statistics):
         raise CalibrationError(
             f"{path}: the conversion is complete, and its statistics were not kept. Leave out "
@@ -135,7 +135,7 @@ class ShardWalk:
 
     def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
         self.calibration = Calibration(
-            LayerFiles(opened.plan.work), weighted=True, smoothing=opened.smoothing, codes=codes
+            LayerFiles(opened.plan.walk.work), weighted=True, smoothing=opened.smoothing, codes=codes
         )
         self.failure: BaseException | None = None
         self._opened = opened
@@ -199,7 +199,7 @@ class ShardWalk:
         from k2convert.calibration.sizes import read_sizes
 
         plan = self._plan
-        with plan.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
+        with plan.walk.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
 
             @contextmanager
             def around(layer: int) -> Generator[Checkpoint]:
@@ -209,13 +209,14 @@ class ShardWalk:
                     self._check_stop()
                     yield checkpoint
 
-            shares = walk_shares(read_sizes(plan.source), plan.size)
-            options = GptqOptions(plan.text.seed, self._opened.smoothing, self._check_stop, shares)
-            walk_gptq(plan.walk(self._opened.chunk, around), options, plan.work, save=self._save, events=self._events)
+            shares = walk_shares(read_sizes(plan.source), plan.walk.text.size(plan.walk.num_layers))
+            options = GptqOptions(plan.walk.text.windows.seed, self._opened.smoothing, self._check_stop, shares)
+            walk = plan.walk.walk(self._opened.chunk, around)
+            walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
         """Declare a layer done."""
-        write_layer(self._plan.work, layer, replace(self._plan.header, dropped=dropped))
+        write_layer(self._plan.walk.work, layer, replace(self._plan.header, dropped=dropped))
         with self._changed:
             self._num_done = layer.layer + 1
             is_needed = layer.layer in self._needed()

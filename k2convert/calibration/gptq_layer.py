@@ -182,7 +182,8 @@ class LayerConverter:
         tokens = order // chosen.shape[1]
         p = inputs.routing.weights.flatten()[order]
         ends = [inputs.x.shape[0], inputs.halves.shape[0], inputs.first_measured]
-        counts = [torch.bincount(chosen[:end].flatten(), minlength=num_experts).tolist() for end in ends]
+        host = chosen.cpu().numpy()
+        counts = [np.bincount(host[:end].ravel(), minlength=num_experts).tolist() for end in ends]
         width = read_architecture(self.weights.reader.checkpoint).moe_intermediate_size
         room = self.scratch.empty(order.shape[0], width)
         found: list[_Routed] = []

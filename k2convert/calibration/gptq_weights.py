@@ -68,8 +68,8 @@ def shared_scale(weights: Sequence[SourceProjection]) -> float:
 def by_mse(weight: SourceProjection, global_scale: float) -> Codes:
     """Convert a projection by rule `mse`, without data; the codes are on the projection's device."""
     found = cpu.convert(weight.source, rule="mse", global_scale=global_scale).weight
-    tensors = (torch.as_tensor(part).to(weight.values.device) for part in (found.packed, found.block_scales))
-    return Codes(*tensors, global_scale)
+    packed, scales = (torch.as_tensor(p).to(weight.values.device) for p in (found.packed, found.block_scales))
+    return Codes(packed, scales, global_scale)
 
 
 def decoded(codes: Codes) -> LinearLayer:

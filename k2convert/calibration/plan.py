@@ -1,7 +1,7 @@
-"""A calibration, planned from headers and text: what it depends on, what disk it needs, and how far it is.
+"""A walk, planned from headers and text: what it depends on, what disk it needs, and how far it is.
 
 `k2convert calibrate` walks through the layers and writes a statistics file. `run --calibrate` converts on the same walk
-by rule `gptq` (conversion.py). Both are one plan.
+by rule `gptq` (conversion.py). Both are one plan. An evaluation is a walk of several models.
 
     layer 0 -> layer 1 -> layer 2 -> ...          the walk, with a conversion in a thread of its own
                   |          |
@@ -12,31 +12,29 @@ The walk is at most AHEAD layers ahead of the shards, so that few converted laye
 
 import platform
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-from blake3 import blake3
-
 from k2convert import __version__
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.calibration.token_counts import scratch_bytes
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, CheckpointError, DestinationError, DiskFullError, format_bytes, quoted
+from k2convert.errors import CalibrationError, CheckpointError, DestinationError, check_disk, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
-from k2convert.hub.source import RemoteRepo
 from k2convert.models import locate_module, read_architecture
 from k2convert.models.names import Architecture, Role
 from k2convert.plan.plan import ConvertStep, ShardJob
-from k2convert.records.command import JobCommand
+from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
+from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.sizes import PassSize
@@ -50,20 +48,20 @@ _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
 _EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
 _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
 
+Around = Callable[[int], AbstractContextManager[Checkpoint]]
+"""Makes the context in which a layer of a checkpoint can be read."""
+
 
 @dataclass(frozen=True, slots=True)
-class CalibrationText:
+class WalkText:
     """Text of a walk, and how this machine walks over it.
 
-    `tokens` and `window` are what was asked for; with `by_default`, nobody asked for `tokens`. `chunk` windows are
-    computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by `threads` threads.
-    `saved` is the statistics file to write, if any.
+    `chunk` windows are computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by
+    `threads` threads. `saved` is the statistics file to write, if any. With `by_default`, nobody asked for the number
+    of tokens.
     """
 
     windows: Windows
-    tokens: int
-    window: int
-    seed: int
     chunk: int
     devices: tuple[str, ...]
     threads: int
@@ -75,23 +73,148 @@ class CalibrationText:
         return {
             "walk": WALK_VERSION,
             "texts": ", ".join(f"{name} ({digest})" for name, digest in self.windows.texts),
-            "tokens": self.tokens,
-            "window": self.window,
-            "seed": self.seed,
-            "token_ids": blake3(self.windows.ids.tobytes()).hexdigest(),
+            "tokens": self.windows.tokens,
+            "window": self.windows.window,
+            "seed": self.windows.seed,
+            "token_ids": self.windows.digest,
             "device": device,
             "torch": version("torch"),
         }
 
+    def size(self, num_layers: int) -> "PassSize":
+        """Return the size of a pass over the last `num_layers` layers."""
+        from k2convert.calibration.sizes import PassSize
+
+        windows, length = self.windows.ids.shape
+        return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
+
 
 @dataclass(frozen=True, slots=True)
-class WalkSource:
-    """The checkpoint to walk through. `remote` is None for a folder, `identities` are those of its shards."""
+class WalkPlan:
+    """A planned walk. Nothing has been written yet.
 
-    checkpoint: Checkpoint
-    remote: RemoteRepo | None
-    hub: Hub
-    identities: dict[str, str]
+    `shards` are read in the order of their parts: each layer of every checkpoint, then the head of every checkpoint if
+    there are heads, all at once. `disk_bytes` is the room for the walk's files, without what is fetched. `disk_allowed`
+    is what may be used in all; next to a conversion, the conversion knows that.
+    """
+
+    text: WalkText
+    num_layers: int
+    hidden_size: int
+    work: WorkFolder
+    job: WalkJob
+    shards: LayerShards
+    disk_bytes: int
+    disk_allowed: int
+    num_checkpoints: int = 1
+    num_models: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.text.windows.ids.size
+
+    @property
+    def num_steps(self) -> int:
+        """The layers, and one more for the heads if there are any."""
+        return len(self.shards.parts) // self.num_checkpoints
+
+    @property
+    def num_finished(self) -> int:
+        """Return how many layers an earlier run of this job has done; the heads count as one."""
+        return self.work.num_finished(self.job)
+
+    @property
+    def fetched(self) -> tuple[int, ...]:
+        """The bytes that are fetched for each part."""
+        return tuple(part.num_bytes for part in self.shards.parts)
+
+    @property
+    def layer_rooms(self) -> tuple[int, int]:
+        """The room that fetched parts may get: for two at a time, so that one is fetched ahead, or the least."""
+        fetched = self.fetched
+        heads = self.num_checkpoints
+        following = (*fetched[1:], 0)
+        ample = max(one + other for one, other in zip(fetched, following, strict=True))
+        return ample, max(*fetched, sum(fetched[-heads:]))
+
+    @property
+    def disk_needed(self) -> int:
+        """The least disk that the walk needs at a time."""
+        return self.disk_bytes + self.layer_rooms[-1]
+
+    def check_room(self) -> None:
+        """Refuse a walk that cannot finish for lack of disk; raises DiskFullError with both numbers."""
+        advice = "Allow more with --max-disk, or free some space" if any(self.fetched) else "Free some space"
+        check_disk(
+            f"{self.work.folder}: the {self.work.purpose}",
+            needed=self.disk_needed,
+            allowed=self.disk_allowed,
+            remedy=f"{advice}, or use fewer tokens.",
+        )
+
+    def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
+        """Return the extent of the walk if the layers before `first` are done: its own, and all that is downloaded."""
+        unit = self.num_models * self.num_tokens
+        phases = dict[Phase, tuple[int, int]]()
+        if any(self.fetched):
+            total, done = others.get("download", (0, 0))
+            phases["download"] = (
+                total + sum(self.fetched),
+                done + sum(self.fetched[: first * self.num_checkpoints]),
+            )
+        phase: Phase = "calibrate" if self.work.purpose == "calibration" else "evaluate"
+        phases[phase] = (self.num_steps * unit, first * unit)
+        return phases
+
+    def extent(self, first: int, *, layer_costs: tuple[float, ...]) -> Extent:
+        """Return the extent of a walk on its own."""
+        unit = self.num_models * self.num_tokens
+        return Extent(self.phases(first, {}), layer_tokens=unit, layer_costs=layer_costs)
+
+    @contextmanager
+    def opened(self, first: int, *, room: int, events: Events, stop: Event | None = None) -> Generator[Around]:
+        """Yield what makes the context in which a layer can be read; fetches parts during the block if it has to."""
+        shards = replace(self.shards, room=room, events=events, stop=stop or Event())
+        with shards.opened(first * self.num_checkpoints):
+            yield shards.around
+
+    def walk(self, chunk: int, around: Around) -> "Walk":
+        """Return the walk of one model over the text, `chunk` windows at a time."""
+        from k2convert.forward.walk import Walk
+
+        return Walk(
+            ids=self.text.windows.ids,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            chunk=chunk,
+            devices=self.text.devices,
+            workers=self.text.threads,
+            around=around,
+        )
+
+    @contextmanager
+    def resumed(
+        self, *, command: JobCommand | None, layer_costs: tuple[float, ...], events: Events
+    ) -> Generator["Walk"]:
+        """Lock the work folder and yield the walk, begun or resumed. `command` is what the user typed.
+
+        Raises DiskFullError without room, ResumeError in the folder of a different walk.
+        """
+        self.check_room()
+        work = self.work
+        with work.locked(events=events) as keep:
+            was_begun = work.job() is not None
+            begun = work.begin(self.job, events=events)
+            if command is not None:
+                keep_command(work.folder, command)
+            first = work.resume(num_layers=self.num_steps, also={}, events=events)
+            if was_begun:
+                done = min(first, self.num_layers)
+                events.note(f"{self.text.saved or work.folder}: resuming: {done} of {self.num_layers} layers done")
+            with self.opened(first, room=self.disk_allowed - self.disk_bytes, events=events) as around:
+                events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
+                yield self.walk(begun.chunk, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,136 +234,38 @@ class CalibrationPlan:
     """A planned calibration. Nothing has been written yet.
 
     `header` is that of the statistics file, without dropped windows. `needs` are those of each output shard, None
-    without a conversion. `shards` is None for a source in a folder. `disk_bytes` is the room for the walk's files,
-    without what is fetched for a layer. Without a conversion, `disk_allowed` is what may be used in all, and `command`
-    what the user typed.
+    without a conversion.
     """
 
-    text: CalibrationText
+    walk: WalkPlan
     source: Checkpoint
-    work: WorkFolder
-    job: WalkJob
     header: StatisticsHeader
     architecture: Architecture
     needs: Mapping[str, ShardNeeds] | None
-    shards: LayerShards | None
-    disk_bytes: int
-    disk_allowed: int = 0
-    command: JobCommand | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Every decoder layer."""
-        return self.architecture.num_layers
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.text.windows.ids.size
-
-    @property
-    def num_finished(self) -> int:
-        """Return how many layers an earlier run of this job has done."""
-        return self.work.num_finished(self.job)
 
     @property
     def held_out_windows(self) -> int:
         """The windows that are kept out of everything that is fitted."""
-        return 0 if self.needs is None else int(held_out(self.text.windows.ids.shape[0]).sum())
+        return 0 if self.needs is None else int(held_out(self.walk.text.windows.ids.shape[0]).sum())
 
     def last_layer(self, shard: str) -> int:
         """Return the last layer that an output shard waits for, -1 if it waits for none."""
         return -1 if self.needs is None else self.needs[shard].last
-
-    @property
-    def fetched(self) -> tuple[int, ...]:
-        """The bytes that are fetched for each layer."""
-        parts = () if self.shards is None else self.shards.parts
-        return tuple(part.num_bytes for part in parts) or (0,) * self.num_layers
-
-    @property
-    def layer_rooms(self) -> tuple[int, ...]:
-        """The room that fetched layers may get: for two at a time, so that one is fetched ahead, or for one."""
-        fetched = self.fetched
-        if not any(fetched):
-            return (0,)
-        return max(map(sum, zip(fetched, (*fetched[1:], 0), strict=True))), max(fetched)
-
-    @property
-    def disk_needed(self) -> int:
-        """The least disk that the walk needs at a time."""
-        return self.disk_bytes + self.layer_rooms[-1]
-
-    def check_room(self) -> None:
-        """Refuse a walk that cannot finish for lack of disk; raises DiskFullError with both numbers."""
-        if self.disk_needed > self.disk_allowed:
-            advice = "Allow more with --max-disk, or free some space" if self.shards is not None else "Free some space"
-            raise DiskFullError(
-                f"{self.work.folder}: the calibration needs {format_bytes(self.disk_needed)} of disk at a time, but "
-                f"may use {format_bytes(self.disk_allowed)}. {advice}, or use fewer tokens."
-            )
-
-    def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
-        """Return the extent of the walk if the layers before `first` are done: its own, and all that is downloaded."""
-        fetched = self.fetched
-        phases = dict[Phase, tuple[int, int]]()
-        if self.shards is not None:
-            total, done = others.get("download", (0, 0))
-            phases["download"] = (total + sum(fetched), done + sum(fetched[:first]))
-        phases["calibrate"] = (self.num_layers * self.num_tokens, first * self.num_tokens)
-        return phases
-
-    def extent(self, first: int) -> Extent:
-        """Return the extent of a walk without a conversion."""
-        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens, layer_costs=self.layer_costs())
-
-    @property
-    def size(self) -> "PassSize":
-        """The size of the whole walk."""
-        from k2convert.calibration.sizes import PassSize
-
-        windows, length = self.text.windows.ids.shape
-        return PassSize(windows, length, self.text.chunk, self.text.devices, self.text.threads, self.num_layers)
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the operations of each layer."""
         from k2convert.calibration.cost import layer_operations
         from k2convert.calibration.sizes import read_sizes
 
-        return layer_operations(read_sizes(self.source), self.size, is_walk=self.needs is not None)
-
-    @contextmanager
-    def opened(
-        self, first: int, *, room: int, events: Events, stop: Event | None = None
-    ) -> Generator[Callable[[int], AbstractContextManager[Checkpoint]]]:
-        """Yield what makes the context in which a layer can be read; fetches layers during the block if it has to."""
-        if self.shards is None:
-            yield lambda _: nullcontext(self.source)
-            return
-        shards = replace(self.shards, room=room, events=events, stop=stop or Event())
-        with shards.opened(first):
-            yield shards.around
-
-    def walk(self, chunk: int, around: Callable[[int], AbstractContextManager[Checkpoint]]) -> "Walk":
-        """Return the walk over the text, `chunk` windows at a time."""
-        from k2convert.forward.walk import Walk
-
-        return Walk(
-            ids=self.text.windows.ids,
-            num_layers=self.num_layers,
-            hidden_size=self.architecture.hidden_size,
-            chunk=chunk,
-            devices=self.text.devices,
-            workers=self.text.threads,
-            around=around,
-        )
+        size = self.walk.text.size(self.walk.num_layers)
+        return layer_operations(read_sizes(self.source), size, is_walk=self.needs is not None)
 
     def finished_header(self) -> StatisticsHeader | None:
         """Return the header of the statistics file if this job made it; None if there is no file.
 
         Raises DestinationError if the file was made from something else.
         """
-        path = self.text.saved
+        path = self.walk.text.saved
         header = self.header
         if path is None or not path.exists():
             return None
@@ -261,9 +286,10 @@ class CalibrationPlan:
 
 
 def plan_calibration(
-    text: CalibrationText,
-    source: WalkSource,
+    text: WalkText,
+    source: Source,
     *,
+    hub: Hub,
     identity: Mapping[str, Any],
     work: WorkFolder,
     shards: Iterable[ShardJob] | None = None,
@@ -284,17 +310,23 @@ def plan_calibration(
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
         if text.devices == ("cpu",):
             disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
-    fetched = None
+    parts = [LayerPart(source.checkpoint, None, {})] * num_layers
     if source.remote is not None:
-        remote = RemoteShards(source.hub, source.remote, work.downloads)
-        ranges = layer_ranges(source.checkpoint, num_layers)
-        fetched = LayerShards([LayerPart(source.checkpoint, remote, of) for of in ranges], work.downloads, 0, SILENT)
+        remote = RemoteShards(hub, source.remote, work.downloads)
+        parts = [LayerPart(source.checkpoint, remote, of) for of in layer_ranges(source.checkpoint, num_layers)]
     windows = ids.shape[0] - (0 if needs is None else int(held_out(ids.shape[0]).sum()))
     return CalibrationPlan(
-        text=text,
+        walk=WalkPlan(
+            text=text,
+            num_layers=num_layers,
+            hidden_size=architecture.hidden_size,
+            work=work,
+            job=WalkJob({**identity, "layers": num_layers}, text.chunk, source.identities()),
+            shards=LayerShards(parts, work.downloads, 0, SILENT),
+            disk_bytes=disk_bytes,
+            disk_allowed=disk_allowed,
+        ),
         source=source.checkpoint,
-        work=work,
-        job=WalkJob({**identity, "layers": num_layers}, text.chunk, source.identities),
         header=StatisticsHeader(
             source_headers=identity["source_headers"],
             texts=text.windows.texts,
@@ -302,15 +334,12 @@ def plan_calibration(
             window=ids.shape[1],
             windows=windows,
             dropped=0,
-            seed=text.seed,
+            seed=text.windows.seed,
             versions=_versions(),
             kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
         needs=needs,
-        shards=fetched,
-        disk_bytes=disk_bytes,
-        disk_allowed=disk_allowed,
     )
 
 

@@ -31,7 +31,8 @@ from k2convert.calibration.chat import ChatTemplate
 from k2convert.calibration.tokenizer_process import TokenizerProcess
 from k2convert.calibration.tokenizers import Tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
-from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, cut, quoted
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
+from k2convert.records.evaluation import EvaluationText
 
 MAX_LINE_BYTES: Final = 16 << 20
 
@@ -215,11 +216,32 @@ LINES: Final = ".jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """`ids` i64 [windows, tokens of each]; name and BLAKE3 of each text; what the user should know."""
+    """`ids` i64 [windows, tokens of each]; name and BLAKE3 of each text; what the user should know.
+
+    `tokens` and `window` are what was asked for; the seed drew the windows.
+    """
 
     ids: NDArray[np.int64]
     texts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    tokens: int
+    window: int
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """The BLAKE3 of the token ids."""
+        return blake3(self.ids.astype("<i8").tobytes()).hexdigest()
+
+    def __str__(self) -> str:
+        windows, length = self.ids.shape
+        names = ", ".join(name for name, _ in self.texts)
+        return f"{self.ids.size:,} tokens of {names}, in {counted(windows, 'window')} of {length:,}"
+
+    def described(self) -> EvaluationText:
+        """Return the text as a document has it, without dropped windows."""
+        windows, length = self.ids.shape
+        return EvaluationText(self.texts, self.digest, self.ids.size, length, windows, self.seed)
 
 
 def read_windows(
@@ -262,7 +284,7 @@ def read_windows(
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
     texts = tuple(zip(names, map(file_digest, files), strict=True))
-    return Windows(ids, texts, _notes(ids, tokens=tokens, window=window))
+    return Windows(ids, texts, _notes(ids, tokens=tokens, window=window), tokens, window, seed)
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:

@@ -1,6 +1,5 @@
 """`calibrate`: plan a calibration, show what it needs, and do it."""
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,7 @@ def calibrate(options: CalibrateOptions) -> None:
         finished = plan.finished_header()
         if finished is not None:
             if not options.dry_run:
-                plan.work.remove_leftovers(plan.job)
+                plan.walk.work.remove_leftovers(plan.walk.job)
             console.print_note(f"{statistics}: already complete")
             _show_result(plan, finished, options)
             return
@@ -62,26 +61,25 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     """Show what the rest of a calibration needs, refuse it if that is not there, and do it unless this is a dry run."""
-    found = forecast(plan, layers=plan.num_layers - plan.num_finished)
+    found = forecast(plan, layers=plan.walk.num_layers - plan.walk.num_finished)
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert"):
         time = found.time()
     if options.dry_run:
         _show_plan(plan, found, needed, time)
     found.check(options.source, needed=needed)
-    plan.check_room()
+    plan.walk.check_room()
     check_time(time, source=options.source, may_be_long=options.long)
     if not options.dry_run:
-        command = job_command("calibrate", options)
-        _do(replace(plan, command=command), options, time)
+        _do(plan, options, time)
     else:
         console.print_next(console.own_command(without="--dry-run"))
 
 
 def _show_plan(plan: "CalibrationPlan", found: Forecast, needed: int, time: "Time") -> None:
-    document = plan_document(plan, finished_layers=plan.num_finished) | {"disk_needed": plan.disk_needed}
-    needs = format_bytes(plan.disk_needed)
-    allowed = format_bytes(plan.disk_allowed)
+    document = plan_document(plan, finished_layers=plan.walk.num_finished) | {"disk_needed": plan.walk.disk_needed}
+    needs = format_bytes(plan.walk.disk_needed)
+    allowed = format_bytes(plan.walk.disk_allowed)
     console.show(
         document | found.document(time, needed),
         partial(show_text, plan),
@@ -93,28 +91,28 @@ def _show_plan(plan: "CalibrationPlan", found: Forecast, needed: int, time: "Tim
 
 def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> None:
     show_text(plan, time)
-    display = Display("calibrate", plan.extent(plan.num_finished))
+    display = Display("calibrate", plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs()))
     from k2convert.calibration.accumulate import calibrate as do_calibration
 
     say_when_interrupted(
-        lambda: f"{plan.work.num_finished()} of {plan.num_layers} layers are done. The same command resumes",
+        lambda: f"{plan.walk.work.num_finished()} of {plan.walk.num_layers} layers are done. The same command resumes",
         console.own_command(without="--dry-run"),
     )
     with display as events:
-        header = do_calibration(plan, events=events)
+        header = do_calibration(plan, command=job_command("calibrate", options), events=events)
     _show_result(plan, header, options)
 
 
 def _show_result(plan: "CalibrationPlan", header: "StatisticsHeader", options: CalibrateOptions) -> None:
     path = options.statistics
     num_bytes = path.stat().st_size
-    document = plan_document(plan, finished_layers=plan.num_layers)
+    document = plan_document(plan, finished_layers=plan.walk.num_layers)
     dropped = f", {header.dropped:,} windows dropped" if header.dropped else ""
     statistics = open_statistics(path)
     layers = {number: statistics.layer(number).tokens.tolist() for number in plan.architecture.moe_layers}
     console.show(
         document | {"dropped_windows": header.dropped, "bytes": num_bytes},
-        f"{path}: {format_bytes(num_bytes)}, {plan.num_layers} layers, {header.tokens:,} tokens{dropped}",
+        f"{path}: {format_bytes(num_bytes)}, {plan.walk.num_layers} layers, {header.tokens:,} tokens{dropped}",
         expert_tokens_line(plan, layers, option="--tokens "),
     )
     console.print_next(console.command("k2convert", "run", options.source, "DEST", "--statistics", path))

@@ -96,7 +96,7 @@ def _sides(
     if saved is None:
         assert first is not None
         windows = _read_text(options)
-        asked = questions(first, windows, top_k=options.top_k, seed=options.seed, is_reference=True)
+        asked = questions(first, windows, top_k=options.top_k, is_reference=True)
     else:
         asked = saved.asked
     other = None if second is None else saved_questions(second, asked)

@@ -1,6 +1,5 @@
 """`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,58 +56,52 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    left = max(plan.num_layers - plan.num_finished, 0)
+    left = max(plan.walk.num_layers - plan.walk.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    found = forecast_evaluation(source, plan.text, layers=left, models=len(plan.models))
+    found = forecast_evaluation(source, plan.walk.text, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert"):
         time = found.time()
     if options.dry_run:
         _show_plan(plan, found, needed, time)
     found.check(options.reference, needed=needed)
-    plan.check_room()
+    plan.walk.check_room()
     check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
     if not options.dry_run:
-        command = job_command("evaluate", options)
-        _do(replace(plan, command=command), time)
+        _do(plan, options, time)
     else:
         console.print_next(console.own_command(without="--dry-run"))
 
 
 def plan_line(plan: "EvaluationPlan") -> str:
     """Return models, layers and text of an evaluation, in a line."""
-    windows = plan.text.windows
-    names = ", ".join(name for name, _ in windows.texts)
-    models = len(plan.models) - 1
-    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
-    return (
-        f"{counted(models, 'model')} and the reference, {plan.num_layers} layers on {windows.ids.size:,} tokens of "
-        f"{names}, in {size}"
-    )
+    models = counted(len(plan.models) - 1, "model")
+    return f"{models} and the reference, {plan.walk.num_layers} layers on {plan.walk.text.windows}"
 
 
 def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time") -> None:
     from k2convert.evaluation.needs import evaluation_flop
 
     flop = evaluation_flop(found.source, found.size, models=found.num_models)
-    windows = plan.text.windows
+    windows = plan.walk.text.windows
     document: dict[str, object] = {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
         "tokens": windows.ids.size,
         "window": windows.ids.shape[1],
         "windows": windows.ids.shape[0],
-        "seed": plan.text.seed,
+        "seed": windows.seed,
         "reference": plain(plan.models[0].model),
         "models": [plain(planned.model) for planned in plan.models[1:]],
-        "layers": plan.num_layers,
-        "finished_layers": min(plan.num_finished, plan.num_layers),
+        "layers": plan.walk.num_layers,
+        "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
         "bytes_read": plan.bytes_read,
         "flop": flop,
-        "disk_needed": plan.disk_needed,
+        "disk_needed": plan.walk.disk_needed,
     }
-    fetches = f", fetches {format_bytes(plan.bytes_fetched)} from the Hub" if plan.bytes_fetched else ""
-    needs = format_bytes(plan.disk_needed)
-    allowed = format_bytes(plan.disk_allowed)
+    fetched = sum(plan.walk.fetched)
+    fetches = f", fetches {format_bytes(fetched)} from the Hub" if fetched else ""
+    needs = format_bytes(plan.walk.disk_needed)
+    allowed = format_bytes(plan.walk.disk_allowed)
     console.show(
         document | found.document(time, needed),
         plan_line(plan),
@@ -120,24 +113,24 @@ def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time
     )
 
 
-def _do(plan: "EvaluationPlan", time: "Time") -> None:
+def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
     span = console.format_span(time.least, time.most)
     console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
-    display = Display("evaluate", plan.extent(plan.num_finished))
+    display = Display("evaluate", plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs()))
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     say_when_interrupted(
-        lambda: f"{_layers_done(plan)} of {plan.num_layers} layers are done. The same command resumes",
+        lambda: f"{_layers_done(plan)} of {plan.walk.num_layers} layers are done. The same command resumes",
         console.own_command(without="--dry-run"),
     )
     with display as events, opened_decoder(plan) as decode:
-        found = do_evaluation(plan, decode=decode, events=events)
+        found = do_evaluation(plan, decode=decode, command=job_command("evaluate", options), events=events)
     _show_result(plan, found)
 
 
 def _layers_done(plan: "EvaluationPlan") -> int:
     """Return how many layers are done, without the head, which counts as one too."""
-    return min(plan.work.num_finished(), plan.num_layers)
+    return min(plan.walk.work.num_finished(), plan.walk.num_layers)
 
 
 def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, counted, format_bytes
+from k2convert.errors import CalibrationError, format_bytes
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
 from k2convert.job.resources import check_memory, gpu_memory
@@ -20,7 +20,7 @@ from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
-    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.sizes import Memory, PassSize
 
 MAX_HOURS: Final = 12
@@ -91,28 +91,20 @@ def forecast(plan: CalibrationPlan, *, layers: int) -> Forecast:
     """Count what the last `layers` layers of a calibration need."""
     from k2convert.calibration.sizes import pass_memory, read_sizes, walk_memory
 
-    size = _pass_size(plan.text, layers)
+    size = plan.walk.text.size(layers)
     is_walk = plan.needs is not None
     held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
     return Forecast(plan.source, size, is_walk, held)
 
 
-def forecast_evaluation(source: Checkpoint, text: CalibrationText, *, layers: int, models: int) -> Forecast:
+def forecast_evaluation(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Forecast:
     """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
     from k2convert.calibration.sizes import read_sizes
     from k2convert.evaluation.needs import evaluation_memory
 
-    size = _pass_size(text, layers)
+    size = text.size(layers)
     held = evaluation_memory(read_sizes(source), size, models=models)
     return Forecast(source, size, False, held, num_models=models)
-
-
-def _pass_size(text: CalibrationText, layers: int) -> PassSize:
-    """Return the size of the last `layers` layers of a pass over a text."""
-    from k2convert.calibration.sizes import PassSize
-
-    num_windows, window = text.windows.ids.shape
-    return PassSize(num_windows, window, text.chunk, text.devices, text.threads, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +122,13 @@ class FinalEvaluation:
         check_time(self.time, source=source, may_be_long=may_be_long, what="evaluation")
 
 
-def final_evaluation(job: Job, text: CalibrationText) -> FinalEvaluation:
+def final_evaluation(job: Job, text: WalkText) -> FinalEvaluation:
     """Count and measure what the evaluation at the end of a job needs."""
     whole = job.source.whole or job.source.checkpoint
     found = forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
     needed = peak_bytes() + found.memory.main
     time = found.time()
-    size = text.windows.ids.shape
-    names = ", ".join(name for name, _ in text.windows.texts)
-    line = f"evaluation at the end, on {text.windows.ids.size:,} tokens of {names}, in {counted(size[0], 'window')}"
-    line += f" of {size[1]:,}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
+    line = f"evaluation at the end, on {text.windows}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
     return FinalEvaluation(found, time, needed, line)
 
 
@@ -156,7 +145,7 @@ def layers_left(job: Job, plan: CalibrationPlan) -> int:
     """Return how many layers are left to calibrate, as far as that is known before the job starts."""
     if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
-    return plan.num_layers - plan.num_finished
+    return plan.walk.num_layers - plan.walk.num_finished
 
 
 def show_text(plan: CalibrationPlan, time: Time | None = None) -> None:
@@ -170,10 +159,7 @@ def show_text(plan: CalibrationPlan, time: Time | None = None) -> None:
 
 def _plan_line(plan: CalibrationPlan) -> str:
     """Return layers and text of a calibration, in a line."""
-    windows = plan.text.windows
-    names = ", ".join(name for name, _ in windows.texts)
-    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
-    line = f"{plan.num_layers} layers on {windows.ids.size:,} tokens of {names}, in {size}"
+    line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
     if plan.needs is None:
         return line
     held_out = "with only one window, no error on other tokens"
@@ -185,15 +171,16 @@ def _plan_line(plan: CalibrationPlan) -> str:
 
 def _default_line(plan: CalibrationPlan) -> str | None:
     """Return why a calibration has its number of tokens, in a line; None if it was asked for."""
-    if not plan.text.by_default:
+    if not plan.walk.text.by_default:
         return None
     from k2convert.calibration.token_counts import TOKENS_PER_INPUT, experts_per_token
 
     experts = plan.architecture.num_experts
     inputs = plan.architecture.moe_intermediate_size
-    each = plan.text.tokens * experts_per_token(plan.source) // max(experts, 1)
+    tokens = plan.walk.text.windows.tokens
+    each = tokens * experts_per_token(plan.source) // max(experts, 1)
     return (
-        f"{plan.text.tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
+        f"{tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
         f"{inputs:,} inputs, and {TOKENS_PER_INPUT} for each input are enough"
     )
 
@@ -206,10 +193,10 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
     if got >= TOKENS_PER_INPUT * inputs:
         return line
-    used = plan.num_tokens
-    window = plan.text.windows.ids.shape[1]
+    used = plan.walk.num_tokens
+    window = plan.walk.text.windows.ids.shape[1]
     enough = tokens_for(plan.architecture, used=used, got=got, window=window)
-    text = ", and a longer text" if used < plan.text.tokens else ""
+    text = ", and a longer text" if used < plan.walk.text.windows.tokens else ""
     return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
 
 
@@ -228,27 +215,27 @@ def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) 
 
 def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
     """Return layers and text of a calibration, as plain data."""
-    text = plan.text
-    windows = plan.text.windows
+    text = plan.walk.text
+    windows = plan.walk.text.windows
     return {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
         "tokens": windows.ids.size,
-        "tokens_asked": text.tokens,
+        "tokens_asked": text.windows.tokens,
         "tokens_reason": _default_line(plan),
         "window": windows.ids.shape[1],
         "windows": windows.ids.shape[0],
         "held_out_windows": plan.held_out_windows,
-        "seed": text.seed,
-        "layers": plan.num_layers,
+        "seed": text.windows.seed,
+        "layers": plan.walk.num_layers,
         "finished_layers": finished_layers,
         "statistics": None if text.saved is None else str(text.saved),
-        "devices": list(plan.text.devices),
+        "devices": list(plan.walk.text.devices),
     }
 
 
 def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
     """Return the calibration of a job, as plain data."""
-    done = plan.num_layers - layers_left(job, plan)
+    done = plan.walk.num_layers - layers_left(job, plan)
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 
 

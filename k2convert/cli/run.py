@@ -155,7 +155,7 @@ def _job_options(options: RunOptions) -> JobOptions:
         recipe=options.recipe,
         settings=_recipe_overrides(options),
         statistics=options.statistics,
-        text=text_files(options.calibrate, device=options.device) if options.calibrate else None,
+        text=text_files(options.calibrate, device=options.device, rounds=True) if options.calibrate else None,
         workers=options.workers,
         max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         private=not options.public,
@@ -306,7 +306,8 @@ def _how_far(job: Job, tally: Tally) -> str:
         done = tally.shards if tally.num_shards else len(job.finished)
         what = f"{done} of {len(job.plan.jobs)} shards are converted"
         if job.gptq is not None and "calibrate" in tally.meters:
-            what += f", {job.gptq.work.num_finished()} of {job.gptq.num_layers} layers are calibrated"
+            walk = job.gptq.walk
+            what += f", {walk.work.num_finished()} of {walk.num_layers} layers are calibrated"
     return f"{what}. The same command resumes"
 
 

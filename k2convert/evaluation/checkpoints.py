@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from k2convert.calibration.plan import WalkSource
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
@@ -24,6 +23,7 @@ from k2convert.fit.serving import nvfp4_scheme
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import Ledger
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
@@ -36,7 +36,7 @@ class EvaluatedCheckpoint:
 
     name: str
     place: str
-    source: WalkSource
+    source: Source
     ledger: Ledger | None
 
     @property
@@ -51,7 +51,7 @@ class EvaluatedCheckpoint:
 
     def inputs(self) -> dict[str, str]:
         """Return the identity of every file that it is computed from, as it is now; raises SourceReadError."""
-        return inputs_of(self.checkpoint, None if self.source.remote is None else self.source.identities)
+        return inputs_of(self.checkpoint, None if self.source.remote is None else self.source.identities())
 
     def kept_experts(self, layer: int) -> tuple[int, ...] | None:
         """Return the numbers in the source of a pruned result's experts, if its ledger has them."""

@@ -25,6 +25,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.forward.attention import CachedValues
+from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, finite_windows
 from k2convert.forward.work import HIDDEN
@@ -55,27 +56,14 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         }
 
 
-@dataclass(slots=True)
-class _Choices:
+@dataclass
+class _Choices(BlockObserver):
     """An observer that keeps the experts int64 [T, k] that the tokens of a chunk chose; None in a dense layer."""
 
     experts: NDArray[np.int64] | None = None
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:  # noqa: ARG002
         self.experts = None if routing is None else routing.experts.cpu().numpy()
-
-    def expert(
-        self,
-        expert: int | None,
-        tokens_t: Tensor,
-        weights_t: Tensor | None,
-        inner_tI: Tensor,
-        output_tK: Tensor,
-    ) -> None:
-        """Nothing of an expert is kept."""
-
-    def output(self, h_TK: Tensor) -> None:
-        """Nothing of the output is kept: it is the layer's result."""
 
 
 class LayerComparison:

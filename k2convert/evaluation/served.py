@@ -12,7 +12,6 @@ from itertools import zip_longest
 from typing import Final
 
 import numpy as np
-from blake3 import blake3
 
 from k2convert import __version__
 from k2convert.calibration.text import Windows
@@ -26,7 +25,6 @@ from k2convert.records.evaluation import (
     EvaluatedModel,
     Evaluation,
     EvaluationRow,
-    EvaluationText,
     WorstToken,
 )
 from k2convert.records.events import Events, Extent
@@ -47,7 +45,7 @@ class Side:
     endpoint: Endpoint | None = None
 
 
-def questions(endpoint: Endpoint, windows: Windows, *, top_k: int, seed: int, is_reference: bool) -> Asked:
+def questions(endpoint: Endpoint, windows: Windows, *, top_k: int, is_reference: bool) -> Asked:
     """Return what a server is asked for; raises EndpointError if it, or this machine, has no room for the answers."""
     count, length = windows.ids.shape
     endpoint.check_window(length)
@@ -59,16 +57,8 @@ def questions(endpoint: Endpoint, windows: Windows, *, top_k: int, seed: int, is
             "--top-k or --window."
         )
     token_ids = pack_windows(windows.ids)
-    text = EvaluationText(
-        texts=windows.texts,
-        token_ids=blake3(windows.ids.astype("<i8").tobytes()).hexdigest(),
-        tokens=count * length,
-        window=length,
-        windows=count,
-        seed=seed,
-    )
     again = min(count, NOISE_WINDOWS) if is_reference else 0
-    return Asked(endpoint.name, endpoint.engine, endpoint.root, text, top_k, again, token_ids)
+    return Asked(endpoint.name, endpoint.engine, endpoint.root, windows.described(), top_k, again, token_ids)
 
 
 def saved_questions(endpoint: Endpoint, reference: Asked) -> Asked:

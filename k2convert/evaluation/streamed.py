@@ -12,23 +12,20 @@ that, so an interrupted evaluation gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert import __version__
-from k2convert.calibration.plan import CalibrationText
+from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
-from k2convert.errors import CheckpointError, DiskFullError, ResumeError, format_bytes
+from k2convert.errors import CheckpointError, ResumeError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import (
     LayerComparison,
@@ -41,23 +38,18 @@ from k2convert.evaluation.head import TILE_TOKENS, Head, HeadScores, score_token
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import Rounding
-from k2convert.forward.layer_shards import LayerShards
 from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
 from k2convert.forward.weights import WeightReader
-from k2convert.forward.work import CLAIM, HIDDEN, WalkJob, WorkFolder
-from k2convert.models import read_architecture
-from k2convert.records.command import JobCommand, keep_command
+from k2convert.forward.work import CLAIM, HIDDEN
+from k2convert.records.command import JobCommand
 from k2convert.records.evaluation import (
     FORMAT,
     EvaluatedModel,
     Evaluation,
     EvaluationRow,
-    EvaluationText,
     find_evaluation,
 )
-from k2convert.records.events import SILENT, Events, Extent
-
-Around = Callable[[int], AbstractContextManager[Checkpoint]]
+from k2convert.records.events import SILENT, Events
 
 _STATE_BYTES: Final = 4
 _SCORE_BYTES: Final = 25  # of a token and a model, in the file of the head
@@ -87,137 +79,58 @@ class EvaluationPlan:
     """A planned evaluation. Nothing has been written yet.
 
     `checkpoints` and `models` begin with the reference. `inputs` are the files of each checkpoint as they were when
-    the evaluation was planned. Files to write may hold rows that are lost if it `replaces` them. `command` is what the
-    user typed.
+    the evaluation was planned. Files to write may hold rows that are lost if it `replaces` them.
     """
 
-    text: CalibrationText
+    walk: WalkPlan
     checkpoints: tuple[EvaluatedCheckpoint, ...]
     models: tuple[PlannedModel, ...]
     inputs: tuple[Inputs, ...]
     outputs: tuple[Output, ...]
-    work: WorkFolder
-    job: WalkJob
-    shards: LayerShards
-    disk_allowed: int
     replaces: bool = False
-    command: JobCommand | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """The layers of every model, without the head."""
-        return read_architecture(self.checkpoints[0].checkpoint).num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """The channels of every model."""
-        return read_architecture(self.checkpoints[0].checkpoint).hidden_size
-
-    @property
-    def num_finished(self) -> int:
-        """Return how many layers an earlier run of this job has done; the head counts as one."""
-        return self.work.num_finished(self.job)
-
-    @property
-    def disk_bytes(self) -> int:
-        """The disk for hidden states and scores, without what is fetched."""
-        return states_bytes(self.text.windows.ids.size, self.hidden_size, models=len(self.models))
 
     @property
     def bytes_read(self) -> int:
         """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
         heads = len(self.checkpoints)
-        parts = self.shards.parts
+        parts = self.walk.shards.parts
         sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
         modes = [sum(planned.checkpoint == number for planned in self.models) for number in range(heads)]
-        windows, length = self.text.windows.ids.shape
+        windows, length = self.walk.text.windows.ids.shape
         tiles = -(-windows // max(1, TILE_TOKENS // length))
         layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
-        return layers * -(-windows // self.text.chunk) + sum(sizes[-heads:]) * tiles
+        return layers * -(-windows // self.walk.text.chunk) + sum(sizes[-heads:]) * tiles
 
-    @property
-    def bytes_fetched(self) -> int:
-        """The bytes that are fetched from the Hub, each once."""
-        return sum(part.num_bytes for part in self.shards.parts)
-
-    @property
-    def fetched_at_once(self) -> int:
-        """The most bytes of the Hub that are needed at a time: a layer of one checkpoint, or the heads of all."""
-        fetched = [part.num_bytes for part in self.shards.parts]
-        heads = len(self.checkpoints)
-        return max(*fetched[:-heads], sum(fetched[-heads:]))
-
-    @property
-    def disk_needed(self) -> int:
-        """The least disk that the evaluation needs at a time."""
-        return self.disk_bytes + self.fetched_at_once
-
-    def check_room(self) -> None:
-        """Refuse an evaluation that cannot finish for lack of disk; raises DiskFullError with both numbers."""
-        if self.disk_needed > self.disk_allowed:
-            advice = "Allow more with --max-disk, or free some space" if self.fetched_at_once else "Free some space"
-            raise DiskFullError(
-                f"{self.work.folder}: the evaluation needs {format_bytes(self.disk_needed)} of disk at a time, but may "
-                f"use {format_bytes(self.disk_allowed)}. {advice}, or use fewer tokens."
-            )
-
-    def extent(self, first: int) -> Extent:
-        """Return how much there is to do if `first` layers are done. The head counts as a layer."""
-        unit = len(self.models) * self.text.windows.ids.size
-        fetched = [part.num_bytes for part in self.shards.parts]
-        phases: dict[Any, tuple[int, int]] = {"evaluate": ((self.num_layers + 1) * unit, first * unit)}
-        if any(fetched):
-            phases["download"] = (sum(fetched), sum(fetched[: first * len(self.checkpoints)]))
-        return Extent(phases, layer_tokens=unit, layer_costs=self._layer_costs())
-
-    def _layer_costs(self) -> tuple[float, ...]:
-        from k2convert.calibration.sizes import PassSize
+    def layer_costs(self) -> tuple[float, ...]:
+        """Return the operations of each layer, and of the head."""
         from k2convert.evaluation.needs import layer_operations
 
-        windows, length = self.text.windows.ids.shape
-        size = PassSize(windows, length, self.text.chunk, self.text.devices, self.text.threads, self.num_layers)
-        return layer_operations(self.checkpoints[0].checkpoint, size)
+        return layer_operations(self.checkpoints[0].checkpoint, self.walk.text.size(self.walk.num_layers))
 
-    @contextmanager
-    def opened(self, first: int, *, events: Events) -> Generator[Around]:
-        """Yield what makes the context in which a layer of a checkpoint can be read; fetches during the block."""
-        room = self.disk_allowed - self.disk_bytes
-        shards = replace(self.shards, room=room, events=events)
-        with shards.opened(first * len(self.checkpoints)):
-            yield shards.around
-
-    def walk(self, chunk: int, around: Around) -> Walk:
-        """Return the walk over the text, `chunk` windows at a time."""
-        return Walk(
-            ids=self.text.windows.ids,
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            chunk=chunk,
-            devices=self.text.devices,
-            workers=self.text.threads,
-            around=around,
-            models=tuple(
-                WalkedModel(
-                    stream=stream_of(number),
-                    checkpoint=planned.checkpoint,
-                    rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
-                    name=self.checkpoints[planned.checkpoint].place if number else "",
-                )
-                for number, planned in enumerate(self.models)
-            ),
-            keeps_last=True,
+    def walked_models(self) -> tuple[WalkedModel, ...]:
+        """Return the models as a walk has them."""
+        return tuple(
+            WalkedModel(
+                stream=stream_of(number),
+                checkpoint=planned.checkpoint,
+                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
+                name=self.checkpoints[planned.checkpoint].place if number else "",
+            )
+            for number, planned in enumerate(self.models)
         )
 
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
-        self.work.remove_leftovers(self.job)
-        around = self.work.folder.parent
+        work = self.walk.work
+        work.remove_leftovers(self.walk.job)
+        around = work.folder.parent
         if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
             remove_folder(around, root=around.parent)
 
     def made(self) -> Made:
         """Return what the rows are made from."""
-        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0].model, evaluated_text(self.text), ())
+        text = self.walk.text.windows.described()
+        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0].model, text, ())
         reference, *others = self.inputs
         origins: dict[str, Origin] = {}
         for one, inputs in zip(self.checkpoints[1:], others, strict=True):
@@ -254,34 +167,25 @@ class EvaluationPlan:
             changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
             if changed:
                 raise ResumeError(
-                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete {self.work.folder} and run "
-                    "the same command again."
+                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete {self.walk.work.folder} and "
+                    "run the same command again."
                 )
 
 
 @torch.no_grad()
-def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Events = SILENT) -> Evaluation:
+def evaluate(
+    plan: EvaluationPlan, *, decode: Decode | None = None, command: JobCommand | None = None, events: Events = SILENT
+) -> Evaluation:
     """Do what is left of an evaluation, write its files, and return it. Can be called again after a failure.
 
-    `decode` makes text of token ids, for the tokens that are shown. Raises any K2ConvertError.
+    `decode` makes text of token ids, for the tokens that are shown. `command` is what the user typed. Raises any
+    K2ConvertError.
     """
-    plan.check_room()
-    work = plan.work
-    num_layers = plan.num_layers
-    with work.locked(events=events) as keep:
-        was_begun = work.job() is not None
-        begun = work.begin(plan.job, events=events)
-        if plan.command is not None:
-            keep_command(work.folder, plan.command)
-        first = work.resume(num_layers=num_layers + 1, also={}, events=events)
-        if was_begun:
-            events.note(f"{work.folder}: resuming: {min(first, num_layers)} of {num_layers} layers done")
-        with plan.opened(first, events=events) as around:
-            events.begun(plan.extent(first), keep=keep)
-            walk = plan.walk(begun.chunk, around)
-            _compare_layers(plan, walk, events)
-            if work.num_finished() == num_layers:
-                _score(plan, walk, events)
+    with plan.walk.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as walk:
+        walk = replace(walk, models=plan.walked_models(), keeps_last=True)
+        _compare_layers(plan, walk, events)
+        if plan.walk.work.num_finished() == walk.num_layers:
+            _score(plan, walk, events)
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
@@ -296,7 +200,7 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
 def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
     """Run every model through the layers that are not done, and declare each layer done."""
     comparison = LayerComparison(0, 0)
-    with closing(walk_layers(walk, plan.work, events=events)) as layers:
+    with closing(walk_layers(walk, plan.walk.work, events=events)) as layers:
         for layer in layers:
             number = walk.models.index(layer.model)
             if number == 0:
@@ -305,12 +209,12 @@ def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
             else:
                 comparison.run(number, layer, plan.checkpoints[layer.model.checkpoint])
             if number == len(walk.models) - 1:
-                plan.work.write(plan.work.path(CLAIM, layer.number), comparison.encode())
+                plan.walk.work.write(plan.walk.work.path(CLAIM, layer.number), comparison.encode())
 
 
 def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
     """Score the tokens of every model after the last layer, and declare that done."""
-    work = plan.work
+    work = plan.walk.work
     last = walk.num_layers
     length = walk.shape[1]
     kept = kept_windows(_claim(plan, last - 1))
@@ -348,17 +252,17 @@ def _predicting(states: NDArray[np.float32], kept: NDArray[np.bool_]) -> torch.T
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
-    path = plan.work.path(CLAIM, layer)
-    plan.work.check(path)
+    path = plan.walk.work.path(CLAIM, layer)
+    plan.walk.work.check(path)
     return read_arrays(path)
 
 
 def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     """Return the document of what the work folder has."""
-    layers = [_claim(plan, number) for number in range(plan.num_layers)]
-    scores = HeadScores(**_claim(plan, plan.num_layers))
+    layers = [_claim(plan, number) for number in range(plan.walk.num_layers)]
+    scores = HeadScores(**_claim(plan, plan.walk.num_layers))
     kept = kept_windows(layers[-1])
-    ids = plan.text.windows.ids
+    ids = plan.walk.text.windows.ids
     windows = np.flatnonzero(kept)
     rows: list[EvaluationRow] = []
     for number, planned in enumerate(plan.models[1:], start=1):
@@ -381,20 +285,7 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
         kind="evaluate",
         tool_version=__version__,
         reference=plan.models[0].model,
-        text=replace(evaluated_text(plan.text), dropped=int(np.count_nonzero(~kept))),
+        text=replace(plan.walk.text.windows.described(), dropped=int(np.count_nonzero(~kept))),
         rows=tuple(rows),
         verdicts=compare_models(rows),
-    )
-
-
-def evaluated_text(text: CalibrationText) -> EvaluationText:
-    """Return a text as a document has it, without dropped windows."""
-    ids = text.windows.ids
-    return EvaluationText(
-        texts=text.windows.texts,
-        token_ids=blake3(ids.tobytes()).hexdigest(),
-        tokens=ids.size,
-        window=ids.shape[1],
-        windows=ids.shape[0],
-        seed=text.seed,
     )

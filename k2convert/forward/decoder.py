@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -24,14 +24,16 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError, quoted
 from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached, check_attention
 from k2convert.forward.moe import (
-    PROJECTIONS,
     Mlp,
+    MlpTokens,
     Router,
     Routing,
+    block_mlps,
     read_mlp,
     read_router,
     read_router_config,
     run_in_order,
+    shared_mlp,
 )
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family, read_architecture
@@ -47,7 +49,8 @@ class BlockObserver(Protocol):
     """Sees what happens in a layer's MLP. All calls come from the thread that called `run`, in a fixed order:
     `block`, `expert` by expert number (only experts that a token chose), then the shared experts, `output`.
 
-    Tensors are on the layer's first device and may be kept, but not changed.
+    A subclass overrides some: the others do nothing. Tensors are on the layer's first device and may be kept, but not
+    changed.
     """
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
@@ -55,7 +58,6 @@ class BlockObserver(Protocol):
 
         `cached` is what a KV cache holds of the tokens.
         """
-        ...
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
@@ -66,11 +68,9 @@ class BlockObserver(Protocol):
         experts, which have no weights; a dense MLP is expert 0, without weights. An MLP with many tokens is reported
         in several calls, one after the other.
         """
-        ...
 
     def output(self, h_TK: Tensor) -> None:
         """The hidden states f32 [T, K] after the layer, residual included."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,6 @@ class Rounding:
 
 
 EXACT: Final = Rounding()
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some tokens int64 [t] of the MLP `module`, with the router's weights f32 [t]; `place` numbers the device."""
-
-    module: str
-    expert: int | None
-    tokens: Tensor
-    weights: Tensor | None
-    place: int
-
-
-_Tokens = tuple[str, int | None, Tensor, Tensor | None]
-"""An MLP by its module, the number of its expert, its tokens int64 [t], and the router's weights f32 [t]."""
 
 
 def embed(reader: WeightReader, ids: Tensor) -> Tensor:
@@ -181,7 +166,7 @@ class DecoderLayer:
         if self.is_dense and not self._dense:
             self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
-        with closing(self._outputs(x, self._pieces(x.shape[0], routing))) as outputs:
+        with closing(self._outputs(x, self._pieces(x, routing))) as outputs:
             for piece, inner, output in outputs:
                 if observer is not None:
                     observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
@@ -220,20 +205,23 @@ class DecoderLayer:
     def shared_output(self, x_TK: Tensor) -> Tensor:
         """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
         total = torch.zeros_like(x_TK)
-        with closing(self._outputs(x_TK, self._cut(self._shared(x_TK.shape[0])))) as outputs:
+        with closing(self._outputs(x_TK, self._cut(shared_mlp(self._reader, self._mlp, x_TK)))) as outputs:
             for piece, _, output in outputs:
                 total.index_add_(0, piece.tokens, output)
         return total
 
-    def _outputs(self, x_TK: Tensor, pieces: Iterable[_Piece]) -> Generator[tuple[_Piece, Tensor, Tensor]]:
+    def _outputs(
+        self, x_TK: Tensor, pieces: Iterable[tuple[int, MlpTokens]]
+    ) -> Generator[tuple[MlpTokens, Tensor, Tensor]]:
         """Yield each piece in order, with its input f32 [t, I] of down and its output f32 [t, K] (first device)."""
         inputs = [x_TK.to(device) for device in self._devices]
         home = self._devices[0]
 
-        def compute(piece: _Piece) -> tuple[_Piece, Tensor, Tensor]:
-            device = self._devices[piece.place]
-            mlp = self._dense[piece.place] if self._dense else self._read_mlp(piece.module, device)
-            inner = mlp.inner(inputs[piece.place][piece.tokens.to(device)])
+        def compute(dealt: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor, Tensor]:
+            place, piece = dealt
+            device = self._devices[place]
+            mlp = self._dense[place] if self._dense else self._read_mlp(piece.module, device)
+            inner = mlp.inner(inputs[place][piece.tokens.to(device)])
             return piece, inner.to(home), mlp.outer(inner).to(home)
 
         with allowing_tf32(self._devices), run_in_order(compute, pieces, workers=self._workers) as results:
@@ -242,29 +230,19 @@ class DecoderLayer:
     def _read_mlp(self, module: str, device: str) -> Mlp:
         return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
 
-    def _pieces(self, num_tokens: int, routing: Routing | None) -> Iterator[_Piece]:
-        if routing is None:
-            return self._cut([(self._mlp, 0, self._all(num_tokens), None)])
-        experts = range(routing.scores.shape[1])
-        mlps: list[_Tokens] = [(f"{self._mlp}.experts.{e}", e, *routing.tokens_of(e)) for e in experts]
-        return self._cut(mlps + self._shared(num_tokens))
+    def _pieces(self, x_TK: Tensor, routing: Routing | None) -> Iterator[tuple[int, MlpTokens]]:
+        if routing is not None:
+            return self._cut(block_mlps(self._reader, self._mlp, routing))
+        return self._cut([MlpTokens(self._mlp, 0, torch.arange(x_TK.shape[0], device=x_TK.device))])
 
-    def _shared(self, num_tokens: int) -> list[_Tokens]:
-        shared = f"{self._mlp}.shared_experts"
-        has_shared = not self.is_dense and self._reader.has_layer(f"{shared}.{PROJECTIONS[0]}")
-        return [(shared, None, self._all(num_tokens), None)] if has_shared else []
-
-    def _all(self, num_tokens: int) -> Tensor:
-        return torch.arange(num_tokens, device=self._devices[0])
-
-    def _cut(self, mlps: list[_Tokens]) -> Iterator[_Piece]:
-        """Yield the pieces of MLPs, dealt out to the devices."""
+    def _cut(self, mlps: list[MlpTokens]) -> Iterator[tuple[int, MlpTokens]]:
+        """Yield the pieces of MLPs, each with the number of the device that it is dealt out to."""
         number = 0
-        for module, expert, tokens, weights in mlps:
-            for start in range(0, tokens.shape[0], self._piece_tokens):
+        for mlp in mlps:
+            for start in range(0, mlp.tokens.shape[0], self._piece_tokens):
                 piece = slice(start, start + self._piece_tokens)
-                place = number % len(self._devices)
-                yield _Piece(module, expert, tokens[piece], None if weights is None else weights[piece], place)
+                weights = None if mlp.weights is None else mlp.weights[piece]
+                yield number % len(self._devices), replace(mlp, tokens=mlp.tokens[piece], weights=weights)
                 number += 1
 
 

@@ -7,7 +7,6 @@ parts of one shard.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from typing import Final
 
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.models import detect_family
 from k2convert.models.names import Role
 from k2convert.records.events import Events
@@ -30,13 +30,13 @@ _FOLDER: Final = "layer-{:03}"
 def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
     """Return the byte ranges that each layer reads. The first one also reads the embedding."""
     family = detect_family(source)
-    found: tuple[Ranges, ...] = tuple(defaultdict(set) for _ in range(num_layers))
+    found: tuple[list[TensorInfo], ...] = tuple([] for _ in range(num_layers))
     for name, tensor in source.tensors.items():
         place = family.classify(name.rpartition(".")[0])
         layer = None if place is None else 0 if place.role is Role.EMBEDDINGS else place.layer
         if layer is not None and layer < num_layers:
-            found[layer][tensor.shard].add((tensor.begin, tensor.end))
-    return found
+            found[layer].append(tensor)
+    return tuple(map(ranges_of, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,9 @@ class LayerShards:
 
         Sets `stop` if the block fails, so that nothing more is fetched.
         """
+        if all(part.remote is None for part in self.parts):
+            yield
+            return
         make_folder(self.folder)
         for path in list_folder(self.folder):
             if path.name != _FOLDER.format(first):

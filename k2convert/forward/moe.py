@@ -146,6 +146,30 @@ def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu", fp4_inputs
     return Mlp(*(_read_linear(reader, f"{stem}.{name}", fp4_inputs).to(device) for name in PROJECTIONS))
 
 
+@dataclass(frozen=True, slots=True)
+class MlpTokens:
+    """Tokens int64 [t] of the MLP `module`, with the router's weights f32 [t]; shared experts have no number."""
+
+    module: str
+    expert: int | None
+    tokens: Tensor
+    weights: Tensor | None = None
+
+
+def block_mlps(reader: WeightReader, stem: str, routing: Routing) -> list[MlpTokens]:
+    """Return every expert of the block `stem` with the tokens that chose it, then the shared experts with all."""
+    experts = range(routing.scores.shape[1])
+    found = [MlpTokens(f"{stem}.experts.{expert}", expert, *routing.tokens_of(expert)) for expert in experts]
+    return found + shared_mlp(reader, stem, routing.experts)
+
+
+def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
+    """Return the shared experts of the block `stem` with all tokens, of which `x` has the first dimension, if any."""
+    module = f"{stem}.shared_experts"
+    is_there = reader.has_layer(f"{module}.{PROJECTIONS[0]}")
+    return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))] if is_there else []
+
+
 def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearLayer:
     if not reader.is_nvfp4(module):
         return LinearLayer(exact_weight(reader.read_source(module)))

@@ -107,7 +107,7 @@ class WorkFolder:
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
         self._streams = streams
         self._outputs = (CLAIM, *others)
-        self._purpose: Purpose = purpose
+        self.purpose: Purpose = purpose
         name, self._elsewhere = _JOBS[purpose]
         self._job_path = folder / WORK_FOLDER / name
 
@@ -142,7 +142,7 @@ class WorkFolder:
         if found is None:
             unknown = [path for path in list_folder(self.folder) if path.is_file()]
             if unknown:
-                events.note(f"{self._job_path}: damaged: the {self._purpose} starts again at the beginning")
+                events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
             for path in unknown:
                 self.remove_file(path)
             self._describe(job)
@@ -151,7 +151,7 @@ class WorkFolder:
             how = other_instructions(found.identity, job.identity)
             again = how or f"{say_own_command(self.folder)}Repeat it with the same options. "
             raise ResumeError(
-                f"{self.folder}: holds a different {self._purpose}: {changes}. {again}Otherwise {self._elsewhere}, or "
+                f"{self.folder}: holds a different {self.purpose}: {changes}. {again}Otherwise {self._elsewhere}, or "
                 "delete this folder to start over."
             )
         if changed := changed_shards(found.source, job.source):
@@ -226,7 +226,7 @@ class WorkFolder:
             damage = damage or found
         if damage:
             place = f"with layer {first}" if first else "at the beginning"
-            events.note(f"{damage}: the {self._purpose} starts again {place}")
+            events.note(f"{damage}: the {self.purpose} starts again {place}")
             self.forget(first, num_layers=num_layers)
         return first
 
@@ -268,7 +268,7 @@ class WorkFolder:
     @contextmanager
     def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:
         """Yield a function that reads windows of the hidden states that a layer reads; raises CheckpointError."""
-        path, (dtype, size) = self.path(stream, layer), _STATES[self._purpose]
+        path, (dtype, size) = self.path(stream, layer), _STATES[self.purpose]
         self.check(path)
         info = read_header(path).tensors[HIDDEN_STATES]
         window_bytes = prod(shape[1:]) * size
@@ -290,7 +290,7 @@ class WorkFolder:
 
         Raises DiskFullError, DestinationWriteError.
         """
-        path, (dtype, size) = self.path(stream, layer), _STATES[self._purpose]
+        path, (dtype, size) = self.path(stream, layer), _STATES[self.purpose]
         num_bytes = prod(shape) * size
         header = encode_header([(HIDDEN_STATES, dtype, shape, num_bytes)], metadata={}, alignment=ALIGNMENT)
         with ShardWriter(path, len(header) + num_bytes) as writer:

@@ -7,7 +7,7 @@ from threading import Event
 from typing import Final
 
 from k2convert.checkpoint.files import writing
-from k2convert.checkpoint.header import ShardHeader
+from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.errors import MalformedFileError
 from k2convert.hub.client import Hub, ignore
 from k2convert.hub.download import Arrived, download_ranges, download_shard
@@ -18,6 +18,14 @@ WHOLE_SHARE: Final = 0.9
 
 Ranges = dict[str, set[tuple[int, int]]]
 """Byte ranges [begin, end) by shard."""
+
+
+def ranges_of(tensors: Iterable[TensorInfo]) -> Ranges:
+    """Return the byte ranges of tensors."""
+    found: Ranges = {}
+    for tensor in tensors:
+        found.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization, unquantized_config
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError
-from k2convert.job.locations import Source
 from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Plan
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
 

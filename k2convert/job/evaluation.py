@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibration.plan import CalibrationText, WalkSource
+from k2convert.calibration.plan import WalkPlan, WalkText
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
@@ -21,8 +21,8 @@ from k2convert.evaluation.checkpoints import (
     modes_of,
 )
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.locations import Source, check_output_path, open_source
+from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
+from k2convert.job.locations import check_output_path, open_source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.resources import allowed_disk, device_name
 from k2convert.models import read_architecture
@@ -86,26 +86,23 @@ def open_evaluation(
         places = (reference, *dict.fromkeys(checkpoints))
         names = _names(places)
         found: list[EvaluatedCheckpoint] = []
-        sources: list[Source] = []
         for place in places:
             revision = pinned.get(_REVISION.format(place))
             opened = stack.enter_context(
                 open_source(place, hub=hub, pinned=None if revision is None else str(revision))
             )
-            sources.append(opened)
-            source = WalkSource(opened.checkpoint, opened.remote, hub, opened.identities())
-            found.append(EvaluatedCheckpoint(names[place], place, source, _ledger(opened.checkpoint.folder)))
+            found.append(EvaluatedCheckpoint(names[place], place, opened, _ledger(opened.checkpoint.folder)))
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
             check_config(found[-1].checkpoint)
-        read = read_text(text, use, sources[0], hub)
+        read = read_text(text, use, found[0].source, hub)
         check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, max_disk=max_disk)
+        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, hub=hub, max_disk=max_disk)
 
 
-def check_windows(text: CalibrationText) -> None:
+def check_windows(text: WalkText) -> None:
     """Refuse windows in which nothing is predicted (CalibrationError)."""
     if text.windows.ids.shape[1] < 2:
         names = ", ".join(name for name, _ in text.windows.texts)
@@ -178,11 +175,12 @@ def _ledger(folder: Path) -> Ledger | None:
 
 def plan_evaluation(
     found: tuple[EvaluatedCheckpoint, ...],
-    text: CalibrationText,
+    text: WalkText,
     options: EvaluationOptions,
     outputs: Mapping[Path, str | None],
     work_folder: Path,
     *,
+    hub: Hub,
     max_disk: int | None,
 ) -> "EvaluationPlan":
     """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
@@ -190,7 +188,7 @@ def plan_evaluation(
     is not there.
     """
     from k2convert.evaluation.kept import Output
-    from k2convert.evaluation.streamed import EvaluationPlan
+    from k2convert.evaluation.streamed import EvaluationPlan, states_bytes
     from k2convert.forward.layer_shards import LayerShards
     from k2convert.forward.work import WalkJob
 
@@ -200,8 +198,20 @@ def plan_evaluation(
     uses_hub = any(one.source.remote is not None for one in found)
     numbers = {one.place: number for number, one in enumerate(found)}
     everything = tuple(numbers.values())
+    architecture = read_architecture(found[0].checkpoint)
     return EvaluationPlan(
-        text=text,
+        walk=WalkPlan(
+            text=text,
+            num_layers=architecture.num_layers,
+            hidden_size=architecture.hidden_size,
+            work=work,
+            job=WalkJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
+            shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
+            disk_bytes=states_bytes(text.windows.ids.size, architecture.hidden_size, models=len(models)),
+            disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
+            num_checkpoints=len(found),
+            num_models=len(models),
+        ),
         checkpoints=found,
         models=models,
         inputs=inputs,
@@ -209,10 +219,6 @@ def plan_evaluation(
             Output(path, everything if place is None else (numbers[place],), is_own=place is not None)
             for path, place in outputs.items()
         ),
-        work=work,
-        job=WalkJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
-        shards=LayerShards(_parts(found, work), work.downloads, 0, SILENT),
-        disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
         replaces=options.replaces,
     )
 
@@ -238,7 +244,7 @@ def _identity(
     found: Sequence[EvaluatedCheckpoint],
     models: "Sequence[PlannedModel]",
     inputs: "Sequence[Inputs]",
-    text: CalibrationText,
+    text: WalkText,
     device: str,
 ) -> JsonObject:
     """Return everything that the figures depend on, field by field, as a refused resume names it."""
@@ -258,20 +264,17 @@ def _identity(
     return identity
 
 
-def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder") -> "list[LayerPart]":
+def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -> "list[LayerPart]":
     """Return what is read, in order: each layer of every checkpoint, then the head of every checkpoint."""
     from k2convert.forward.layer_shards import LayerPart, layer_ranges
 
     num_layers = read_architecture(found[0].checkpoint).num_layers
     ranges: list[Sequence[Ranges]] = []
     for one in found:
-        head: Ranges = {}
-        for tensor in (one.checkpoint.tensors[name] for name in head_names(one.checkpoint)):
-            head.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+        head = ranges_of(one.checkpoint.tensors[name] for name in head_names(one.checkpoint))
         ranges.append((*layer_ranges(one.checkpoint, num_layers), head))
     remotes = [
-        None if one.source.remote is None else RemoteShards(one.source.hub, one.source.remote, work.downloads)
-        for one in found
+        None if one.source.remote is None else RemoteShards(hub, one.source.remote, work.downloads) for one in found
     ]
     return [
         LayerPart(one.checkpoint, remote, of[number])

@@ -6,7 +6,7 @@ so `main` gets result and evaluation in one commit. A run that is interrupted he
 
 from dataclasses import replace
 
-from k2convert.calibration.plan import CalibrationText, WalkSource
+from k2convert.calibration.plan import WalkText
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, model_name
 from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW
@@ -16,7 +16,6 @@ from k2convert.evaluation.kept import check_text
 from k2convert.hub.client import RepoRef
 from k2convert.hub.source import resolve_source
 from k2convert.job.evaluation import WORK_NAME, EvaluationOptions, check_windows, opened_decoder, plan_evaluation
-from k2convert.job.locations import Source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
@@ -24,6 +23,7 @@ from k2convert.models import check_computed, read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.events import Events
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import Ledger, read_ledger
 
 
@@ -37,24 +37,26 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
     check_windows(text)
     used = [] if job.calibrated is None else list(job.calibrated.texts)
-    used += () if job.gptq is None else job.gptq.text.windows.texts
+    used += () if job.gptq is None else job.gptq.walk.text.windows.texts
     for name, digest in text.windows.texts:
         if not any_text and digest in {found for _, found in used}:
             raise CalibrationError(
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
                 "text with --evaluate, or repeat the command with --any-text."
             )
-    from k2convert.evaluation.streamed import evaluated_text, states_bytes
+    from k2convert.evaluation.streamed import states_bytes
 
-    check_text(job.destination.folder / EVALUATION_NAME, evaluated_text(text))
+    check_text(job.destination.folder / EVALUATION_NAME, text.windows.described())
     hidden = read_architecture(job.source.checkpoint).hidden_size
     states = states_bytes(text.windows.ids.size, hidden, models=2)
-    before = 0 if job.gptq is None else job.gptq.disk_bytes + job.limits.layer_room  # gone when the evaluation begins
+    before = 0  # gone when the evaluation begins
+    if job.gptq is not None:
+        before = job.gptq.walk.disk_bytes + job.limits.layer_room
     disk_small = job.limits.disk_small + max(states - before, 0)
     return replace(job, evaluation=text, limits=replace(job.limits, disk_small=disk_small))
 
 
-def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, events: Events) -> Evaluation:
+def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Events) -> Evaluation:
     """Evaluate a job's assembled result and write its evaluation.json; `branch` is where the shards are, if not here.
 
     Raises any K2ConvertError; what was converted stays.
@@ -71,9 +73,11 @@ def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, even
         EvaluationOptions(kv_cache=job.plan.recipe.kv_cache),
         {path: result.place},
         path.parent / WORK_FOLDER / WORK_NAME,
+        hub=job.hub,
         max_disk=None,
     )
-    plan = replace(plan, disk_allowed=min(plan.disk_allowed, job.limits.disk_allowed))
+    allowed = min(plan.walk.disk_allowed, job.limits.disk_allowed)
+    plan = replace(plan, walk=replace(plan.walk, disk_allowed=allowed))
     if (finished := plan.finished()) is not None:
         plan.remove_work()
         return finished
@@ -88,22 +92,20 @@ def _reference(job: Job) -> EvaluatedCheckpoint:
     if remote is None:
         checkpoint = open_checkpoint(checkpoint.folder)
     place = str(checkpoint.folder) if remote is None else str(RepoRef(remote.repo, remote.commit))
-    return _evaluated(job, Source(checkpoint, remote), place, None)
+    return _evaluated(Source(checkpoint, remote), place, None)
 
 
 def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
     folder = job.destination.folder
     ledger = read_ledger(job.destination.folder)
     if branch is None or job.target is None:
-        return _evaluated(job, Source(open_checkpoint(folder)), str(folder), ledger)
+        return _evaluated(Source(open_checkpoint(folder)), str(folder), ledger)
     headers = output_headers(job.plan)
     checkpoint = open_checkpoint(folder, read=lambda path: headers[path.name])
     remote = resolve_source(job.hub, RepoRef(job.target.repo, branch))
-    return _evaluated(job, Source(checkpoint, remote), str(job.destination), ledger)
+    return _evaluated(Source(checkpoint, remote), str(job.destination), ledger)
 
 
-def _evaluated(job: Job, opened: Source, place: str, ledger: Ledger | None) -> EvaluatedCheckpoint:
+def _evaluated(opened: Source, place: str, ledger: Ledger | None) -> EvaluatedCheckpoint:
     name = model_name(opened.checkpoint.folder) if opened.remote is None else place
-    return EvaluatedCheckpoint(
-        name, place, WalkSource(opened.checkpoint, opened.remote, job.hub, opened.identities()), ledger
-    )
+    return EvaluatedCheckpoint(name, place, opened, ledger)

@@ -23,13 +23,13 @@ from pydantic import Field
 from k2convert.checkpoint.files import parse_json_object, read_small_file
 from k2convert.errors import CalibrationError, MalformedFileError, PlanError, SourceReadError, remedy
 from k2convert.hub.client import Hub
-from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.locations import Source
+from k2convert.hub.ranges import RemoteShards, ranges_of
 from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.document import Count, LayerNumber, parse
+from k2convert.records.fingerprint import Source
 from k2convert.records.pruning import LeftOut, Phrase, PruningRecord, left_out
 
 if TYPE_CHECKING:
@@ -196,9 +196,7 @@ def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
     if source.remote is None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)
         return
-    ranges: Ranges = {}
-    for tensor in norm_tensors(found, source.checkpoint).values():
-        ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+    ranges = ranges_of(norm_tensors(found, source.checkpoint).values())
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         RemoteShards(hub, source.remote, Path(temporary)).bring(ranges)
         check_norms(found, source.checkpoint, folder=Path(temporary))

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Final
@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, mode_of, walk_folder
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import Checkpoint, is_part_of_checkpoint, open_checkpoint
+from k2convert.checkpoint.index import is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
     BLOBS_FOLDER,
-    CARD_NAME,
     CONFIG_NAME,
     DOWNLOADS_FOLDER,
     EVALUATION_NAME,
@@ -39,60 +38,18 @@ from k2convert.errors import CheckpointError, DestinationError, DestinationWrite
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
-from k2convert.records.fingerprint import local_identity
+from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
-from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics
     from k2convert.hub.source import RemoteRepo
-    from k2convert.hub.source_card import SourceCard
 
 WORK_ROOT: Final = Path("k2convert-work")
 _WRITTEN: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME)
 _MOVE: Final = "Move it elsewhere, or choose a different folder."
 _STATISTICS_SUFFIX: Final = ".stats"
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """An opened source. `remote` is None for a folder.
-
-    If `pruning` is set, `checkpoint` has only the kept experts, and `whole` is the source with all of them.
-    """
-
-    checkpoint: Checkpoint
-    remote: "RemoteRepo | None" = None
-    pruning: PruningRecord | None = None
-    whole: Checkpoint | None = None
-
-    def pruned(self, pruning: PruningRecord) -> "Source":
-        """Return the source with only the kept experts; raises PlanError if they are not of this model."""
-        return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
-
-    @property
-    def card(self) -> "SourceCard":
-        """Statements of the source's model card. Read it while the source is open."""
-        from k2convert.hub.source_card import read_source_card_file
-
-        return read_source_card_file(self.checkpoint.folder / CARD_NAME)
-
-    def identities(self) -> dict[str, str]:
-        """Return which file each source shard is; see records/fingerprint.py."""
-        checkpoint = self.checkpoint
-        remote = self.remote
-        if remote is None:
-            return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
-        return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
-
-    @property
-    def repo(self) -> str | None:
-        return self.remote.repo if self.remote is not None else None
-
-    @property
-    def revision(self) -> str | None:
-        return self.remote.commit if self.remote is not None else None
 
 
 @dataclass(frozen=True, slots=True)

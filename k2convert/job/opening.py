@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,36 +11,40 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
 from k2convert.hub.client import Hub
-from k2convert.job.locations import Source, check_output_path, open_source
+from k2convert.job.locations import check_output_path, open_source
 from k2convert.job.resources import allowed_disk, choose_devices, device_name, gpu_memory, layer_threads
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import TextUse, load_recipe
 from k2convert.records.document import shown
-from k2convert.records.fingerprint import job_fingerprint
+from k2convert.records.fingerprint import Source, job_fingerprint
 from k2convert.records.ledger import TOTAL, Ledger, find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.text import Windows
     from k2convert.plan.inspection import Inspection
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without."""
+    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without.
+
+    `note` is a word on the choice of the devices.
+    """
 
     files: Sequence[Path]
     devices: tuple[str, ...]
     threads: int
     gpu_bytes: int
+    note: str | None = None
 
 
-def text_files(files: Sequence[str | PathLike[str]], *, device: Device) -> TextFiles:
-    """Return a text that this machine's devices compute."""
-    devices = choose_devices(device)
-    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1])
+def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: bool = False) -> TextFiles:
+    """Return a text that this machine's devices compute; with `rounds`, one for rule gptq."""
+    devices, note = choose_devices(device, rounds=rounds)
+    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1], note)
 
 
 @contextmanager
@@ -69,7 +73,7 @@ def open_calibration(
 
 
 def plan_statistics(
-    text: "CalibrationText",
+    text: "WalkText",
     source: Source,
     statistics: Path,
     *,
@@ -78,7 +82,7 @@ def plan_statistics(
 ) -> "CalibrationPlan":
     """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
     from k2convert.calibration.layer_files import statistics_work
-    from k2convert.calibration.plan import WalkSource, plan_calibration, source_fields
+    from k2convert.calibration.plan import plan_calibration, source_fields
 
     checkpoint = source.checkpoint
     work = statistics_work(statistics)
@@ -88,27 +92,25 @@ def plan_statistics(
     fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
     return plan_calibration(
         text,
-        WalkSource(checkpoint, source.remote, hub, source.identities()),
+        source,
+        hub=hub,
         identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
         work=work,
         disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
     )
 
 
-def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
+def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
-    from k2convert.calibration.plan import CalibrationText
+    from k2convert.calibration.plan import WalkText
     from k2convert.calibration.sizes import chunk_windows
 
     windows = read_windows_of(source.checkpoint, text.files, use)
-    for note in windows.notes:
+    for note in (*([text.note] if text.note else []), *windows.notes):
         hub.notify(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
-    tokens = _tokens(source.checkpoint, use)
-    saved = use.save_statistics
-    return CalibrationText(
-        windows, tokens, use.window, use.seed, chunk, text.devices, text.threads, saved, use.tokens is None
-    )
+    windows = replace(windows, window=use.window)  # a job is known by what was asked for
+    return WalkText(windows, chunk, text.devices, text.threads, use.save_statistics, by_default=use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.errors import CheckpointError, DestinationError, DiskFullError, format_bytes, remedy, require_extra
+from k2convert.errors import CheckpointError, DestinationError, check_disk, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import (
     Destination,
-    Source,
     check_destination,
     check_output_path,
     open_named_statistics,
@@ -46,13 +45,13 @@ from k2convert.plan.plan import Plan, ShardJob, check_target, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.fingerprint import JobDescription, job_fingerprint
+from k2convert.records.fingerprint import JobDescription, Source, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
-    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.statistics import Statistics
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
@@ -84,7 +83,7 @@ class Job:
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None
     gptq: "CalibrationPlan | None" = None
-    evaluation: "CalibrationText | None" = None
+    evaluation: "WalkText | None" = None
 
     @property
     def uses_hub(self) -> bool:
@@ -168,7 +167,7 @@ def prepare(
     recipe: Recipe,
     *,
     statistics: "Statistics | None",
-    text: "CalibrationText | None",
+    text: "WalkText | None",
     hub: Hub,
 ) -> Job:
     """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
@@ -281,13 +280,12 @@ def _plan_limits(
     small += sum(p.stat().st_size for p in folder.glob("*.json"))
     copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
     small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
-    small_bytes += 0 if walk is None else walk.disk_bytes
+    small_bytes += 0 if walk is None else walk.walk.disk_bytes
 
     shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
     layer_room = 0
     if walk is not None:
-        ample = walk.layer_rooms[0]
-        least = walk.layer_rooms[-1]
+        ample, least = walk.walk.layer_rooms
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
     memory = available_memory()
@@ -360,16 +358,13 @@ def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> 
 def check_room(job: Job) -> None:
     """Refuse a job that cannot finish for lack of disk; raises DiskFullError with both numbers."""
     limits = job.limits
-    if limits.disk_needed <= limits.disk_allowed:
-        return
     advice = f"Free {format_bytes(limits.disk_needed - limits.disk_allowed)}, or choose a folder on a different disk."
     if job.uses_hub:
         advice = "Allow more with --max-disk, or free some space."
         if job.target is None:
             advice += " Publishing to the Hub (hf://owner/name) needs room for a few shards only."
-    raise DiskFullError(
-        f"{job.destination.folder}: the job needs at least {format_bytes(limits.disk_needed)} of disk at once, but "
-        f"may use {format_bytes(limits.disk_allowed)}. {advice}"
+    check_disk(
+        f"{job.destination.folder}: the job", needed=limits.disk_needed, allowed=limits.disk_allowed, remedy=advice
     )
 
 
@@ -395,7 +390,7 @@ def check_job_memory(job: Job) -> None:
 
 
 def plan_walk(
-    text: "CalibrationText",
+    text: "WalkText",
     source: Source,
     folder: Path,
     shards: Sequence[ShardJob],
@@ -405,7 +400,7 @@ def plan_walk(
 ) -> "CalibrationPlan":
     """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
     from k2convert.calibration.layer_files import conversion_work
-    from k2convert.calibration.plan import WalkSource, plan_calibration
+    from k2convert.calibration.plan import plan_calibration
 
     path = text.saved
     if path is not None:
@@ -414,7 +409,8 @@ def plan_walk(
             raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(
         text,
-        WalkSource(source.checkpoint, source.remote, hub, description.source),
+        source,
+        hub=hub,
         identity=description.fingerprint,
         work=conversion_work(folder),
         shards=shards,

@@ -27,6 +27,7 @@ from k2convert.errors import (
     PlanError,
     check_choice,
     check_number,
+    counted,
     format_bytes,
     missing_module,
     require_extra,
@@ -108,11 +109,12 @@ def xet_bytes(*, uploads: bool) -> int:
     return XET_BYTES if uploads and not is_off else 0
 
 
-def choose_devices(device: Device) -> tuple[str, ...]:
-    """Return the devices that compute a text: every visible CUDA device, else the CPU.
+def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, ...], str | None]:
+    """Return the devices that compute a text, and a word on the choice: every visible CUDA device, else the CPU.
 
-    Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it,
-    ArgumentError for any other word.
+    With `rounds`, for rule gptq, a CUDA device must round as the CPU does. Raises PlanError if CUDA was asked for and
+    there is none or it does not, MissingDependencyError if torch is not installed for it, ArgumentError for any other
+    word.
     """
     check_choice("device", device, get_args(Device))
     if device == "cuda":
@@ -121,10 +123,34 @@ def choose_devices(device: Device) -> tuple[str, ...]:
         import torch
 
         if torch.cuda.is_available():
-            return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+            devices = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+            return _checked(devices, device) if rounds else (devices, None)
     if device == "cuda":
         raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
-    return ("cpu",)
+    if device == "auto" and has_driver() and missing_module("torch") is None:
+        return ("cpu",), f"torch sees no CUDA device, so {_cores()} are used. A CUDA build of torch uses the GPU"
+    return ("cpu",), None
+
+
+def _checked(devices: tuple[str, ...], device: Device) -> tuple[tuple[str, ...], str | None]:
+    """Return the devices if all of them round as the CPU does, otherwise the CPU; raises PlanError for device cuda."""
+    import torch
+
+    from k2convert.quantize.gptq.device_kernel import check_device
+
+    try:
+        for name in devices:
+            check_device(name)
+    except PlanError as error:
+        if device == "cuda":
+            raise
+        return ("cpu",), f"{str(error).removesuffix(' Use --device cpu.')} So {_cores()} are used"
+    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(name) for name in devices))
+    return devices, f"rule gptq runs on {names}, which rounds as the CPU does. --device cpu uses {_cores()}"
+
+
+def _cores() -> str:
+    return counted(num_cores(), "core")
 
 
 def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:

@@ -238,7 +238,7 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
         needed = {source for item in run.items for source in item.sources}
         phases["download"] = (sum(sizes.values()), sum(sizes.values()) - sum(sizes[source] for source in needed))
     if walk is not None:
-        phases |= walk.plan.phases(walk.first, phases)
+        phases |= walk.plan.walk.phases(walk.first, phases)
     shards = [shard for shard in job.plan.jobs if shard.name in names]
     done = sum(shard.bytes_in for shard in shards if shard.name not in left)
     phases["convert"] = (sum(shard.bytes_in for shard in shards), done)
@@ -248,7 +248,7 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
     extent = Extent(phases, len(run.mine), len(run.mine) - len(run.items))
     if walk is None:
         return extent
-    return replace(extent, layer_tokens=walk.plan.num_tokens, layer_costs=walk.plan.layer_costs())
+    return replace(extent, layer_tokens=walk.plan.walk.num_tokens, layer_costs=walk.plan.layer_costs())
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     BUFFERS.clear()  # what follows needs memory, but reads no tensors
     names = assemble(job, run.records)
     if walk is not None:
-        walk.plan.work.remove()
+        walk.plan.walk.work.remove()
     outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
     if job.evaluation is not None:
         from k2convert.job.final_evaluation import evaluate_result

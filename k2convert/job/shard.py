@@ -3,8 +3,7 @@
 Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
 threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
-A shard for upload is validated at once: later neither it nor its source may be here. So is one with MXFP4 weights that
-were cast: they are called lossless only by the bytes that are on the disk.
+A shard for upload is validated at once: later neither it nor its source may be here.
 """
 
 from collections import deque
@@ -31,7 +30,7 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection, load_project
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
@@ -141,11 +140,9 @@ def convert_shard(
         sha256=writer.sha256,
         zero_copies=_zero_copies(shard, has_values),
     )
-    casts = any(p.metrics is not None and p.metrics.below_window_groups is not None for p in record.projections)
-    if not (casts or task.for_upload):
+    if not task.for_upload:
         return record
-    findings = _validated(task, record)
-    return replace(record.read_back(findings.decoded), checked=findings if task.for_upload else None)
+    return replace(record, checked=_validated(task, record))
 
 
 def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
@@ -201,7 +198,6 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
             calibration=task.calibration,
             kept=task.kept,
             family=find_family(task.family),
-            by_rule=task.for_upload,  # a cast is only compared with the source here; `validate` regenerates it
         )
     except BaseException:
         path.unlink(missing_ok=True)
@@ -334,12 +330,27 @@ class _Work:
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
+        global_scale = self.quantizer.global_scale(shared)
+        calibration = self.task.calibration
         buffers: list[Bytes] = []
         records: list[ProjectionRecord] = []
         for projection, source in sources:
-            tensors, record = self._quantize(projection, source, shared)
-            buffers += tensors
-            records.append(record)
+            name = projection.module
+            importance = None
+            result = None
+            if calibration is not None:
+                importance = calibration.of_projection(projection)
+                result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
+            if result is not None:
+                metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
+            else:
+                result, metrics = self.quantizer.quantize(
+                    source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
+                )
+            buffers += [result.packed.reshape(-1), result.block_scales.reshape(-1)]
+            scalars = scalar_bytes(self.task.recipe, projection, global_scale)
+            buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
+            records.append(ProjectionRecord(name, projection.role, global_scale, metrics))
         return buffers, records
 
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
@@ -357,28 +368,6 @@ class _Work:
         if scaling is None or calibration is None:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
-
-    def _quantize(
-        self, projection: Projection, source: SourceWeight, shared: Magnitude
-    ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared)
-        name = projection.module
-        importance = None
-        result = None
-        calibration = self.task.calibration
-        if calibration is not None:
-            importance = calibration.of_projection(projection)
-            result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
-        if result is not None:
-            metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
-        else:
-            result, metrics = self.quantizer.quantize(
-                source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
-            )
-        buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
-        scalars = scalar_bytes(self.task.recipe, projection, global_scale)
-        buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
-        return buffers, ProjectionRecord(name, projection.role, global_scale, metrics)
 
 
 def _zero_copies(shard: ShardJob, has_values: set[str]) -> tuple[str, ...]:

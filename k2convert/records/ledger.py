@@ -28,7 +28,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
 from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest, source_digest
 from k2convert.records.pruning import PruningRecord
-from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of
+from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of, proven
 
 TOTAL: Final = "total"
 MAX_NAMED: Final = 3
@@ -147,13 +147,18 @@ def _versions(recipe: Recipe) -> dict[str, str]:
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
-    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured."""
+    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured.
+
+    Only a shard that was compared with the source counts lossless tensors.
+    """
     by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
     for record in records:
+        decoded = record.checked.decoded if record.checked is not None and record.is_checked else {}
         for projection in record.projections:
             if projection.metrics is not None:
-                by_role[projection.role].add(projection.metrics)
-                by_role[TOTAL].add(projection.metrics)
+                metrics = proven(projection.metrics, decoded.get(projection.module))
+                by_role[projection.role].add(metrics)
+                by_role[TOTAL].add(metrics)
     return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
 
 

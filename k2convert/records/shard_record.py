@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final
 
@@ -98,10 +97,15 @@ def doubt_of(metrics: WeightMetrics) -> str:
     return f"{share}: a range of zeros in the file?" if count > MOST_OF_ZEROS * total else f"{share}: two's complement?"
 
 
-def proven(metrics: WeightMetrics, decoded: DecodedError) -> WeightMetrics:
-    """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?"""
+def proven(metrics: WeightMetrics, decoded: DecodedError | None) -> WeightMetrics:
+    """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?
+
+    That is not known if nothing was decoded.
+    """
     if metrics.below_window_groups is None:
         return metrics
+    if decoded is None:
+        return replace(metrics, lossless_tensors=None)
     is_lossless = decoded.squared_error == 0.0 and decoded.equal_nonzero == decoded.num_nonzero
     return replace(metrics, lossless_tensors=int(is_lossless))
 
@@ -160,16 +164,6 @@ class ShardRecord:
         modules = {projection.module for projection in self.projections}
         if found is not None and not found.decoded.keys() == found.sampled_blocks.keys() == modules:
             raise ValueError("checked and projections name different modules")
-
-    def read_back(self, decoded: Mapping[str, DecodedError]) -> "ShardRecord":
-        """Return the record with what was decoded of its written bytes, by module; see `proven`."""
-        return replace(
-            self,
-            projections=tuple(
-                replace(p, metrics=proven(p.metrics, decoded[p.module])) if p.metrics and p.module in decoded else p
-                for p in self.projections
-            ),
-        )
 
     @property
     def is_checked(self) -> bool:

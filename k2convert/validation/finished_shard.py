@@ -17,7 +17,7 @@ from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven
 from k2convert.validation.contract.result import Result, open_shard
 from k2convert.validation.decode import differing_totals
 from k2convert.validation.scaling import Scaling
@@ -42,12 +42,10 @@ def check_finished_shard(
     calibration: "Calibration | None",
     kept: KeptExperts | None,
     family: Family,
-    by_rule: bool = True,
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
 
-    `calibration`, `kept` and `family` are those of the conversion. Weights are regenerated, `by_rule`, or only decoded
-    and compared with the source. Raises InvalidCheckpointError if a byte or a figure
+    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
     of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
     the source changed.
     """
@@ -59,12 +57,12 @@ def check_finished_shard(
         scaling = Scaling({n: found for n, found in exponents.items() if found is not None})
         result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
-    rule = recipe.rule if by_rule and recipe.quantizer == "native" else None
+    rule = recipe.rule if recipe.quantizer == "native" else None
     found = validate_shards(result, rule=rule, recorded=recorded)
     scan = found.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
-    problems = list(_problems(result, found, record.read_back(found.errors)))
+    problems = list(_problems(result, found, record))
     if problems:
         (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
@@ -123,7 +121,8 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
             error = checked.decoded[module]
             sampled = checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
-            joined.totals.add(projection.role, projection.metrics, has_exact_scale=True)
+            metrics = None if projection.metrics is None else proven(projection.metrics, error)
+            joined.totals.add(projection.role, metrics, has_exact_scale=True)
             doubt = "" if projection.metrics is None else doubt_of(projection.metrics)
             joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
             if error.energy == 0.0:

@@ -7,18 +7,17 @@ of one result shard and of what it reads, about two shards, whatever the size of
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
-from k2convert.errors import DiskFullError, format_bytes
-from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.errors import check_disk
+from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
 from k2convert.validation.contract.result import Result
 
@@ -58,9 +57,9 @@ class Shards:
             return nullcontext
         of_result = _result_needs(result)
         of_source = _source_needs(result)
-        needs = {shard: self._remote(of_result[shard], of_source[shard]) for shard in of_result}
+        needs = {shard: self._remote(ranges, of_source.get(shard, {})) for shard, ranges in of_result.items()}
         self._check_room(needs.values())
-        return partial(self._around, needs, settle)
+        return lambda shard: _on_disk(needs.get(shard, []), settle=settle)
 
     def _remote(self, of_result: Ranges, of_source: Ranges) -> "Needs":
         parts = ((self.result, of_result), (self.source, of_source))
@@ -69,26 +68,19 @@ class Shards:
     def _check_room(self, needs: Iterable["Needs"]) -> None:
         needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
         for side in (self.result, self.source):
-            if side is not None and needed > (free := shutil.disk_usage(side.folder).free):
-                raise DiskFullError(
-                    f"{side.folder}: validating from the Hub needs up to {format_bytes(needed)} at once, but only "
-                    f"{format_bytes(free)} is free. Set TMPDIR to a folder on another disk."
+            if side is not None:
+                check_disk(
+                    f"{side.folder}: validating from the Hub",
+                    needed=needed,
+                    allowed=shutil.disk_usage(side.folder).free,
+                    remedy="Set TMPDIR to a folder on another disk.",
                 )
-
-    @contextmanager
-    def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], object], shard: str) -> Generator[None]:
-        with _on_disk(needs.get(shard, [])):
-            yield
-            settle()
 
     def around_tensors(
         self, of_result: Iterable[TensorInfo], of_source: Iterable[TensorInfo]
     ) -> AbstractContextManager[None]:
         """Return a context that brings some tensors of result and source, and drops them at the end."""
-        needed: tuple[Ranges, Ranges] = {}, {}
-        for ranges, tensors in zip(needed, (of_result, of_source), strict=True):
-            _add(ranges, tensors)
-        needs = self._remote(*needed)
+        needs = self._remote(ranges_of(of_result), ranges_of(of_source))
         self._check_room([needs])
         return _on_disk(needs)
 
@@ -107,22 +99,23 @@ Around = Callable[[str], AbstractContextManager[object]]
 
 
 @contextmanager
-def _on_disk(needs: Needs) -> Generator[None]:
+def _on_disk(needs: Needs, *, settle: Callable[[], object] = int) -> Generator[None]:
     for side, ranges in needs:
         side.bring(ranges)
     yield
+    settle()
     for side, ranges in needs:
         side.drop(ranges)
 
 
 def _result_needs(result: Result) -> dict[str, Ranges]:
     """Return what the pass over each result shard reads of the result: all of it, and codes that lie elsewhere."""
-    found = {shard: {shard: {(0, header.file_bytes)}} for shard, header in result.headers.items()}
+    found: dict[str, Ranges] = {shard: {shard: {(0, header.file_bytes)}} for shard, header in result.headers.items()}
     found |= {shard: {shard: {ALL}} for shard in result.unreadable}
     for module in result.converted:
         weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
         if weight is not None and scale is not None and weight.shard != scale.shard:
-            _add(found[scale.shard], [weight])
+            found[scale.shard].setdefault(weight.shard, set()).add((weight.begin, weight.end))
     return found
 
 
@@ -133,19 +126,14 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
     for name, parts in result.source_names.items():
         if parts.parameter in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT):
             shared[parts.sharing_key].append(tensors[name])
-    found: dict[str, Ranges] = defaultdict(lambda: defaultdict(set))
+    found: dict[str, list[TensorInfo]] = defaultdict(list)
     for name, tensor in result.tensors.items():
         module = result.modules.get(name.rpartition(".")[0])
         if module is not None and module.is_converted:
-            _add(found[tensor.shard], shared[module.parts.sharing_key])
+            found[tensor.shard] += shared[module.parts.sharing_key]
         elif name in tensors:
-            _add(found[tensor.shard], [tensors[name]])
-    return found
-
-
-def _add(ranges: Ranges, tensors: Iterable[TensorInfo]) -> None:
-    for tensor in tensors:
-        ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+            found[tensor.shard].append(tensors[name])
+    return {shard: ranges_of(tensors) for shard, tensors in found.items()}
 
 
 def folder_bytes(folder: Path) -> int:

@@ -18,6 +18,7 @@ PYTHON = sys.executable
 VERB = (PYTHON, "-m", "k2convert")
 LAYER_TOKENS = ("--tokens", "512", "--window", "512")
 ONE_LAYER = ("--dense-layers", "1", "--experts")
+GPTQ_TOKENS = "196608"
 SHOWN_LINES = 60
 
 
@@ -36,6 +37,9 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     found.append(Step("Speed", [*bench, "--only", "calibration,gptq"]))
     layer = work / "layer"
     ids = work / "ids.jsonl"
+    many = work / "many-ids.jsonl"
+    gptq = [PYTHON, "-m", "scripts.bench.gptq_device"]
+    small = work / "results" / "small"
     result = work / "results" / "checkpoint"
     fixtures = [PYTHON, "-m", "scripts.fixture_maker"]
     text = ["--text", ids, *LAYER_TOKENS, "--device", device]
@@ -43,8 +47,12 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
         found.append(Step("A layer of K2's size", [*fixtures, "k2-shaped", layer, *ONE_LAYER, str(experts)]))
     found += [
         Step("Its token ids", [*fixtures, "token-ids", ids, "--tokens", "512"]),
+        Step("More token ids", [*fixtures, "token-ids", many, "--tokens", GPTQ_TOKENS]),
+        Step("A layer of 16 experts", [*fixtures, "k2-shaped", small, *ONE_LAYER, "16"]),
         Step("Conversion", [*VERB, "run", layer, result]),
         Step("Validation", [*VERB, "validate", result, "--source", layer]),
+        Step("Rule gptq", [*gptq, layer, many, "--tokens", GPTQ_TOKENS, "--plain"]),
+        Step("Rule gptq, kernel by kernel", [*gptq, small, many, "--tokens", "8192"]),
         Step("Calibration", [*VERB, "calibrate", layer, work / "results" / "layer.stats", *text]),
         Step("Evaluation", [*VERB, "evaluate", layer, result, *text]),
     ]

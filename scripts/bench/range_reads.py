@@ -57,7 +57,7 @@ def measure(folder: Path, kind: str, *, turns: int) -> dict[str, list[Run]]:
         try:
             for _ in range(turns):
                 for reads, found in runs.items():
-                    found.append(run_once([*MODULE, "--fetch", folder, reads], cores=None))
+                    found.append(run_once([*MODULE, "--fetch", folder, reads], one_core=False))
         finally:
             server.kill()
     return runs

@@ -16,14 +16,19 @@ from damaged_files import DAMAGES, damage_file, damaged_weight, flip
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer
-from k2convert.calibration.plan import CalibrationText
+from k2convert.calibration.plan import WalkText
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
+<<<<<<< HEAD
 from k2convert.job.locations import Source
 from k2convert.job.opening import plan_statistics
+=======
+from k2convert.job.opening import plan_statistics
+from k2convert.records.fingerprint import Source
+>>>>>>> 757a18b245e468632385ec8c72b5172311577175
 from scripts.fixture_maker.damage import edit_json
 
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
@@ -50,7 +55,7 @@ def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(source: Path, statistics: Path, text: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
     """The statistics file of a pass with these threads and windows at once."""
     windows = read_windows([text], tokenizer=source, vocab_size=2048, tokens=256, window=64, seed=0)
-    text_of_job = CalibrationText(windows, 256, 64, 0, chunk, ("cpu",), workers, statistics)
+    text_of_job = WalkText(windows, chunk, ("cpu",), workers, statistics)
     do_calibration(plan_statistics(text_of_job, Source(open_checkpoint(source)), statistics, hub=Hub()))
     return statistics.read_bytes()
 

@@ -81,7 +81,9 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
 
 
 def with_chunk(plan: EvaluationPlan, chunk: int) -> EvaluationPlan:
-    return replace(plan, job=replace(plan.job, chunk=chunk), text=replace(plan.text, chunk=chunk))
+    walk = plan.walk
+    walk = replace(walk, job=replace(walk.job, chunk=chunk), text=replace(walk.text, chunk=chunk))
+    return replace(plan, walk=walk)
 
 
 def test_neither_threads_nor_windows_at_once_change_the_figures(

@@ -28,12 +28,10 @@ def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["tried"] > 15
 
 
-@pytest.mark.parametrize(("points", "least"), [("few", 5), pytest.param("spread", 15, marks=pytest.mark.slow)])
-def test_crashes_of_a_cast_resume_to_identical_bytes(points: str, least: int, k3_tiny: Path, tmp_path: Path) -> None:
-    """The written shards are read back before they are recorded."""
-    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points=points)
+def test_crashes_of_a_cast_resume_to_identical_bytes(k3_tiny: Path, tmp_path: Path) -> None:
+    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="few")
     assert found["wrong"] == []
-    assert found["tried"] > least
+    assert found["tried"] > 5
 
 
 @pytest.mark.slow

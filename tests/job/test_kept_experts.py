@@ -16,9 +16,9 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub
 from k2convert.job.kept_experts import REAP_REPORT, prune_source
-from k2convert.job.locations import Source
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.document import plain
+from k2convert.records.fingerprint import Source
 from k2convert.records.pruning import LeftOut, PruningRecord
 
 RECIPE = "kimi-k2-thinking-nvfp4"

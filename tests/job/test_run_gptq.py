@@ -13,7 +13,7 @@ from damaged_files import damaged_weight
 from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
+from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
 from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
@@ -34,12 +34,12 @@ def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> CalibrationText:
+def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> WalkText:
     windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
-    return CalibrationText(windows, tokens, window, 0, chunk=4, devices=("cpu",), threads=2)
+    return WalkText(windows, chunk=4, devices=("cpu",), threads=2)
 
 
-def planned(source: Path, out: Path, text: CalibrationText, *, max_disk: int | None = None) -> Job:
+def planned(source: Path, out: Path, text: WalkText, *, max_disk: int | None = None) -> Job:
     return plan_job(source, out, rule="gptq", text=text, max_disk=max_disk)
 
 

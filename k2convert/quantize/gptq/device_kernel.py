@@ -55,17 +55,16 @@ class TritonPanels:
 
     def round(self, *tensors: Tensor, group: int, start: int) -> None:
         """Start the kernel."""
-        from k2convert.quantize.gptq.panel_kernels import round_kernel
-
-        self._start(round_kernel, tensors, start, group)
+        self._start("round_kernel", tensors, start, group)
 
     def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
         """Start the kernel."""
-        from k2convert.quantize.gptq.panel_kernels import improve_kernel
+        self._start("improve_kernel", tensors, start, SEARCHES=searches)
 
-        self._start(improve_kernel, tensors, start, SEARCHES=searches)
+    def _start(self, name: str, tensors: Sequence[Tensor], start: int, *sizes: int, **constants: Any) -> None:
+        from k2convert.quantize.gptq import panel_kernels
 
-    def _start(self, kernel: Any, tensors: Sequence[Tensor], start: int, *sizes: int, **constants: Any) -> None:
+        kernel: Any = getattr(panel_kernels, name)
         rows, columns = tensors[0].shape
         if rows == 0:
             return

@@ -29,6 +29,7 @@ from k2convert.quantize.gptq.tiles import (
     add_product,
     cut,
     factor_lower,
+    floats,
     mirror_lower,
     solve_rows,
 )
@@ -165,7 +166,7 @@ def correct(moments: Moments, missing: Missing, team: Team = ALONE) -> tuple[Ten
     for strength in STRENGTHS:
         _factor(lower_KK, form_KK, strength, team)
         found.append(fit.loss(seen, lower_KK))
-    losses: list[float] = torch.stack(found).tolist()  # a device is waited for once
+    losses = floats(torch.stack(found))  # a device is waited for once
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
         return None, None

@@ -53,7 +53,7 @@ def _first_byte(largest):
 
 @triton.jit
 def _from(own, lane):
-    """What a lane of the row has, in all lanes of the row; `lane` is a number for all rows or [rows, 1]."""
+    """Value of a lane of the row, in all lanes of the row; `lane` is a number for all rows or [rows, 1]."""
     return tl.gather(own, tl.zeros(own.shape, tl.int32) + lane, axis=1)
 
 

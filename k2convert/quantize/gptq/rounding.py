@@ -31,7 +31,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team
+from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team, floats
 from k2convert.quantize.kernels import _cpu
 
 SWEEPS: Final = 2
@@ -120,7 +120,7 @@ def choose_shrinkage(
     makers = [even, *(partial(curvature_of, shrinkage, half) for shrinkage in SHRINKAGES for half in (0, 1))]
     found = kernel.try_each(sample_NK, makers, team if is_small else ALONE)
     losses = [_loss(values - sample_NK, moments.half(1 - place % 2)) for place, values in enumerate([found[0], *found])]
-    summed: list[float] = torch.stack(losses).view(-1, 2).sum(dim=1).tolist()  # a device is waited for once
+    summed = floats(torch.stack(losses).view(-1, 2).sum(dim=1))  # a device is waited for once
     best = min(range(len(summed)), key=summed.__getitem__)
     return SHRINKAGES[best - 1] if best else None
 
@@ -160,7 +160,7 @@ class CpuKernel:
                 packed[piece].reshape(-1),
                 scale_bytes[piece].reshape(-1),
             )
-        return torch.from_numpy(packed), torch.from_numpy(scale_bytes)
+        return torch.as_tensor(packed), torch.as_tensor(scale_bytes)
 
     def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], Curvature]], team: Team) -> list[Tensor]:
         """As RoundingKernel; each thread of the team holds one curvature."""

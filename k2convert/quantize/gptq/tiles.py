@@ -35,6 +35,11 @@ def go_on() -> None:
     """Never stop."""
 
 
+def floats(values: Tensor) -> list[float]:
+    """Return the numbers of a tensor [n]."""
+    return [float(value) for value in values.cpu().numpy()]
+
+
 class Team:
     """Threads that compute tiles, each with one thread of torch. One of them needs no thread: the caller computes.
 

@@ -98,7 +98,8 @@ class WeightMetrics:
             return None
         tensors = counted(self.cast_tensors, "tensor")
         if self.lossless_tensors is None:
-            words = f"{tensors} were cast, and not read back"
+            in_window = self.cast_tensors - (self.below_window_tensors or 0)
+            words = f"{in_window:,} of {tensors} are in the window, where a cast is exact"
         elif self.lossless_tensors == self.cast_tensors:
             words = f"All {tensors} are lossless: read back, every value is the source's"
         else:

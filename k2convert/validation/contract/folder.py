@@ -103,16 +103,18 @@ def _expected_declaration(result: Result) -> Quantization:
 
 
 def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[str, Any], found: Findings) -> None:
-    """Compare every group with the one that is wanted: weights and activations are of its scheme."""
+    """Compare every group with the scheme of its library's loaders, stated here, and with the wanted targets."""
+    own, dynamic = _SCHEMES[result.names.library]
+    scheme = _SCHEME | own
     groups = mapping_or_empty(declared.get("config_groups"))
     if not groups:
         found.error("quantization_config.config_groups", "missing")
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{shortened(name)}"
-        _check_scheme(mapping_or_empty(group).get("weights"), wanted["weights"], f"{where}.weights", found)
+        _check_scheme(mapping_or_empty(group).get("weights"), scheme | {"dynamic": False}, f"{where}.weights", found)
         activations = mapping_or_empty(group).get("input_activations")
         if result.has_input_scale:
-            _check_scheme(activations, wanted["input_activations"], f"{where}.input_activations", found)
+            _check_scheme(activations, scheme | {"dynamic": dynamic}, f"{where}.input_activations", found)
             if "scale_dtype" in wanted["input_activations"]:
                 _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
         elif activations is not None:
@@ -126,15 +128,18 @@ def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[s
 
 
 _SCHEME: Final[dict[str, object]] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
-"""Keys of every scheme. Those of a layout alone are below."""
-_SCHEME_KEYS: Final = ("strategy", "symmetric", "dynamic")
+_SCHEMES: Final[dict[str, tuple[dict[str, object], object]]] = {
+    "modelopt": ({}, False),
+    "compressed-tensors": ({"strategy": "tensor_group", "symmetric": True}, "local"),
+}
+"""What a scheme has beside these keys, and `dynamic` of activations, in a config of each library."""
 
 
-def _check_scheme(scheme: Any, wanted: Mapping[str, object], where: str, found: Findings) -> None:
+def _check_scheme(scheme: Any, expected: Mapping[str, object], where: str, found: Findings) -> None:
     if not isinstance(scheme, dict):
         found.error(where, "missing; engines would assume a different scheme")
         return
-    for key, value in {**_SCHEME, **{key: wanted[key] for key in _SCHEME_KEYS if key in wanted}}.items():
+    for key, value in expected.items():
         stated = mapping_or_empty(cast(object, scheme)).get(key)
         if not is_same_json(stated, value):
             found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")

@@ -6,15 +6,17 @@ outputs are added in the order of the experts, so they do not depend on threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, run_in_order
+from k2convert.forward.moe import PROJECTIONS, Mlp, MlpTokens, Routing, block_mlps, run_in_order
 from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.machine import num_cores
@@ -23,6 +25,8 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.validation.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
+
+Result = TypeVar("Result")
 
 PROBE_TOKENS = 2
 """Tokens on which an expert is run if no token chose it."""
@@ -72,7 +76,6 @@ def compute_block(
     j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
     was pruned, if it was.
     """
-    num_experts = routing.scores.shape[1]
     left_out = AGAINST_WHOLE if with_fp4_inputs else (*AGAINST_WHOLE, *W4A4_VARIANTS)
     variants = [variant for variant in Variant if variant not in left_out]
     outputs = _Outputs(
@@ -81,32 +84,26 @@ def compute_block(
         {variant: [] for variant in variants},
     )
     num_reached = 0
-    workers = num_cores()
     scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
-    def run_mlp(call: tuple[str, Tensor]) -> MlpOutputs:
-        module, tokens = call
-        mlp = read_mlp(module, source=source, converted=converted)
-        return mlp.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+    def run(mlp: MlpTokens) -> MlpOutputs:
+        tokens = mlp.tokens
+        if mlp.expert is not None and not tokens.numel():
+            tokens = routing.likeliest_tokens(mlp.expert, PROBE_TOKENS)
+        versions = read_mlp(mlp.module, source=source, converted=converted)
+        return versions.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
 
-    chosen = [routing.tokens_of(expert)[0] for expert in range(num_experts)]
-    experts = [
-        (f"{stem}.experts.{expert}", tokens if tokens.numel() else routing.likeliest_tokens(expert, PROBE_TOKENS))
-        for expert, tokens in enumerate(chosen)
-    ]
-    with run_in_order(run_mlp, experts, workers=workers) as computed:
-        for expert, (reference, results) in enumerate(computed):
-            for variant, result in results.items():
-                outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
-            tokens, weights = routing.tokens_of(expert)
-            if tokens.numel() > 0:
-                num_reached += 1
-                outputs.add(tokens, reference, results, weights)
-            progress(expert + 1, num_experts)
-    if source.has(f"{stem}.shared_experts.gate_proj.weight"):
-        reference, results = run_mlp((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0])))
-        outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
-        outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
+    with closing(_run_block(stem, routing, run, source=source, progress=progress)) as computed:
+        for mlp, (reference, results) in computed:
+            sqnr = {variant: sqnr_db(reference, result) for variant, result in results.items()}
+            if mlp.expert is None:
+                outputs.shared_sqnr_db.update(sqnr)
+            else:
+                for variant, found in sqnr.items():
+                    outputs.expert_sqnr_db[variant].append(found)
+                num_reached += int(mlp.tokens.numel() > 0)
+            if mlp.tokens.numel():
+                outputs.add(mlp.tokens, reference, results, mlp.weights)
     errors = tuple(_variant_error(variant, outputs) for variant in variants)
     if whole is not None:
         served = Variant.CONVERTED_W4A4 if with_fp4_inputs else Variant.CONVERTED
@@ -122,23 +119,34 @@ def int4_output(
 ) -> Tensor:
     """Return the output f64 [T, hidden] of the block `stem` with the source's weights."""
     total = torch.zeros_like(hidden_TK, dtype=torch.float64)
-    num_experts = routing.scores.shape[1]
-    mlps = [(f"{stem}.experts.{expert}", *routing.tokens_of(expert)) for expert in range(num_experts)]
-    if source.has_layer(f"{stem}.shared_experts.{PROJECTIONS[0]}"):
-        mlps.append((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]), torch.ones(hidden_TK.shape[0])))
 
-    def run_mlp(call: tuple[str, Tensor, Tensor]) -> Tensor:
-        module, tokens, weights = call
-        if tokens.numel() == 0:
-            return hidden_TK[tokens]
-        return read_source_mlp(source, module)(hidden_TK[tokens]) * weights.unsqueeze(-1)
+    def run(mlp: MlpTokens) -> Tensor:
+        if not mlp.tokens.numel():
+            return hidden_TK[mlp.tokens]
+        output = read_source_mlp(source, mlp.module)(hidden_TK[mlp.tokens])
+        return output if mlp.weights is None else output * mlp.weights.unsqueeze(-1)
 
-    with run_in_order(run_mlp, mlps, workers=num_cores()) as computed:
-        for place, output in enumerate(computed):
-            total.index_add_(0, mlps[place][1], output.double())
-            if place < num_experts:
-                progress(place + 1, num_experts)
+    with closing(_run_block(stem, routing, run, source=source, progress=progress)) as computed:
+        for mlp, output in computed:
+            total.index_add_(0, mlp.tokens, output.double())
     return total
+
+
+def _run_block(
+    stem: str,
+    routing: Routing,
+    run: Callable[[MlpTokens], Result],
+    *,
+    source: WeightReader,
+    progress: Callable[[int, int], None],
+) -> Generator[tuple[MlpTokens, Result]]:
+    """Yield every MLP of the block `stem` with what `run` gives for it, in order."""
+    mlps = block_mlps(source, stem, routing)
+    with run_in_order(run, mlps, workers=num_cores()) as computed:
+        for mlp, result in zip(mlps, computed, strict=True):
+            yield mlp, result
+            if mlp.expert is not None:
+                progress(mlp.expert + 1, routing.scores.shape[1])
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
