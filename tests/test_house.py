@@ -48,4 +48,4 @@ def test_a_run_that_calibrates_enters_few_files(cut: Path, tmp_path: Path) -> No
     text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
     found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
-    assert len(found["entered"]) <= 88, found["entered"]
+    assert len(found["entered"]) <= 89, found["entered"]
