@@ -22,13 +22,8 @@ from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
-<<<<<<< HEAD
-from k2convert.job.locations import Source
-from k2convert.job.opening import plan_statistics
-=======
 from k2convert.job.opening import plan_statistics
 from k2convert.records.fingerprint import Source
->>>>>>> 757a18b245e468632385ec8c72b5172311577175
 from scripts.fixture_maker.damage import edit_json
 
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
