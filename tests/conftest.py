@@ -214,14 +214,14 @@ def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.report.page.render_picture", lambda _report: b"\x89PNG")
 
 
-@pytest.fixture(params=["avx2", "portable"])
+@pytest.fixture(params=["vectors", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the test twice: with the AVX2 kernels, where the CPU has AVX2, and with the portable ones."""
+    """Run the test twice: with the kernels for AVX2 or NEON, where the CPU has one, and with the portable ones."""
     from k2convert.quantize.kernels import _cpu
 
     before = _cpu.instructions()
     if before == "portable" and request.param != before:
-        pytest.skip("this CPU has no AVX2")
-    _cpu.use_instructions(request.param)
+        pytest.skip("this CPU has neither AVX2 nor NEON")
+    _cpu.use_instructions(before if request.param == "vectors" else "portable")
     yield
     _cpu.use_instructions(before)

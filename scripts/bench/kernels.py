@@ -31,11 +31,11 @@ REPEATS = 5
 Figures = dict[str, dict[str, Any]]
 
 
-def make_weights() -> list[Int4Weight]:
+def make_weights(count: int = NUM_TENSORS) -> list[Int4Weight]:
     """Make K2-shaped projections like those of quantization-aware training: codes -7..7, scale = bf16(amax / 7)."""
     generator = torch.Generator().manual_seed(0)
     weights = []
-    for _ in range(NUM_TENSORS):
+    for _ in range(count):
         latent = torch.randn(ROWS, COLUMNS, generator=generator) * 0.02
         groups = latent.view(ROWS, -1, 32)
         scales = (groups.abs().amax(-1) / 7).bfloat16()
@@ -129,15 +129,20 @@ def cast_figures(weights: list[Int4Weight]) -> Figures:
     }
 
 
-def column_figures(weights: list[Int4Weight]) -> Figures:
-    """Time everything that a projection needs, on one thread, if its columns have an importance or exponents."""
+def column_factors() -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int8]]:
+    """Make an importance, exponents in every block, and such as layers have."""
     rng = np.random.default_rng(0)
-    figures = Figures()
     importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
     exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
     # SmolLM2's layers: two thirds of the blocks have no exponent, and one column in four of the others has one.
     few = np.repeat(rng.random(COLUMNS // 16) < 1 / 3, 16) & (rng.random(COLUMNS) < 1 / 4)
-    usual = np.where(few, rng.choice([-1, 1, 1, 1, 2], COLUMNS), 0).astype(np.int8)
+    return importance, exponents, np.where(few, rng.choice([-1, 1, 1, 1, 2], COLUMNS), 0).astype(np.int8)
+
+
+def column_figures(weights: list[Int4Weight]) -> Figures:
+    """Time everything that a projection needs, on one thread, if its columns have an importance or exponents."""
+    figures = Figures()
+    importance, exponents, usual = column_factors()
     scaled = [weight.divide_columns(exponents, name="bench") for weight in weights]
     usually_scaled = [weight.divide_columns(usual, name="bench") for weight in weights]
     cases: tuple[tuple[str, Rule, list[Any]], ...] = (

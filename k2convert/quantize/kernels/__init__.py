@@ -1,7 +1,7 @@
 """Fast versions of formats/, rules/ and metrics/: one pass over the bytes of a checkpoint, equal to them byte for byte.
 
     cpu    weights on the CPU: measure, convert; one thread a call, any number of callers
-    _cpu   the extension module behind them, built from cpp/; uses AVX2 if the CPU has it
+    _cpu   the extension module behind them, built from cpp/; uses AVX2 or NEON if the CPU has it
 
 `cpu.RULES_WITH_KERNEL` are the rules that have a kernel. INT4 weights go from packed bytes
 and BF16 scale bits to packed bytes and E4M3 bytes, with the counts from which all metrics are computed. Nothing is

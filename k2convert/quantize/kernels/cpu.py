@@ -4,8 +4,8 @@ A call releases the interpreter's lock, and its only state is its thread's buffe
 threads, with a tensor or a range of rows each. Results do not depend on the split.
 
 INT4 weights whose columns have no factors take the fastest way. With an importance or exponents, rules with a power of
-two as global scale look at 24 candidates of a block in 16-bit arithmetic with AVX2 and prove that no other wins
-(cpp/channels_avx2.cpp). Without AVX2, and for the blocks that this leaves open, everything is exact in float64, by
+two as global scale look at 24 candidates of a block in 16-bit arithmetic with AVX2 or NEON and prove that no other wins
+(cpp/vector_channels.cpp). Without these, and for the blocks that this leaves open, everything is exact in float64, by
 groups of columns with equal exponents (cpp/channels.hpp).
 """
 

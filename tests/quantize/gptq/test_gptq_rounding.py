@@ -28,15 +28,15 @@ def round_gptq(
     return round_to_codes(target, unit, curvature, kernel, sweeps=sweeps).weight()
 
 
-@pytest.fixture(params=["avx2", "portable", "device"])
+@pytest.fixture(params=["vectors", "portable", "device"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[RoundingKernel]:
     if request.param == "device":
         yield DeviceKernel(ReferencePanels())
         return
     before = _cpu.instructions()
     if before == "portable" and request.param != before:
-        pytest.skip("this CPU has no AVX2")
-    _cpu.use_instructions(request.param)
+        pytest.skip("this CPU has neither AVX2 nor NEON")
+    _cpu.use_instructions(before if request.param == "vectors" else "portable")
     yield kernel_for("cpu")
     _cpu.use_instructions(before)
 

@@ -13,7 +13,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
-from k2convert.quantize.kernels import _cpu, cpu
+from k2convert.quantize.kernels import cpu
 from k2convert.quantize.libraries import create_reference_quantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -169,17 +169,12 @@ def test_a_changed_bit_is_measured() -> None:
     assert found.equal_blocks == result.block_scales.size - 2
 
 
-@pytest.mark.parametrize("instructions", ["avx2", "portable"])
-def test_kernels_measure_as_the_definition_does(instructions: str) -> None:
-    before = _cpu.instructions()
-    _cpu.use_instructions(instructions)
-    try:
-        weight = draw(np.random.default_rng(11), low=3, high=250)
-        weight.packed[:, ::2] &= 0x99
-        assert cpu.measure_magnitude(weight, name="w") == weight.magnitude(name="w")
-        assert weight.magnitude().amax == np.abs(values(weight)).max() == Bf16Weight(weight.bits).magnitude().amax
-    finally:
-        _cpu.use_instructions(before)
+@pytest.mark.usefixtures("instructions")
+def test_kernels_measure_as_the_definition_does() -> None:
+    weight = draw(np.random.default_rng(11), low=3, high=250)
+    weight.packed[:, ::2] &= 0x99
+    assert cpu.measure_magnitude(weight, name="w") == weight.magnitude(name="w")
+    assert weight.magnitude().amax == np.abs(values(weight)).max() == Bf16Weight(weight.bits).magnitude().amax
 
 
 @pytest.mark.parametrize("high", [120, 127 + 125])

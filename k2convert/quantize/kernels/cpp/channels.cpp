@@ -182,18 +182,18 @@ public:
 
     void convert(const uint8_t* packed, uint16_t scale_bits, const Plan& plan, uint8_t* out, uint8_t* scale_byte) {
         Fields fields;
-        if (uses_avx2_) {
-            avx2::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
+        if (uses_vectors_) {
+            vectors::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
         } else {
             count_fields(packed, plan, fields);
         }
         Mapping mappings[kNumExponents];
         *scale_byte = static_cast<uint8_t>(is_max_ ? choose_max(fields, plan, scale_bits, mappings)
                                                      : choose_mse(fields, plan, scale_bits, mappings));
-        if (uses_avx2_) {
+        if (uses_vectors_) {
             const uint8_t* maps[kNumExponents];
             for (int group = 0; group < plan.num_groups; ++group) maps[group] = mappings[group].map;
-            return avx2::encode_groups(packed, plan.split_groups, maps, plan.num_groups, out);
+            return vectors::encode_groups(packed, plan.split_groups, maps, plan.num_groups, out);
         }
         for (int i = 0; i < kBlock; i += 2) {
             const uint8_t byte = packed[i / 2];
@@ -258,7 +258,7 @@ private:
         Mapping mapping;
     };
 
-    const bool uses_avx2_ = uses_avx2(), is_max_;
+    const bool uses_vectors_ = uses_vectors(), is_max_;
     const int exponent_;
     const float global_scale_;
     // Maps of `max` that were computed last.
@@ -308,7 +308,7 @@ const PackedErrors* packed_errors(const SearchTables& tables) {
     return packed.data();
 }
 
-// Converts groups of columns with AVX2; `converter` settles the blocks that the search leaves open.
+// Converts groups of columns with vectors; `converter` settles the blocks that the search leaves open.
 class FastConverter {
 public:
     FastConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
@@ -334,7 +334,7 @@ private:
         const uint8_t* packed = source.packed + 16 * group;
         const uint8_t* is_even = &is_even_[place];
         int places[2];
-        if (is_even[0] || is_even[1]) avx2::search_even(packed, &split_[place], packed_[table], is_even, places);
+        if (is_even[0] || is_even[1]) vectors::search_even(packed, &split_[place], packed_[table], is_even, places);
         const auto byte_of = [&](int half, int lowest) {
             const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest;
             return 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
@@ -347,7 +347,7 @@ private:
             if (is_settled(0, first) && is_settled(1, second)) {
                 scale_bytes[0] = static_cast<uint8_t>(first), scale_bytes[1] = static_cast<uint8_t>(second);
                 const auto* marks = packed_[table].shifted[0].marks;
-                return avx2::encode_both(packed, tables_.maps + 16 * marks[places[0]].map,
+                return vectors::encode_both(packed, tables_.maps + 16 * marks[places[0]].map,
                                          tables_.maps + 16 * marks[places[1]].map, out);
             }
         }
@@ -356,7 +356,7 @@ private:
             Seen seen;
             seen.lowest = plan.exponents[0];
             if (!is_even[half] || places[half] < 0) {
-                places[half] = avx2::search_block(packed + 8 * half, plan, packed_[table], seen);
+                places[half] = vectors::search_block(packed + 8 * half, plan, packed_[table], seen);
                 if (places[half] < 0) places[half] = settle(plan, table, seen);
             }
             const int byte = byte_of(half, seen.lowest);
@@ -372,7 +372,7 @@ private:
             };
             const uint8_t* maps[kNumExponents];
             for (int i = 0; i < plan.num_groups; ++i) maps[i] = map(i);
-            avx2::encode_groups(packed + 8 * half, plan.split_groups, maps, plan.num_groups, out + 8 * half);
+            vectors::encode_groups(packed + 8 * half, plan.split_groups, maps, plan.num_groups, out + 8 * half);
         }
     }
 
@@ -409,7 +409,7 @@ int64_t convert_columns(const Int4& source, const Columns& columns, bool is_max,
                         const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
     const std::vector<Plan> plans = make_plans(columns);
     Converter converter(is_max, exponent, global_scale, tables);
-    if (uses_avx2() && !is_max) {
+    if (uses_vectors() && !is_max) {
         FastConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
         return converter.outside_normal;
     }

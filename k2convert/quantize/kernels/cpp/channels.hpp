@@ -60,7 +60,7 @@ inline int rank_of(int grid_index) {
     return grid_index < 0 ? kNumCandidates - 1 : grid_index >= kNumGrid ? 0 : kLastGridRank - grid_index;
 }
 
-// The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 31 + p as
+// The tables of the search with vectors, see vector_channels.cpp. Place p is the candidate with the grid index gi - 31 + p as
 // the block's group with the lowest exponent sees it.
 constexpr int kShifts = 6, kWindow = 24, kStarts = 32, kPlaces = 64, kFirstPlace = -31;
 struct PackedErrors {
@@ -131,7 +131,7 @@ struct Seen {
 };
 inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 
-namespace avx2 {
+namespace vectors {
 // The winners' places in both blocks of a group of 32 weights, as columns with the block's only exponent see them; -1 where
 // a search of all candidates must decide.
 void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors,
@@ -145,6 +145,6 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
                   Fields& fields);
 void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
                    uint8_t* out);
-}  // namespace avx2
+}  // namespace vectors
 
 }  // namespace k2

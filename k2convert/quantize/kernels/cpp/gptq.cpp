@@ -13,11 +13,11 @@ namespace k2 {
 
 namespace {
 
-bool uses_fused_avx2() {
+bool uses_fused_vectors() {
 #if defined(__x86_64__)
-    return uses_avx2() && __builtin_cpu_supports("fma");
+    return uses_vectors() && __builtin_cpu_supports("fma");
 #else
-    return false;
+    return uses_vectors();
 #endif
 }
 
@@ -26,7 +26,7 @@ bool uses_fused_avx2() {
 void round_gptq(const Rounding& rounding, size_t threads) {
     const size_t columns = rounding.curvature.columns, num_tiles = (rounding.rows + kTileRows - 1) / kTileRows;
     threads = std::max<size_t>(1, std::min(threads, num_tiles));
-    const auto round_tile = uses_fused_avx2() ? avx2::round_tile : portable::round_tile;
+    const auto round_tile = uses_fused_vectors() ? vectors::round_tile : portable::round_tile;
     std::vector<float> room(threads * tile_room(columns));
     std::vector<uint8_t> scales(threads * kTileRows * (columns / 16));
     std::atomic<size_t> next{0};

@@ -8,8 +8,8 @@
 // all other columns, and takes the result if the loss falls. Then its columns take the best value under the block's
 // scale, one by one.
 //
-// Rows do not depend on each other, so bytes do not depend on the number of threads. They may differ between AVX2 with
-// fused multiply-adds and portable code.
+// Rows do not depend on each other, so bytes do not depend on the number of threads. They may differ between vectors
+// with fused multiply-adds and portable code.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ inline size_t tile_room(size_t columns) { return kTileRows * (3 * columns + kPan
 namespace portable {
 void round_tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales);
 }
-namespace avx2 {
+namespace vectors {
 void round_tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales);
 }
 

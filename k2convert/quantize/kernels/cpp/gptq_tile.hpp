@@ -1,4 +1,4 @@
-// The rows of a tile, in vectors of eight floats; compiled once for each level of instructions (K2_LEVEL).
+// The rows of a tile, in vectors of eight floats, or four on ARM; compiled once for each level of instructions (K2_LEVEL).
 #pragma once
 
 #include <cstring>
@@ -9,12 +9,19 @@ namespace k2::K2_LEVEL {
 
 namespace {
 
-using Floats = float __attribute__((vector_size(32)));
-using Ints = int32_t __attribute__((vector_size(32)));
+#if defined(__aarch64__)
+constexpr size_t kLanes = 4;
+#else
+constexpr size_t kLanes = 8;
+#endif
+using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Ints = int32_t __attribute__((vector_size(kLanes * sizeof(float))));
 
-constexpr size_t kLanes = 8, kBlockSize = 16, kNumScales = kLanes;
+constexpr size_t kBlockSize = 16, kNumScales = 8;
 // Rows and columns of a product that stay in registers, and columns that are packed at a time.
-constexpr size_t kGroupRows = 6, kStrip = 2 * kLanes, kPacked = 128;
+constexpr size_t kGroupRows = 6, kStrip = 16, kPacked = 128;
+// Vectors of a strip, and of the scales of a block.
+constexpr size_t kStripVectors = kStrip / kLanes, kScaleVectors = kNumScales / kLanes;
 // Normal E4M3 scales, the range of rule `mse`. The search starts one below the nearest to the largest weight / 6.
 constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 1;
 // A block takes a new scale only for a gain that is no rounding error.
@@ -29,7 +36,7 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, const Floats& values) { std::memcpy(to, &values, sizeof values); }
 
-inline Floats all(float value) { return Floats{value, value, value, value, value, value, value, value}; }
+inline Floats all(float value) { return value - Floats{}; }
 
 inline float magnitude(float value) { return value < 0 ? -value : value; }
 
@@ -76,19 +83,18 @@ inline float nearest_value(float scaled) {
 
 // c -= a b for six rows of a and c and a packed strip of b, [depth, 16].
 inline void subtract_strip(const float* a, size_t a_stride, const float* b, size_t depth, float* c, size_t c_stride) {
-    Floats sums[kGroupRows][2] = {};
+    Floats sums[kGroupRows][kStripVectors] = {};
     for (size_t d = 0; d < depth; ++d) {
-        const Floats first = load(b + kStrip * d), second = load(b + kStrip * d + kLanes);
+        Floats columns[kStripVectors];
+        for (size_t v = 0; v < kStripVectors; ++v) columns[v] = load(b + kStrip * d + kLanes * v);
         for (size_t r = 0; r < kGroupRows; ++r) {
             const Floats factor = all(a[r * a_stride + d]);
-            sums[r][0] += factor * first;
-            sums[r][1] += factor * second;
+            for (size_t v = 0; v < kStripVectors; ++v) sums[r][v] += factor * columns[v];
         }
     }
     for (size_t r = 0; r < kGroupRows; ++r) {
         float* row = c + r * c_stride;
-        store(row, load(row) - sums[r][0]);
-        store(row + kLanes, load(row + kLanes) - sums[r][1]);
+        for (size_t v = 0; v < kStripVectors; ++v) store(row + kLanes * v, load(row + kLanes * v) - sums[r][v]);
     }
 }
 
@@ -118,26 +124,28 @@ struct Found {
 
 inline void search_block(const float* weights, const float* factor, size_t stride, Found& found) {
     alignas(32) float errors[kBlockSize][kNumScales], values[kBlockSize][kNumScales], losses[kNumScales];
-    Floats rest[kBlockSize], sums = {};
+    Floats rest[kBlockSize][kScaleVectors], steps[kScaleVectors], inverses[kScaleVectors], sums[kScaleVectors] = {};
     float largest = 0;
     for (size_t i = 0; i < kBlockSize; ++i) {
         const float size = magnitude(weights[i]);
         largest = size > largest ? size : largest;
-        rest[i] = all(weights[i]);
+        for (Floats& values : rest[i]) values = all(weights[i]);
     }
     const int first = first_byte(largest);
     for (size_t c = 0; c < kNumScales; ++c) losses[c] = value_of(first + static_cast<int>(c));
-    const Floats steps = load(losses), inverses = 1.0f / steps;
+    for (size_t v = 0; v < kScaleVectors; ++v) steps[v] = load(losses + kLanes * v), inverses[v] = 1.0f / steps[v];
     for (size_t i = 0; i < kBlockSize; ++i) {
         const float* row = factor + i * stride;
-        const Floats value = nearest_value(rest[i] * inverses) * steps;
-        const Floats error = (rest[i] - value) * all(1.0f / row[i]);
-        sums += error * error;
-        store(values[i], value);
-        store(errors[i], error);
-        for (size_t k = i + 1; k < kBlockSize; ++k) rest[k] -= error * all(row[k]);
+        for (size_t v = 0; v < kScaleVectors; ++v) {
+            const Floats value = nearest_value(rest[i][v] * inverses[v]) * steps[v];
+            const Floats error = (rest[i][v] - value) * all(1.0f / row[i]);
+            sums[v] += error * error;
+            store(values[i] + kLanes * v, value);
+            store(errors[i] + kLanes * v, error);
+            for (size_t k = i + 1; k < kBlockSize; ++k) rest[k][v] -= error * all(row[k]);
+        }
     }
-    store(losses, sums);
+    for (size_t v = 0; v < kScaleVectors; ++v) store(losses + kLanes * v, sums[v]);
     size_t best = 0;
     for (size_t c = 1; c < kNumScales; ++c) best = losses[c] < losses[best] ? c : best;
     for (size_t i = 0; i < kBlockSize; ++i) found.values[i] = values[i][best], found.errors[i] = errors[i][best];
@@ -190,14 +198,14 @@ class Tile {
                 std::memcpy(errors_ + r * kPanel + j, found.errors, sizeof found.errors);
                 scales_[(r * columns_ + factor.start + j) / kBlockSize] = static_cast<uint8_t>(found.byte);
                 for (size_t k = j + kBlockSize; k < factor.size; k += kStrip) {
-                    Floats low = load(row + k), high = load(row + k + kLanes);
+                    Floats rest[kStripVectors];
+                    for (size_t v = 0; v < kStripVectors; ++v) rest[v] = load(row + k + kLanes * v);
                     for (size_t i = 0; i < kBlockSize; ++i) {
                         const Floats error = all(found.errors[i]);
-                        low -= error * load(factor.row(j + i) + k);
-                        high -= error * load(factor.row(j + i) + k + kLanes);
+                        const float* columns = factor.row(j + i) + k;
+                        for (size_t v = 0; v < kStripVectors; ++v) rest[v] -= error * load(columns + kLanes * v);
                     }
-                    store(row + k, low);
-                    store(row + k + kLanes, high);
+                    for (size_t v = 0; v < kStripVectors; ++v) store(row + k + kLanes * v, rest[v]);
                 }
             }
         const size_t end = factor.start + factor.size;

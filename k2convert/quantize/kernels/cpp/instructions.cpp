@@ -6,26 +6,29 @@ namespace k2 {
 
 namespace {
 
-bool has_avx2() {
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2");
+constexpr const char* kVectors = "avx2";
+bool has_vectors() { return __builtin_cpu_supports("avx2"); }
+#elif defined(__aarch64__)
+constexpr const char* kVectors = "neon";
+bool has_vectors() { return true; }
 #else
-    return false;
+constexpr const char* kVectors = "";
+bool has_vectors() { return false; }
 #endif
-}
 
-bool chosen_avx2 = has_avx2();
+bool chosen_vectors = has_vectors();
 
 }  // namespace
 
-bool uses_avx2() { return chosen_avx2; }
+bool uses_vectors() { return chosen_vectors; }
 
-const char* instructions() { return chosen_avx2 ? "avx2" : "portable"; }
+const char* instructions() { return chosen_vectors ? kVectors : "portable"; }
 
 bool use_instructions(const char* name) {
-    const bool wants_avx2 = std::strcmp(name, "avx2") == 0;
-    if ((wants_avx2 && !has_avx2()) || (!wants_avx2 && std::strcmp(name, "portable") != 0)) return false;
-    chosen_avx2 = wants_avx2;
+    const bool wants_vectors = std::strcmp(name, kVectors) == 0;
+    if ((wants_vectors && !has_vectors()) || (!wants_vectors && std::strcmp(name, "portable") != 0)) return false;
+    chosen_vectors = wants_vectors;
     return true;
 }
 

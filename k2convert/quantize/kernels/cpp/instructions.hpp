@@ -3,10 +3,11 @@
 
 namespace k2 {
 
-// "avx2" or "portable".
+// "avx2", "neon" or "portable".
 const char* instructions();
 // Choose them by name, for tests; false if the CPU cannot run them.
 bool use_instructions(const char* name);
-bool uses_avx2();
+// Whether those of vector_*.cpp are chosen, AVX2's or NEON's.
+bool uses_vectors();
 
 }  // namespace k2

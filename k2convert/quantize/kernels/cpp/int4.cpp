@@ -57,7 +57,7 @@ Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, 
             const int slot = tally.slot_of(bits);
             slots[i] = static_cast<int16_t>(slot >= 0 ? slot : open(tally, bits));
         }
-        const size_t whole = uses_avx2() ? size / 4 * 4 : 0;
+        const size_t whole = uses_vectors() ? size / 4 * 4 : 0;
         const Batch batch{source.packed + 16 * first, slots, whole, out + 16 * first, scale_bytes + 2 * first};
         if (whole > 0) convert(batch, tally, totals);
         if (whole < size) {
@@ -124,7 +124,7 @@ Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables
     return convert_batches(
         source, out, scale_bytes, Rule::mse, open,
         [&](const Batch& batch, Tally& tally, Totals& totals) {
-            avx2::convert_mse(batch, exponent, tables, tally, totals);
+            vectors::convert_mse(batch, exponent, tables, tally, totals);
         },
         [&](const Batch& batch, Tally& tally, Totals& totals) {
             portable::convert_mse(batch, exponent, tables, tally, totals);
@@ -137,7 +137,7 @@ Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_
         fill_max_rows(tally.rows() + tally.slot(slot).row, bits, global_scale);
         return slot;
     };
-    return convert_batches(source, out, scale_bytes, Rule::max, open, avx2::convert_max, portable::convert_max);
+    return convert_batches(source, out, scale_bytes, Rule::max, open, vectors::convert_max, portable::convert_max);
 }
 
 namespace {

@@ -148,7 +148,7 @@ double error_of(double energy, double products, double squares, double scale, do
     return error + step * step * (0.25 * squares);
 }
 
-// A row, in the order of avx2::measure_int4.
+// A row, in the order of vectors::measure_int4.
 RowSums measure_groups(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                        Figures& figures) {
     RowSums sums;
@@ -277,7 +277,7 @@ K2_CLONES void measure_scaled(const uint8_t* source, const uint8_t* packed, uint
 
 RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                      Figures& figures) {
-    return uses_avx2() ? avx2::measure_int4(source, written, num_groups, channels, figures)
+    return uses_vectors() ? vectors::measure_int4(source, written, num_groups, channels, figures)
                        : measure_groups(source, written, num_groups, channels, figures);
 }
 

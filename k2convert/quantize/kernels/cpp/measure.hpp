@@ -6,7 +6,7 @@
 // one by one. The weighted sums are the same times the importance. A group of 32 weights with exponents, at most h, is one
 // of codes q * 2**(h - a) with the scale s * 2**-h. If the steps b * g are multiples of this scale's lowest bit, its sums
 // are integers; otherwise it is measured element by element. Counts are exact. Everything is equal to the last bit with and
-// without AVX2.
+// without vectors.
 #pragma once
 
 #include <cstddef>
@@ -97,10 +97,10 @@ void measure_scaled(const uint8_t* source, const uint8_t* packed, uint16_t scale
 // A group without channel factors: add its exact counts to the figures. Sums are not touched.
 void count_group(const uint8_t* source, const uint8_t* packed, double scale, const double steps[2], Figures& figures);
 
-namespace avx2 {
+namespace vectors {
 // The same.
 RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                      Figures& figures);
-}  // namespace avx2
+}  // namespace vectors
 
 }  // namespace k2

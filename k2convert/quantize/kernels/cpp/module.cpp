@@ -273,7 +273,7 @@ void round_gptq(const In<float>& target, const In<float>& form, const In<float>&
 }
 
 void use_instructions(const std::string& name) {
-    require(k2::use_instructions(name.c_str()), "instructions must be 'portable', or 'avx2' if the CPU has it");
+    require(k2::use_instructions(name.c_str()), "instructions must be 'portable', or 'avx2' or 'neon' if the CPU has it");
 }
 
 }  // namespace

@@ -3,10 +3,7 @@
 #include <algorithm>
 
 #include "instructions.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "vectors.hpp"
 
 namespace k2 {
 
@@ -26,9 +23,8 @@ void tally_portable(const uint8_t* packed, const uint8_t* scale_bytes, size_t nu
     }
 }
 
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) void tally_avx2(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups,
-                                                int64_t* tallies) {
+#if K2_HAS_VECTORS
+K2_AVX2 void tally_vectors(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies) {
     const __m256i squares = _mm256_set1_epi64x(static_cast<long long>(0x9040241009040100u)), zero = _mm256_setzero_si256();
     static thread_local __m256i largest[256];
     std::fill_n(largest, 256, zero);
@@ -56,8 +52,8 @@ __attribute__((target("avx2"))) void tally_avx2(const uint8_t* packed, const uin
 }  // namespace
 
 void tally_mxfp4(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies) {
-#if defined(__x86_64__)
-    if (uses_avx2()) return tally_avx2(packed, scale_bytes, num_groups, tallies);
+#if K2_HAS_VECTORS
+    if (uses_vectors()) return tally_vectors(packed, scale_bytes, num_groups, tallies);
 #endif
     tally_portable(packed, scale_bytes, num_groups, tallies);
 }

@@ -1,4 +1,4 @@
-// Batches in plain C++, for CPUs without AVX2 and for the groups that remain after multiples of four.
+// Batches in plain C++, for CPUs without vectors and for the groups that remain after multiples of four.
 #include <cstring>
 
 #include "groups.hpp"

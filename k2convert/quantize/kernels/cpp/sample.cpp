@@ -244,10 +244,10 @@ Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t colu
         }
         add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], max_scale, sampled);
     }
-    const size_t whole = uses_avx2() ? packed.size() / 4 * 4 : 0;
+    const size_t whole = uses_vectors() ? packed.size() / 4 * 4 : 0;
     const auto* bytes = reinterpret_cast<const uint8_t*>(packed.data());
     std::vector<uint64_t> words(packed.size());
-    avx2::count_blocks(bytes, whole, words.data());
+    vectors::count_blocks(bytes, whole, words.data());
     portable::count_blocks(bytes + 8 * whole, packed.size() - whole, words.data() + whole);
     for (size_t i = 0; i < words.size(); i += kBatch) {
         sampled.bound += sum_of_bounds(&words[i], &scales[i], std::min<size_t>(kBatch, words.size() - i));

@@ -1,4 +1,4 @@
-// The search by importance and exponents with AVX2. This file is compiled for AVX2, and its code runs only if the CPU has it.
+// The search by importance and exponents with vectors. This file is compiled for AVX2 or NEON, and runs only if the CPU has it.
 //
 // A window of 24 candidates is looked at, three octaves, and then no other can win. Errors of 16 bits times importances of
 // at most 16 * 255 fit 32 bits. Errors of a block's groups are in one unit and rounded down, so a sum is too small by less
@@ -15,13 +15,13 @@
 // suffice, and 64 candidates are looked at. With equal exponents sums are exact, the window starts at t = 4/7 (see
 // channels.hpp), and its last octave at 16/7.
 #include "channels.hpp"
+#include "vectors.hpp"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if K2_HAS_VECTORS
 
 #include <algorithm>
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
 namespace {
 
@@ -50,9 +50,8 @@ __m256i sum_importance(const uint8_t* packed, const SplitImportance* importance)
     // Each block's bytes twice: once for the low nibbles, which are the even columns, once for the high ones.
     const __m256i twice = _mm256_permute4x64_epi64(bytes, 0x50);
     const __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 4, 0, 4)), _mm256_set1_epi8(15));
-    const __m256i table = _mm256_setr_epi8(8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1,
-                                           2, 3, 4, 5, 6, 7);
-    const __m256i magnitudes = _mm256_shuffle_epi8(table, nibbles);
+    const __m128i table = _mm_setr_epi8(8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i magnitudes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
     const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(importance));
     return sum_by_magnitude(magnitudes, weights);
 }
@@ -242,18 +241,18 @@ void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_or_si128(codes, odd));
 }
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 
 #else
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
-// Never called: instructions.cpp finds no AVX2.
+// Never called: instructions.cpp finds no vectors.
 void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const uint8_t*, int*) {}
 int search_block(const uint8_t*, const Plan&, const PackedErrors&, Seen&) { return -1; }
 void encode_both(const uint8_t*, const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
 void encode_groups(const uint8_t*, const SplitGroups&, const uint8_t* const*, int, uint8_t*) {}
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 #endif

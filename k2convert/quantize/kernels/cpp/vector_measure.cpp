@@ -1,18 +1,18 @@
-// Measuring INT4 rows with AVX2; runs only if the CPU has it.
+// Measuring INT4 rows with vectors; runs only if the CPU has them.
 //
 // 16-bit lanes hold d = (w - w') / s times a unit. If b * g is a multiple of s's lowest bit, as under the rules with a
 // power of two as global scale, the unit is twice the mantissa of s, and d is exact. Otherwise it is 1024, and d is less
 // than one off. A group for which this leaves a doubt, or with a new largest error, is counted by count_group.
 #include "measure.hpp"
+#include "vectors.hpp"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if K2_HAS_VECTORS
 
 #include <cmath>
 
 #include "numbers.hpp"
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
 namespace {
 
@@ -326,14 +326,14 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
     return total;
 }
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 
 #else
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
-// Never called: instructions.cpp finds no AVX2.
+// Never called: instructions.cpp finds no vectors.
 RowSums measure_int4(const Int4Rows&, const Quantized&, size_t, const ChannelFactors&, Figures&) { return {}; }
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 #endif

@@ -1,4 +1,4 @@
-// Batches with AVX2. This file is compiled for AVX2, and its code runs only if the CPU has it.
+// Batches with vectors. This file is compiled for AVX2 or NEON, and its code runs only if the CPU has it.
 //
 // Two vectors hold sixteen candidates. Counts are multiplied by 256 when they are spread to 16-bit lanes, so the low
 // byte of a sum is free for the candidate's position, and one minimum finds both. `vpmaddwd` adds two magnitudes at
@@ -7,11 +7,11 @@
 
 #include "groups.hpp"
 #include "numbers.hpp"
+#include "vectors.hpp"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if K2_HAS_VECTORS
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
 namespace {
 
@@ -249,11 +249,11 @@ void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
     totals.equal_blocks += equal_blocks;
 }
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 
 #else
 
-namespace k2::avx2 {
+namespace k2::vectors {
 
 void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
     portable::count_blocks(packed, num_blocks, words);
@@ -263,5 +263,5 @@ void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, T
 }
 void convert_max(const Batch& batch, Tally& tally, Totals& totals) { portable::convert_max(batch, tally, totals); }
 
-}  // namespace k2::avx2
+}  // namespace k2::vectors
 #endif

@@ -1,0 +1,13 @@
+// The same code as in gptq.cpp, compiled with fused multiply-adds: for AVX2, where it runs only if the CPU has both, or for NEON.
+#if defined(__x86_64__) || defined(__aarch64__)
+#define K2_LEVEL vectors
+#include "gptq_tile.hpp"
+#else
+#include "gptq.hpp"
+
+namespace k2::vectors {
+void round_tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales) {
+    portable::round_tile(rounding, first, rows, room, scales);
+}
+}  // namespace k2::vectors
+#endif
