@@ -173,8 +173,8 @@ def other_instructions(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue
         return ""
     return (
         "This machine computes with other instructions, so its sums have other bytes. Continue on a machine like the "
-        "first one. To share a job between machines of several kinds, set ATEN_CPU_CAPABILITY=avx2 on all of them "
-        "before it begins. "
+        "first one. To share a job between x86-64 machines of several kinds, set ATEN_CPU_CAPABILITY=avx2 on all of "
+        "them before it begins. "
     )
 
 

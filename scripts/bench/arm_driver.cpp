@@ -2,9 +2,8 @@
 //
 //     driver LEVEL REPEATS <calls >results
 //
-// A call is its name and its arguments. Results are, of each call, all its arrays afterwards and the numbers it returns, as
-// doubles. Each call is made REPEATS times from the same arguments, the making
-// of tables once.
+// A call is its name and its arguments. Results are, of each call, all its arrays afterwards and the numbers it returns,
+// as doubles. Each call is made REPEATS times from the same arguments, the making of tables once.
 #include <cstdint>
 #include <cstdio>
 #include <functional>

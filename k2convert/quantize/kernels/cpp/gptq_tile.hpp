@@ -1,4 +1,4 @@
-// The rows of a tile, in vectors of eight floats, or four on ARM; compiled once for each level of instructions (K2_LEVEL).
+// The rows of a tile, in vectors of eight floats, four on ARM; compiled once for each level of instructions (K2_LEVEL).
 #pragma once
 
 #include <cstring>

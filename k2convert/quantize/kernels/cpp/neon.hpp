@@ -1,6 +1,6 @@
-// The AVX2 intrinsics of vector_*.cpp for ARM: each vector of 32 bytes is two NEON registers, each operation the same bits.
-// Deviations, for operands that do not occur: mulhrs saturates -32,768 * -32,768, sad_epu8 is the sum of a's bytes (b is
-// zero), minpos_epu16 gives no position, conversions of doubles to integers beyond 32 bits keep the low ones.
+// The AVX2 intrinsics of vector_*.cpp for ARM: a vector of 32 bytes is two NEON registers, and results have the same bits.
+// Some differ for operands that do not occur: mulhrs_epi16 saturates -32,768 * -32,768, sad_epu8 adds a's bytes (b is
+// zero), minpos_epu16 gives no position, and a double that does not fit an integer becomes another one.
 #pragma once
 
 #include <arm_neon.h>
@@ -16,18 +16,20 @@ struct __attribute__((may_alias)) __m256i {
 };
 
 // Casts between vectors keep their bits. An operation on 16 bytes, and on each half of 32.
-#define K2_UNARY(name, expression)                                                  \
-    K2_INLINE __m128i _mm_##name(__m128i a) { return (__m128i)(expression); }       \
+#define K2_UNARY(name, expression)                                            \
+    K2_INLINE __m128i _mm_##name(__m128i a) { return (__m128i)(expression); } \
     K2_INLINE __m256i _mm256_##name(__m256i a) { return {_mm_##name(a.low), _mm_##name(a.high)}; }
-#define K2_BINARY(name, expression)                                                        \
-    K2_INLINE __m128i _mm_##name(__m128i a, __m128i b) { return (__m128i)(expression); }   \
-    K2_INLINE __m256i _mm256_##name(__m256i a, __m256i b) { return {_mm_##name(a.low, b.low), _mm_##name(a.high, b.high)}; }
+#define K2_BINARY(name, expression)                                                      \
+    K2_INLINE __m128i _mm_##name(__m128i a, __m128i b) { return (__m128i)(expression); } \
+    K2_INLINE __m256i _mm256_##name(__m256i a, __m256i b) {                              \
+        return {_mm_##name(a.low, b.low), _mm_##name(a.high, b.high)};                   \
+    }
 #define K2_SHIFT(name, expression)                                                   \
     K2_INLINE __m128i _mm_##name(__m128i a, int n) { return (__m128i)(expression); } \
     K2_INLINE __m256i _mm256_##name(__m256i a, int n) { return {_mm_##name(a.low, n), _mm_##name(a.high, n)}; }
-// The same number in all lanes, and all lanes in order.
-#define K2_SET(type, suffix, lane)                                                                      \
-    K2_INLINE __m128i _mm_set1_##suffix(lane x) { return (__m128i)(type{} + x); }                       \
+// The same number in all lanes.
+#define K2_SET(type, suffix, lane)                                                \
+    K2_INLINE __m128i _mm_set1_##suffix(lane x) { return (__m128i)(type{} + x); } \
     K2_INLINE __m256i _mm256_set1_##suffix(lane x) { return {_mm_set1_##suffix(x), _mm_set1_##suffix(x)}; }
 
 K2_SET(uint8x16_t, epi8, uint8_t)
@@ -185,13 +187,13 @@ K2_INLINE __m256i _mm256_permutevar8x32_epi32(__m256i a, __m256i i) {
 }
 
 // The highest bit of each lane.
-K2_INLINE int k2_movemask_epi8(__m128i a) {
+K2_INLINE uint32_t k2_movemask_epi8(__m128i a) {
     const uint8x16_t bits = vcltzq_s8(a) & uint8x16_t{1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     const uint8x16_t pairs = vpaddq_u8(bits, bits), fours = vpaddq_u8(pairs, pairs);
     return vgetq_lane_u16((uint16x8_t)vpaddq_u8(fours, fours), 0);
 }
 K2_INLINE int _mm256_movemask_epi8(__m256i a) {
-    return static_cast<int>(static_cast<uint32_t>(k2_movemask_epi8(a.high)) << 16 | static_cast<uint32_t>(k2_movemask_epi8(a.low)));
+    return static_cast<int>(k2_movemask_epi8(a.high) << 16 | k2_movemask_epi8(a.low));
 }
 K2_INLINE int _mm256_movemask_ps(__m256i a) {
     const uint32x4_t low = vcltzq_s32((int32x4_t)a.low) & uint32x4_t{1, 2, 4, 8};

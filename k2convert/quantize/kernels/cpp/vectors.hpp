@@ -1,4 +1,4 @@
-// Vectors of 32 bytes in vector_*.cpp and mxfp4.cpp: AVX2's, or the same intrinsics for ARM. K2_HAS_VECTORS says that they exist.
+// Vectors of 32 bytes for vector_*.cpp and mxfp4.cpp: AVX2's intrinsics, or the same for ARM, if K2_HAS_VECTORS.
 #pragma once
 
 #if defined(__x86_64__)
