@@ -20,8 +20,7 @@ using Ints = int32_t __attribute__((vector_size(kLanes * sizeof(float))));
 constexpr size_t kBlockSize = 16, kNumScales = 8;
 // Rows and columns of a product that stay in registers, and columns that are packed at a time.
 constexpr size_t kGroupRows = 6, kStrip = 16, kPacked = 128;
-// Vectors of a strip, and of the scales of a block.
-constexpr size_t kStripVectors = kStrip / kLanes, kScaleVectors = kNumScales / kLanes;
+constexpr size_t kStripVectors = kStrip / kLanes;
 // Normal E4M3 scales, the range of rule `mse`. The search starts one below the nearest to the largest weight / 6.
 constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 1;
 // A block takes a new scale only for a gain that is no rounding error.
@@ -124,28 +123,28 @@ struct Found {
 
 inline void search_block(const float* weights, const float* factor, size_t stride, Found& found) {
     alignas(32) float errors[kBlockSize][kNumScales], values[kBlockSize][kNumScales], losses[kNumScales];
-    Floats rest[kBlockSize][kScaleVectors], steps[kScaleVectors], inverses[kScaleVectors], sums[kScaleVectors] = {};
     float largest = 0;
     for (size_t i = 0; i < kBlockSize; ++i) {
         const float size = magnitude(weights[i]);
         largest = size > largest ? size : largest;
-        for (Floats& values : rest[i]) values = all(weights[i]);
     }
     const int first = first_byte(largest);
     for (size_t c = 0; c < kNumScales; ++c) losses[c] = value_of(first + static_cast<int>(c));
-    for (size_t v = 0; v < kScaleVectors; ++v) steps[v] = load(losses + kLanes * v), inverses[v] = 1.0f / steps[v];
-    for (size_t i = 0; i < kBlockSize; ++i) {
-        const float* row = factor + i * stride;
-        for (size_t v = 0; v < kScaleVectors; ++v) {
-            const Floats value = nearest_value(rest[i][v] * inverses[v]) * steps[v];
-            const Floats error = (rest[i][v] - value) * all(1.0f / row[i]);
-            sums[v] += error * error;
-            store(values[i] + kLanes * v, value);
-            store(errors[i] + kLanes * v, error);
-            for (size_t k = i + 1; k < kBlockSize; ++k) rest[k][v] -= error * all(row[k]);
+    for (size_t c = 0; c < kNumScales; c += kLanes) {
+        Floats rest[kBlockSize], sums = {};
+        for (size_t i = 0; i < kBlockSize; ++i) rest[i] = all(weights[i]);
+        const Floats steps = load(losses + c), inverses = 1.0f / steps;
+        for (size_t i = 0; i < kBlockSize; ++i) {
+            const float* row = factor + i * stride;
+            const Floats value = nearest_value(rest[i] * inverses) * steps;
+            const Floats error = (rest[i] - value) * all(1.0f / row[i]);
+            sums += error * error;
+            store(values[i] + c, value);
+            store(errors[i] + c, error);
+            for (size_t k = i + 1; k < kBlockSize; ++k) rest[k] -= error * all(row[k]);
         }
+        store(losses + c, sums);
     }
-    for (size_t v = 0; v < kScaleVectors; ++v) store(losses + kLanes * v, sums[v]);
     size_t best = 0;
     for (size_t c = 1; c < kNumScales; ++c) best = losses[c] < losses[best] ? c : best;
     for (size_t i = 0; i < kBlockSize; ++i) found.values[i] = values[i][best], found.errors[i] = errors[i][best];
