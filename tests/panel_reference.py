@@ -98,9 +98,9 @@ class ReferencePanels:
         with arrays(tensors) as given:
             self._round(*given, group=group, start=start)
 
-    def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
+    def improve(self, *tensors: Tensor, start: int) -> None:
         with arrays(tensors) as given:
-            self._improve(*given, start=start, searches=searches)
+            self._improve(*given, start=start)
 
     def _round(self, *given: Lanes, group: int, start: int) -> None:
         weights, factors, inverses, values, errors, scale_bytes = given
@@ -116,7 +116,7 @@ class ReferencePanels:
                 errors[rows, place : place + 16] = lost
                 scale_bytes[rows, begin // 16] = byte
 
-    def _improve(self, *given: Lanes, start: int, searches: bool) -> None:
+    def _improve(self, *given: Lanes, start: int) -> None:
         gradient, form, form_inverses, factors, factor_inverses, block_inverses, values, changes, scale_bytes = given
         for begin in range(start, min(start + PANEL, gradient.shape[1]), 16):
             at = slice(begin, begin + 16)
@@ -124,20 +124,17 @@ class ReferencePanels:
             index = begin // 16
             own = chain(gradient[:, at], changes[:, :place], form[start:begin, at])
             before = values[:, at].copy()
-            current = before.copy()
-            byte = scale_bytes[:, index]
-            if searches:
-                optimum = np.zeros_like(own)
-                loss = np.zeros_like(own[:, 0])
-                for k in range(16):
-                    optimum = fma(own[:, k, None], block_inverses[index, k], optimum)
-                for j in range(16):
-                    loss = fma(optimum[:, j], own[:, j], loss)
-                tried, found, _, least = search(optimum + before, factors[index], factor_inverses[at])
-                better = least < loss * _F(0.9999)
-                current = np.where(better[:, None], found, before)
-                own = chain(own, current - before, form[at, at])
-                byte = np.where(better, tried, byte)
+            optimum = np.zeros_like(own)
+            loss = np.zeros_like(own[:, 0])
+            for k in range(16):
+                optimum = fma(own[:, k, None], block_inverses[index, k], optimum)
+            for j in range(16):
+                loss = fma(optimum[:, j], own[:, j], loss)
+            tried, found, _, least = search(optimum + before, factors[index], factor_inverses[at])
+            better = least < loss * _F(0.9999)
+            current = np.where(better[:, None], found, before)
+            own = chain(own, current - before, form[at, at])
+            byte = np.where(better, tried, scale_bytes[:, index])
             step = step_of(byte)
             inverse = _F(1) / step
             for j in range(16):

@@ -42,7 +42,7 @@ class Panels(Protocol):
         """
         ...
 
-    def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
+    def improve(self, *tensors: Tensor, start: int) -> None:
         """Improve the blocks of a panel: gradient [n, K], form [K, K], its inverses [K], factors of the blocks
         [K/16, 16, 16], their inverses [K], inverses of the blocks [K/16, 16, 16], values [n, K], changes [n, 128],
         scale bytes uint8 [n, K/16].
@@ -57,11 +57,11 @@ class TritonPanels:
         """Start the kernel."""
         self._start("round_kernel", tensors, start, group)
 
-    def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
+    def improve(self, *tensors: Tensor, start: int) -> None:
         """Start the kernel."""
-        self._start("improve_kernel", tensors, start, SEARCHES=searches)
+        self._start("improve_kernel", tensors, start)
 
-    def _start(self, name: str, tensors: Sequence[Tensor], start: int, *sizes: int, **constants: Any) -> None:
+    def _start(self, name: str, tensors: Sequence[Tensor], start: int, *sizes: int) -> None:
         from k2convert.quantize.gptq import panel_kernels
 
         kernel: Any = getattr(panel_kernels, name)
@@ -69,9 +69,7 @@ class TritonPanels:
         if rows == 0:
             return
         order = (rows, columns, *sizes, start, min(PANEL, columns - start) // BLOCK_SIZE)
-        kernel[(-(-rows // _ROWS),)](
-            *tensors, *order, **constants, ROWS=_ROWS, num_warps=_WARPS, enable_fp_fusion=False
-        )
+        kernel[(-(-rows // _ROWS),)](*tensors, *order, ROWS=_ROWS, num_warps=_WARPS, enable_fp_fusion=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class DeviceKernel:
         return values, scale_bytes
 
     def _improve(self, target: Tensor, curvature: Curvature, sweeps: int, values: Tensor, scale_bytes: Tensor) -> None:
-        """Improve the values in sweeps; the first one searches scales again."""
+        """Improve the values in sweeps."""
         form = curvature.form
         columns = form.shape[0]
         factors = curvature.block_factors
@@ -148,7 +146,7 @@ class DeviceKernel:
         for sweep in range(sweeps):
             for start, stop in _panels(columns):
                 self.check_stop()
-                self.panels.improve(gradient, *shared, values, changes, scale_bytes, start=start, searches=sweep == 0)
+                self.panels.improve(gradient, *shared, values, changes, scale_bytes, start=start)
                 begin = stop if sweep == sweeps - 1 else 0
                 if begin < columns:
                     gradient[:, begin:].addmm_(changes[:, : stop - start], form[start:stop, begin:], alpha=-1)

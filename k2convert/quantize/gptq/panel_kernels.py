@@ -146,12 +146,9 @@ def round_kernel(
 @triton.jit(do_not_specialize=["rows", "start", "blocks"])
 def improve_kernel(
     gradient, form, form_inverses, block_factors, factor_inverses, block_inverses, values, changes, scale_bytes,
-    rows, columns, start, blocks, SEARCHES: tl.constexpr, ROWS: tl.constexpr
+    rows, columns, start, blocks, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Improve the blocks of a panel; changes f32 [rows, 128] get what is added to the values. Reads the gradient.
-
-    Without SEARCHES the blocks keep their scales.
-    """
+    """Improve the blocks of a panel; changes f32 [rows, 128] get what is added to the values. Reads the gradient."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     valid = row < rows
     lane = tl.arange(0, 16)[None, :]
@@ -165,31 +162,27 @@ def improve_kernel(
         diagonal = form + begin.to(tl.int64) * columns + begin
         place = scale_bytes + row * (columns // BLOCK) + begin // BLOCK + lane * 0
         byte = tl.load(place, mask=valid, other=0x38).to(tl.int32)
-        current = before
-        if SEARCHES:
-            slopes = _columns(own)
-            optimum = own * 0
-            for k in tl.static_range(16):
-                optimum = tl.math.fma(slopes[k], tl.load(block_inverses + begin * BLOCK + k * BLOCK + lane), optimum)
-            moves = _columns(optimum)
-            loss = own * 0
-            wanted = ()
-            for j in tl.static_range(16):
-                loss = tl.math.fma(moves[j], slopes[j], loss)
-                wanted = wanted + (moves[j] + before[j],)
-            tried, found, _, losses = _search(
-                wanted, lane, block_factors + begin * BLOCK, BLOCK, factor_inverses + begin
-            )
-            least, best = _least(losses, lane)
-            better = least < loss * WORTHWHILE
-            current = ()
-            for j in tl.static_range(16):
-                value = tl.where(better, _from(found[j], best), before[j])
-                own = tl.math.fma(before[j] - value, tl.load(diagonal + j * columns + lane), own)
-                current = current + (value,)
-            byte = tl.where(better, _from(tried, best), byte)
-            tl.debug_barrier()
-            tl.store(place, byte.to(tl.uint8), mask=valid & (lane == 0))
+        slopes = _columns(own)
+        optimum = own * 0
+        for k in tl.static_range(16):
+            optimum = tl.math.fma(slopes[k], tl.load(block_inverses + begin * BLOCK + k * BLOCK + lane), optimum)
+        moves = _columns(optimum)
+        loss = own * 0
+        wanted = ()
+        for j in tl.static_range(16):
+            loss = tl.math.fma(moves[j], slopes[j], loss)
+            wanted = wanted + (moves[j] + before[j],)
+        tried, found, _, losses = _search(wanted, lane, block_factors + begin * BLOCK, BLOCK, factor_inverses + begin)
+        least, best = _least(losses, lane)
+        better = least < loss * WORTHWHILE
+        current = ()
+        for j in tl.static_range(16):
+            value = tl.where(better, _from(found[j], best), before[j])
+            own = tl.math.fma(before[j] - value, tl.load(diagonal + j * columns + lane), own)
+            current = current + (value,)
+        byte = tl.where(better, _from(tried, best), byte)
+        tl.debug_barrier()
+        tl.store(place, byte.to(tl.uint8), mask=valid & (lane == 0))
         step = _step_of(byte)
         inverse = tl.math.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
         tl.debug_barrier()

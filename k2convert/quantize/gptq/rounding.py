@@ -2,9 +2,9 @@
 
 The columns of a row are rounded from left to right. A block of 16 tries 8 neighboring E4M3 scales, each with its own
 compensation inside the block, and keeps the one with the least loss. Its errors then move the columns behind it. Two
-sweeps look at every block again, given all others: its columns one by one, and in the first sweep before that the
-search from the block's optimum. Scales are normal E4M3 numbers, as in rule `mse`; a block of zeros gets the same bytes
-as there, and -0 is never written.
+sweeps look at every block again, given all others: the search from the block's optimum, then its columns one by one.
+Scales are normal E4M3 numbers, as in rule `mse`; a block of zeros gets the same bytes as there, and -0 is never
+written.
 
 There are two kernels: compiled for the CPU (cpp/gptq.hpp), and for a CUDA device (device_kernel.py, which chooses).
 Their sums are taken in a different order, so a few codes differ.

@@ -4,9 +4,8 @@
 // its columns are rounded one by one, and the error e of column j moves the columns k behind it by -e U_jk / U_jj. The
 // scale with the least sum of (e / U_jj)**2 wins, and its errors move all columns behind the block.
 //
-// Sweeps, from the gradient G = (w - q) H: in the first one, a block tries the same search from its own optimum given
-// all other columns, and takes the result if the loss falls. Then its columns take the best value under the block's
-// scale, one by one.
+// Sweeps, from the gradient G = (w - q) H: a block tries the same search from its own optimum given all other columns,
+// and takes the result if the loss falls. Then its columns take the best value under the block's scale, one by one.
 //
 // Rows do not depend on each other, so bytes do not depend on the number of threads. They may differ between vectors
 // with fused multiply-adds and portable code.

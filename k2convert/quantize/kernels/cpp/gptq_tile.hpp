@@ -181,7 +181,7 @@ class Tile {
             round_panel(Panel(rounding_.curvature.factor, columns_, start));
         if (rounding_.sweeps > 0) {
             start_gradient();
-            for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == 1, sweep == rounding_.sweeps);
+            for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == rounding_.sweeps);
         }
         for (size_t r = 0; r < rows_; ++r) encode_row(r);
     }
@@ -225,26 +225,26 @@ class Tile {
         for (size_t r = 0; r < kTileRows; ++r) is_done_[r] = false;
     }
 
-    // The first sweep searches scales. After the last one no gradient is needed: columns that are done keep theirs.
-    void run_sweep(bool searches, bool is_last) {
+    // After the last sweep no gradient is needed, so in it columns that are done are not updated.
+    void run_sweep(bool is_last) {
         bool has_changed[kTileRows] = {};
         for (size_t start = 0; start < columns_; start += kPanel) {
             const Panel form(rounding_.curvature.form, columns_, start);
             std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
             for (size_t j = 0; j < form.size; j += kBlockSize) {
                 for (size_t r = 0; r < rows_; ++r)
-                    if (!is_done_[r] && improve_block(form, j, r, searches)) has_changed[r] = true;
+                    if (!is_done_[r] && improve_block(form, j, r)) has_changed[r] = true;
             }
             for (size_t r = 0; r < rows_; ++r) spread(form, r, is_last);
         }
         for (size_t r = 0; r < rows_; ++r) is_done_[r] = !has_changed[r];
     }
 
-    bool improve_block(const Panel& form, size_t j, size_t r, bool searches) {
+    bool improve_block(const Panel& form, size_t j, size_t r) {
         float* values = values_ + r * columns_ + form.start + j;
         const float* gradient = gradient_ + r * columns_ + form.start + j;
         uint8_t& byte = scales_[(r * columns_ + form.start + j) / kBlockSize];
-        bool has_changed = searches && search_again(form, j, r, values, gradient, byte);
+        bool has_changed = search_again(form, j, r, values, gradient, byte);
         const float step = value_of(byte), inverse_step = 1.0f / step;
         for (size_t i = 0; i < kBlockSize; ++i) {
             const float best = values[i] + gradient[i] / form.row(j + i)[j + i];

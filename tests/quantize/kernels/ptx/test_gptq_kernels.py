@@ -35,10 +35,10 @@ class CheckedPanels(TritonPanels):
         ReferencePanels().round(*expected, group=group, start=start)
         assert all(map(same, tensors, expected)), f"round at {start}"
 
-    def improve(self, *tensors: Tensor, start: int, searches: bool) -> None:
+    def improve(self, *tensors: Tensor, start: int) -> None:
         expected = [tensor.clone() for tensor in tensors]
-        super().improve(*tensors, start=start, searches=searches)
-        ReferencePanels().improve(*expected, start=start, searches=searches)
+        super().improve(*tensors, start=start)
+        ReferencePanels().improve(*expected, start=start)
         assert all(map(same, tensors, expected)), f"improve at {start}"
 
 
@@ -100,7 +100,7 @@ def kernels(request: pytest.FixtureRequest, one_thread: None) -> Iterator[list[K
 
 def test_every_launch_gives_the_numbers_of_the_reference(kernels: list[Kernel]) -> None:
     round_everything()
-    assert len(kernels) == 3, "rounding, and improving with a search and without"
+    assert len(kernels) == 2, "rounding, and improving"
     for kernel in kernels:
         assert all(kernel.executed), "every instruction was reached"
 
