@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from house import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 45_720, "tests": 35_370, "scripts": 8_330}
+BUDGET = {"k2convert": 45_960, "tests": 35_480, "scripts": 8_720}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 
