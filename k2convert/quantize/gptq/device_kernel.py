@@ -178,7 +178,7 @@ def _encode(values: Tensor, scale_bytes: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _midpoints(device: str) -> Tensor:
-    levels = torch.tensor(E2M1_VALUES, device=device)
+    levels = torch.tensor(E2M1_VALUES).to(device)
     return (levels[1:] + levels[:-1]) / 2
 
 

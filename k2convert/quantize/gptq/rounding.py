@@ -52,7 +52,7 @@ class Codes:
     def values(self) -> Tensor:
         """Return the values f32 [N, K] in units of the global scale, exact."""
         nibbles = torch.stack([self.packed & 15, self.packed >> 4], dim=2).flatten(1)
-        levels = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=self.packed.device)
+        levels = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)]).to(self.packed.device)
         return levels[nibbles.int()] * decoded_scales(self.block_scales).repeat_interleave(BLOCK_SIZE, dim=1)
 
     def weight(self) -> Nvfp4Weight:
