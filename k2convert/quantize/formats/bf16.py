@@ -28,7 +28,7 @@ MAGNITUDE_BITS: Final = 0x7FFF
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """How large the weights of a tensor are, which is all that a global scale depends on.
+    """Size of the weights of a tensor, which is all that a global scale depends on.
 
     Tensors that must share a global scale (gate and up of an expert) are measured one by one and merged.
 
