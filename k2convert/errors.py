@@ -57,10 +57,7 @@ class CheckpointError(K2ConvertError, ValueError):
 
 
 class MalformedFileError(CheckpointError):
-    """A file that is missing or malformed. The message states the problem only; the caller adds what to do.
-
-    The reader of a file cannot know where the file came from. Its caller can: see `remedy`.
-    """
+    """A file that is missing or malformed. The message states the problem only; the caller adds a `remedy`."""
 
 
 class ChangedFileError(CheckpointError):
@@ -146,10 +143,7 @@ _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = MAX_QUOTED
 
 
 def quoted(value: object) -> str:
-    """Return a value from a file, the network or the command line as a message shows it.
-
-    It is the value's repr on one line, cut to 80 characters, however long or deep the value is.
-    """
+    """Return the repr of a value from outside on one line, cut to 80 characters, however long or deep it is."""
     return cut(_QUOTE.repr(value), MAX_QUOTED)
 
 
@@ -164,10 +158,7 @@ _CONTROLS: Final = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *ran
 
 
 def visible(text: str) -> str:
-    """Return a text in which nothing can command a terminal: C0, DEL, C1, ends of lines and bidi marks are escapes.
-
-    Names and messages from checkpoints and file names hold anything. The console shows every text through this.
-    """
+    """Return a text that cannot command a terminal: C0, DEL, C1, ends of lines and bidi marks are escapes."""
     return text.translate(_CONTROLS)
 
 
@@ -286,10 +277,7 @@ _REMEDIES: Final = {
 
 
 def explain(error: BaseException, *, resumes: bool) -> str | None:
-    """Return the one line for a failure of the machine; None if the exception is something else.
-
-    Finished work is kept if the command `resumes`.
-    """
+    """Return the one line for a failure of the machine; None for anything else. Work of one that `resumes` is kept."""
     line = _explain(error)
     is_kept = resumes and line is not None and line.endswith(_AGAIN)
     return f"{line} Finished work is kept." if is_kept else line

@@ -79,7 +79,6 @@ def _of_process(name: str) -> int:
 
 
 def _kilobytes(name: str) -> dict[str, int]:
-    """Return the lines `NAME: NUMBER kB` of a file, in bytes."""
     words = (line.split() for line in _lines(ROOT / name))
     return {found[0].rstrip(":"): int(found[1]) * 1024 for found in words if found[2:] == ["kB"]}
 
@@ -133,7 +132,6 @@ def _slurm_memory() -> Iterator[int]:
 
 
 def _slurm_numbers(names: Sequence[str]) -> list[int]:
-    """Return the variables that are set to a number above 0, in the order of their names."""
     values = (os.environ.get(name, "") for name in names)
     return [int(value) for value in values if value.isascii() and value.isdecimal() and int(value)]
 
@@ -218,10 +216,7 @@ class BufferPool:
 
 
 def _map(num_bytes: int) -> NDArray[np.uint8]:
-    """Map separate pages, which return to the system with the array; an allocator might keep them.
-
-    Ask for huge pages, because each page costs a fault.
-    """
+    """Map separate huge pages, if possible, which return to the system with the array; an allocator might keep them."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -58,10 +58,7 @@ def mode_of(path: Path) -> int:
 
 
 def check_plain_file(path: Path) -> None:
-    """Refuse folders, pipes and devices, also behind a link, and links to nothing (MalformedFileError).
-
-    A link to a file is followed: what is only read may lie anywhere. A missing file passes: opening it will fail.
-    """
+    """Refuse folders, pipes, devices, also behind links (MalformedFileError). A missing file passes."""
     mode = mode_of(path)
     if S_ISREG(mode):
         return
@@ -172,10 +169,7 @@ def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted; nothing if there is no such folder. Raises SourceReadError.
-
-    Path.glob would return nothing for a folder that may not be read.
-    """
+    """Return what a folder holds, sorted; nothing without a folder. Raises SourceReadError, as Path.glob does not."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -185,10 +179,9 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def walk_folder(folder: Path) -> list[Path]:
-    """Return what is below a folder that is only read, sorted, without entering hidden folders and lost+found.
+    """Return what is below a folder, sorted, through links, but not those that lead back, hidden ones and lost+found.
 
-    Links to folders are followed, except those that lead back. Raises SourceReadError, and MalformedFileError if there
-    are more files than a checkpoint has.
+    Raises SourceReadError, and MalformedFileError if there are more files than a checkpoint has.
     """
     found: list[Path] = []
     waiting: list[tuple[Path, tuple[str, ...]]] = [(folder, (os.path.realpath(folder),))]

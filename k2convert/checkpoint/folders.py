@@ -30,10 +30,7 @@ def check_no_link(path: Path) -> None:
 
 @contextmanager
 def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
-    """Open a folder for the block and return its descriptor. `root` is the folder itself unless it is given.
-
-    Raises DestinationError for a link below `root`, OSError if a folder cannot be opened.
-    """
+    """Open a folder below `root` for the block; returns its descriptor. DestinationError for a link, OSError."""
     path = folder if root is None else root
     descriptor = os.open(path, _FOLDER)
     try:
@@ -52,10 +49,7 @@ def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
 
 
 def make_folder(folder: Path, *, root: Path | None = None) -> None:
-    """Create a folder and its parents, and sync the parent of each new one; below `root` no link is followed.
-
-    Raises DestinationWriteError if that fails, DestinationError for a link.
-    """
+    """Create a folder below `root` and its parents, and sync them; raises DestinationWriteError, DestinationError."""
     top = folder if root is None else root
     try:
         missing = [path for path in (top, *top.parents) if not path.exists()]
@@ -87,11 +81,7 @@ def sync_folder(folder: int) -> None:
 
 
 def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:
-    """Create a temporary file in its open folder, in place of one that an earlier run left; returns its descriptor.
-
-    The file is always a new one: bytes cannot reach another file through a link of either kind. Raises DestinationError
-    if a folder is in its place, OSError.
-    """
+    """Create a new temporary file, through no link; returns its descriptor. Raises DestinationError, OSError."""
     remove_file(path, folder)
     return os.open(path.name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
 

@@ -187,11 +187,7 @@ def _check_coverage(tensors: dict[str, TensorInfo], *, data_begin: int, file_byt
 def encode_header(
     tensors: list[tuple[str, str, tuple[int, ...], int]], *, metadata: dict[str, str], alignment: int
 ) -> bytes:
-    """Build the bytes before the data for tensors given as (name, dtype, shape, num_bytes) in file order.
-
-    The JSON is padded with spaces, which the format allows, so that the data begin at a multiple of `alignment`.
-    With 4096 the data can be written with O_DIRECT.
-    """
+    """Build the bytes before the data for (name, dtype, shape, num_bytes), padded to `alignment`, as O_DIRECT needs."""
     document: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for name, dtype, shape, num_bytes in tensors:

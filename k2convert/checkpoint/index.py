@@ -96,10 +96,7 @@ MAX_SHARD_NAME_BYTES: Final = 230  # filesystems take 255; records, downloads an
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers, index and config of one checkpoint. `tensors` spans all shards.
-
-    `config_text` is config.json as it was read. `config` is what it says, and cannot be changed.
-    """
+    """Headers, index and config of one checkpoint. `tensors` spans all shards; `config` cannot be changed."""
 
     folder: Path
     config_text: str
@@ -125,10 +122,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
-    """Read config, index and every header of a folder; raises CheckpointError if they do not fit together.
-
-    `read` reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
-    """
+    """Read config, index and headers of a folder, by `read` where a shard is elsewhere; raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config_text = read_text_file(folder / CONFIG_NAME)
@@ -230,10 +224,7 @@ def is_part_of_checkpoint(relative: Path) -> bool:
 
 
 def list_sidecars(folder: Path) -> list[Path]:
-    """Return the relative paths of the files to copy, sorted. Skips hidden files and folders, and links to nothing.
-
-    Raises MalformedFileError if a link that an engine reads leads to nothing, and for a Git LFS pointer.
-    """
+    """Return the files to copy, sorted; raises MalformedFileError for a Git LFS pointer, and a link to nothing."""
     found: list[Path] = []
     for path in walk_folder(folder):
         relative = path.relative_to(folder)

@@ -104,10 +104,7 @@ class ShardWriter:
                 self._flush()
 
     def commit(self, *, accept: Callable[[str], None] | None = None) -> str:
-        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex.
-
-        `accept` gets the blake3 before the rename and may raise.
-        """
+        """Flush, sync, let `accept` see the blake3, and rename to the final name; returns the blake3 as hex."""
         with writing(self._path):
             self._flush()
             while self._pending:

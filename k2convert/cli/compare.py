@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from blake3 import blake3
@@ -33,9 +32,6 @@ from k2convert.plan.recipe import TextUse
 from k2convert.records.document import plain, seal
 from k2convert.records.evaluation import Evaluation, Mean, is_noise
 
-if TYPE_CHECKING:
-    from k2convert.calibration.text import Windows
-
 _ANY_ID = 1 << 31  # without a checkpoint only the server knows its vocabulary
 _LONGEST_BEFORE = 40
 
@@ -43,7 +39,17 @@ _LONGEST_BEFORE = 40
 def compare(options: CompareOptions) -> None:
     """Ask what is missing, then show the figures."""
     saved = None if is_address(options.reference) else open_saved(Path(options.reference))
-    _check(options, is_saved=saved is not None)
+    is_saved = saved is not None
+    if is_saved and (options.text or options.tokenizer or options.save or options.model_a):
+        raise typer.BadParameter(
+            f"{options.reference} has a text and answers: --text, --tokenizer, --save and --model-a are for a server"
+        )
+    if not is_saved and not options.text:
+        raise typer.BadParameter("--text is needed: what to ask the servers for")
+    if options.model is None and options.save is None:
+        raise typer.BadParameter("B is needed, or --save with a folder for A's answers")
+    if options.model is not None and not is_address(options.model):
+        raise typer.BadParameter("B is the address of a server, http://HOST:PORT/v1. Saved answers are A")
     with Waiting("asks the servers which models they serve"):
         first = None if saved is not None else _open(options, options.reference, is_reference=True)
         second = None if options.model is None else _open(options, options.model, is_reference=False)
@@ -68,19 +74,6 @@ def compare(options: CompareOptions) -> None:
     console.show(plain(found), partial(_show, found, options))
 
 
-def _check(options: CompareOptions, *, is_saved: bool) -> None:
-    if is_saved and (options.text or options.tokenizer or options.save or options.model_a):
-        raise typer.BadParameter(
-            f"{options.reference} has a text and answers: --text, --tokenizer, --save and --model-a are for a server"
-        )
-    if not is_saved and not options.text:
-        raise typer.BadParameter("--text is needed: what to ask the servers for")
-    if options.model is None and options.save is None:
-        raise typer.BadParameter("B is needed, or --save with a folder for A's answers")
-    if options.model is not None and not is_address(options.model):
-        raise typer.BadParameter("B is the address of a server, http://HOST:PORT/v1. Saved answers are A")
-
-
 def _open(options: CompareOptions, address: str, *, is_reference: bool) -> Endpoint:
     names = (KEY_NAME,) if is_reference else (OTHER_KEY_NAME, KEY_NAME)
     notify = console.notifier()
@@ -95,7 +88,21 @@ def _sides(
     """Return the servers with the folders of their answers, and the work folder, which may not be needed."""
     if saved is None:
         assert first is not None
-        windows = _read_text(options)
+        from k2convert.calibration.text import read_windows
+
+        files = list(options.text or ())
+        notify = console.notifier()
+        use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed)
+        with Waiting("reads the text"):
+            if options.tokenizer is None:
+                windows = read_windows(
+                    files, tokenizer=None, vocab_size=_ANY_ID, tokens=options.tokens, window=use.window, seed=use.seed
+                )
+            else:
+                with open_source(options.tokenizer, hub=Hub(notify=notify)) as source:
+                    windows = read_windows_of(source.checkpoint, files, use)
+        for note in windows.notes:
+            notify(f"note: {note}")
         asked = questions(first, windows, top_k=options.top_k, is_reference=True)
     else:
         asked = saved.asked
@@ -107,25 +114,6 @@ def _sides(
     if other is not None:
         sides.append(Side(AnswerFolder(work / "b", other, root=work.parent), second))
     return sides, work
-
-
-def _read_text(options: CompareOptions) -> "Windows":
-    from k2convert.calibration.text import read_windows
-
-    files = list(options.text or ())
-    notify = console.notifier()
-    use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed)
-    with Waiting("reads the text"):
-        if options.tokenizer is None:
-            windows = read_windows(
-                files, tokenizer=None, vocab_size=_ANY_ID, tokens=options.tokens, window=use.window, seed=use.seed
-            )
-        else:
-            with open_source(options.tokenizer, hub=Hub(notify=notify)) as source:
-                windows = read_windows_of(source.checkpoint, files, use)
-    for note in windows.notes:
-        notify(f"note: {note}")
-    return windows
 
 
 def _show(found: Evaluation, options: CompareOptions) -> None:

@@ -90,7 +90,6 @@ def _on_stdout() -> Generator[None]:
 
 
 def _print_json(document: Any) -> None:
-    """Print one JSON document on stdout, in ASCII if stdout accepts nothing else."""
     accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not accepts_all).translate(_JSON_CONTROLS) + "\n")
@@ -99,11 +98,9 @@ def _print_json(document: Any) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
-    """Print a table on stdout. Columns are right-aligned, except those in `left`, which may wrap between words.
+    """Print a table on stdout. Columns in `left` are left-aligned and may wrap between words.
 
-    No cell is ever cut. A table too wide for the terminal has its headings and texts over several lines; if that is not
-    enough, each row becomes a block of lines "heading: cell". A pipe has room for everything. Verdicts are colored on a
-    terminal.
+    No cell is ever cut: if wrapping is not enough, each row becomes a block of lines "heading: cell".
     """
     cells = [[escaped(cell, _VERDICT_STYLES.get(cell, "")) for cell in row] for row in rows]
     least = [_least_width([row[i] for row in cells], column, i in left) for i, column in enumerate(columns)]
@@ -213,10 +210,7 @@ def print_note(text: str) -> None:
 
 
 def print_event(text: str) -> None:
-    """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live.
-
-    With --quiet nothing is printed.
-    """
+    """Print one line about a running stage on stderr, with its time in UTC unless on a terminal; not with --quiet."""
     if not _Asked.quiet:
         print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 

@@ -38,10 +38,7 @@ ServeCommands = Mapping[Engine, ServeCommand]
 
 
 def fit(options: FitOptions) -> None:
-    """Read the headers and answer; raises FitError for a GPU that is not known or a layout that cannot be.
-
-    Exits with 3 if the model does not fit.
-    """
+    """Read the headers and answer; exits with 3 if the model does not fit. Raises FitError."""
     gpu = _chosen_gpu(options)
     with open_source(options.checkpoint, hub=Hub(notify=console.print_note)) as opened:
         whole = read_model(opened.checkpoint)
@@ -63,8 +60,6 @@ def fit(options: FitOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A question of the user: the checkpoint, what it is as a whole and with the experts asked for."""
-
     options: FitOptions
     checkpoint: Checkpoint
     whole: Model
@@ -164,11 +159,7 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
 
 
 def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
-    """Return the command of each engine, empty if the GPUs do not hold the model.
-
-    A source is served as the result DEST of its recipe. Requests are limited to the context asked for, or to the cache:
-    an engine refuses to start if the model's longest request does not fit.
-    """
+    """Return the command of each engine, of DEST for a source; none if the GPUs do not hold the model."""
     if not holder.fit.holds:
         return {}
     recipe = model.recipe

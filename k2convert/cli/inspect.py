@@ -80,7 +80,6 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
 
 
 def _inspect_statistics(path: Path) -> None:
-    """Show a statistics file; raises CalibrationError if it is not one."""
     try:
         found = open_statistics(path)
     except CalibrationError:
@@ -95,7 +94,6 @@ def _inspect_statistics(path: Path) -> None:
 
 
 def _statistics_document(statistics: Statistics) -> dict[str, Any]:
-    """Return a statistics file as plain data, without its mean squares; CalibrationError for unusable values."""
     used = Calibration(statistics, weighted=True, smoothing=True)
     return {
         "file": str(statistics.path),
@@ -133,7 +131,6 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
 
 
 def _cache_document(layer: LayerStatistics) -> dict[str, list[float]]:
-    """Return what is known of a KV cache, of both of its parts."""
     found = (layer.kv_amax, layer.kv_subnormal_share, layer.kv_saturated_share)
     names = ("amax", "subnormal_share", "saturated_share")
     return {name: values.tolist() for name, values in zip(names, found, strict=True) if values is not None}

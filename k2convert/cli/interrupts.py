@@ -195,7 +195,6 @@ def _end_at_once(command: _Command) -> None:
 
 
 def _discard_unfinished() -> None:
-    """Remove what the threads of this process have half-written."""
     writer = sys.modules.get("k2convert.checkpoint.writer")
     if writer is not None:
         writer.discard_unfinished()
@@ -237,7 +236,6 @@ def _sentence(command: _Command) -> str:
 
 
 def _wipe_echo() -> None:
-    """Overwrite the ^C that a terminal shows."""
     if sys.stderr.isatty():
         _write("\r  \r")
 

@@ -132,8 +132,6 @@ def _at_home(value: Any) -> Any:
 
 
 def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
-    """Return the callback that checks a value, or each of several, if it is given."""
-
     def checked(value: Any) -> Any:
         given = [_at_home(one) for one in cast(list[object], value if isinstance(value, list) else [value])]
         for one in given:
@@ -160,10 +158,7 @@ def option(
     check: Callable[[str], None] | None = None,
     **limits: Any,
 ) -> Any:
-    """Define an option, as a field of a verb's options. `metavar` is what help calls its value; else it lists choices.
-
-    `limits` are the least and the largest number (`min`, `max`), or a `parser`.
-    """
+    """Define an option; `metavar` is its value in help, else the choices; `limits` are `min`, `max`, or a `parser`."""
     names = () if name is None else (name,)
     shown = typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), **limits)
     return field(default=default, metadata={_SHOWN: shown})
@@ -175,10 +170,7 @@ def flag(name: str, help: str, panel: str | None = None) -> Any:
 
 
 def verb(options: type) -> Callable[..., None]:
-    """Return the command with the fields of a verb's options as its parameters, and their docstring as its help.
-
-    The verb `run` of RunOptions is the function `run` of the module `run`, which is imported when it is called.
-    """
+    """Return the command `run` of RunOptions, with its fields and docstring; calls function `run` of module `run`."""
     name = options.__name__.removesuffix("Options").lower()
 
     def command(**values: Any) -> None:

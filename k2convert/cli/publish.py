@@ -22,10 +22,7 @@ from k2convert.validation.remote import folder_bytes
 
 
 def publish(options: PublishOptions) -> None:
-    """Validate a finished folder and publish it, unless the branch has it already.
-
-    Without a source, the rules that compare with it are skipped.
-    """
+    """Validate a finished folder and publish it, unless the branch has it already."""
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
     folder = options.folder

@@ -30,10 +30,7 @@ _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > F
 
 
 def report(options: ReportOptions) -> None:
-    """Write the report, with a validation from a file or of the folder, if the folder can be validated.
-
-    The report on a repository goes into the current folder, unless --out names another.
-    """
+    """Write the report, with a validation from a file or of the folder; of a repository into the current folder."""
     if options.source is not None and options.validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     if options.statistics is not None and options.source is None:
@@ -97,7 +94,6 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
 
 
 def _show(files: ReportFiles) -> bool:
-    """Print the written files; return whether nothing that was checked has failed."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
     failed: list[int] = document["contract"]["failed"] if document["contract"] else []

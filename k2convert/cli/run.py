@@ -111,7 +111,6 @@ def run(options: RunOptions) -> None:
 
 
 def _settle(job: Job, target: "Target", options: RunOptions) -> None:
-    """Clean up after a job that was published before, and say so."""
     from k2convert.job.publish import settle_published
 
     settle_published(job, target)
@@ -237,7 +236,6 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
 
 
 def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
-    """Connect to the cluster of --ray; raises PlanError without one."""
     assert options.ray is not None
     from k2convert.job.ray import connect
 
@@ -246,7 +244,6 @@ def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
 
 
 def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
-    """Do one part, and print the command that ends the job."""
     whole = job_command("run", replace(options, part=None))
     own = job_command("run", options)
     num_shards = len(part.items(job.items))
@@ -295,7 +292,6 @@ def _do(job: Job, options: RunOptions) -> None:
 
 
 def _how_far(job: Job, tally: Tally) -> str:
-    """Return what is said after an interrupt: of the evaluation when that has begun, otherwise of shards and layers."""
     if "evaluate" in tally.meters:
         from k2convert.job.evaluation import evaluation_works
 
@@ -312,10 +308,6 @@ def _how_far(job: Job, tally: Tally) -> str:
 
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
-    """Print how long the rest of the calibration will be.
-
-    Raises CalibrationError if it is too long, PlanError if the memory is not there.
-    """
     check_room(job)
     walk = forecast(plan, layers=layers_left(job, plan))
     if walk.size.num_layers == 0:

@@ -190,7 +190,6 @@ def _show_job(folder: Path) -> None:
 
 
 def _show_state(folder: Path, state: JobState, walk: dict[str, Any] | None, evaluation: _Walk | None) -> None:
-    """Print a job's state, the walk through its layers and its evaluation, and what to do next."""
     is_evaluating = evaluation is not None and read_lock(evaluation.work.folder)[0]
     show_status(folder, replace(state, progress=None) if is_evaluating else state)
     if walk is not None and state.progress is None:
@@ -205,7 +204,6 @@ def _show_state(folder: Path, state: JobState, walk: dict[str, Any] | None, eval
 
 
 def _lacks_evaluation(folder: Path, state: JobState) -> bool:
-    """Return whether a job that evaluates its result has not done that yet."""
     command = state.command
     is_wanted = command is not None and "--evaluate" in command.words
     return is_wanted and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()

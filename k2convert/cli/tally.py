@@ -72,10 +72,7 @@ class Meter:
 
     @property
     def rate(self) -> float | None:
-        """Work a second over the window; 0.0 if the work has stopped, None if it waits or not enough was measured.
-
-        Of layers it is how many an hour.
-        """
+        """Work a second over the window, or layers an hour; 0.0 if it has stopped, None if it waits or is not known."""
         if self.layers is not None:
             return self.layers.per_hour
         now = self.clock()
@@ -110,10 +107,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Layers:
-    """When each layer was done, and the operations of each: `costs`, the head of an evaluation being the last.
-
-    A position counts layers, and the share of the one that is computed.
-    """
+    """When each layer was done, and the `costs` of each; the head of an evaluation is the last."""
 
     costs: tuple[float, ...]
     _ends: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=_PACE_LAYERS + 1))
@@ -253,10 +247,7 @@ class Tally:
 
     @property
     def seconds_left(self) -> float | None:
-        """The ETA: of the slowest phase of a job, whose phases overlap, or of all phases of a validation, in order.
-
-        Phases that wait for a walk through the layers count when it is done.
-        """
+        """The ETA: of a job's slowest phase, or the sum for a validation, without what waits for a walk."""
         with self._lock:
             is_walking = any(m.done < m.total for phase, m in self.meters.items() if phase in LAYER_PHASES)
             left = {phase: self._left(phase) for phase, m in self.meters.items() if not (is_walking and m.can_wait)}

@@ -82,7 +82,6 @@ def validate(options: ValidateOptions) -> None:
 
 
 def _how_far(folder: Path) -> str:
-    """Return what an interrupt leaves of a validation."""
     if not (num_checked := num_kept(folder)):
         return NOTHING_KEPT
     return f"{counted(num_checked, 'shard')} checked. The same command resumes"
@@ -115,7 +114,6 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
 
 
 def _show_found(found: ValidationReport, folder: Path) -> None:
-    """Show a validation; raises InvalidCheckpointError if it failed. `folder` has the result's config.json."""
     show_validation(found)
     if not found.passed:
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")

@@ -66,7 +66,6 @@ max_disk_option = partial(
 
 
 def _device(text: str) -> Device:
-    """Accept a device of this machine; raises BadParameter."""
     if text not in get_args(Device):
         raise typer.BadParameter(
             f"{quoted(text)} is not auto, cpu or cuda. For what other machines take, see `k2convert guide calibrate`."

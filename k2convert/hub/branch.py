@@ -131,11 +131,8 @@ class Branch:
     ) -> "CommitOperationAdd":
         """Send one shard's bytes; pass the returned operation to `add`.
 
-        `sent` gets the bytes that were sent since its last call: over Xet all at the end, negative before a retry.
-
-        A known `sha256` is compared with the file's: for plain LFS just before sending, where it saves the library a
-        pass over the file; over Xet with the hash that the library computes of the bytes as it sends them. Raises
-        ChangedFileError if the file does not have the known hash, HubError if the Hub fails.
+        `sent` gets the bytes since its last call, negative before a retry. A known `sha256` is compared: before sending
+        for plain LFS, over Xet with the library's hash. Raises ChangedFileError if it differs, HubError.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
@@ -177,11 +174,7 @@ class Branch:
         return len(self._pending) >= GROUP_SHARDS or time.monotonic() - self._since >= GROUP_SECONDS
 
     def commit_group(self) -> list[Upload]:
-        """Commit the group; returns its shards once the branch lists them with the right hashes.
-
-        Their local copies may then be deleted. Shards that other threads add meanwhile wait for the next group. Waits
-        if one more commit would exceed the hourly limit. Raises HubError if a hash differs.
-        """
+        """Commit the group; returns its shards once the branch lists them: they may be deleted. Raises HubError."""
         from huggingface_hub import CommitOperationAdd
 
         taken = list(self._pending)
@@ -248,11 +241,7 @@ class Branch:
     def commit_to_main(
         self, *, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes], message: str
     ) -> str:
-        """Put the whole model on main in one commit and delete the work branch; returns the commit's id.
-
-        `shards` maps names to (sha256, size), all on the branch; `files` are the other files. main must not have moved
-        since `open`. Raises HubError; the job can then be run again.
-        """
+        """Put all on main in one commit and delete the work branch; `shards` are (sha256, size). Raises HubError."""
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         api = self.hub.api()

@@ -72,10 +72,7 @@ def target_revision(ref: RepoRef) -> str:
 
 
 def parse_repo(text: str) -> RepoRef | None:
-    """Read `hf://owner/name[@revision]`, or `owner/name[@revision]` if no such path exists; None means a path.
-
-    Raises HubError for an hf:// address that is not a repository's. Does not use the network.
-    """
+    """Read `[hf://]owner/name[@revision]`, None for a path; raises HubError for a wrong hf:// address."""
     name, _, revision = text.removeprefix(SCHEME).partition("@")
     fits = _REPO.fullmatch(name) is not None and len(name) <= 96 and not re.search(r"--|\.\.|\.git$", name)
     if text.startswith(SCHEME):
@@ -189,11 +186,10 @@ class Hub:
 
     @contextmanager
     def stream_range(self, url: str, *, begin: int, end: int, direct: bool = True) -> Generator["RangeBody"]:
-        """Open bytes [begin, end) of `url` for reading, in one attempt; raises HubRequestError if it fails.
+        """Open bytes [begin, end) of `url`, in one attempt; raises HubRequestError for any other range.
 
-        A response that is shorter, longer or of a different range is an error. If `direct` is false, every byte comes
-        through the HTTP library, and the connection can serve another request afterwards. A URL of the scheme `file`
-        is that of a file in the local cache.
+        Unless `direct`, all bytes come through the HTTP library, and the connection can serve another request. `file://`
+        is a file in the local cache.
         """
         if url.startswith(FILE_SCHEME):
             yield RangeBody(_file_pieces(url, begin, end), end - begin, connection=None, where=url)
@@ -293,10 +289,7 @@ class RangeBody:
         self._piece: memoryview | None = None
 
     def read_into(self, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with at least one byte and return how many; 0 means the end.
-
-        Raises HubRequestError if the response is shorter or longer than its range.
-        """
+        """Fill the beginning of `memory`, return how many bytes, 0 at the end; raises HubRequestError."""
         if self._piece is None or (not self._piece and self._connection is None):
             self._piece = memoryview(next(self._pieces, b""))
             self._received += len(self._piece)
@@ -325,11 +318,7 @@ class RangeBody:
 
 
 def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
-    """The socket from which the rest of a response's body can be read unchanged, or None.
-
-    It is None for any protocol but HTTP/1.1, for an encoded body, for a body that is not `num_bytes` long, and for TLS
-    within TLS.
-    """
+    """The socket with the rest of a body, or None: not HTTP/1.1, an encoded body, another length, TLS within TLS."""
     headers = response.headers
     stream = response.extensions.get("network_stream")
     coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers

@@ -48,9 +48,8 @@ def download_shard(
 ) -> None:
     """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
-    `arrived` gets the bytes that arrived since its last call, and whether they did so now, not in an earlier attempt.
-    Setting `stop` ends the call early with HubError, after the state was recorded. Raises HubError if the Hub fails or
-    the bytes stay wrong, DiskFullError if the disk is full, DestinationWriteError if the target cannot be written.
+    `arrived` gets bytes since its last call, and whether they came now. HubError when `stop` is set or the Hub fails;
+    DiskFullError, DestinationWriteError.
     """
     file = source.shard(shard)
     check_no_link(target)
@@ -84,7 +83,6 @@ def download_shard(
 
 
 def _refuse_cached(source: RemoteRepo, shard: str, url: str) -> None:
-    """Raise HubError for a damaged file of the cache if there is nothing else."""
     if is_offline():
         raise HubError(
             f"{url.removeprefix(FILE_SCHEME)}: is damaged: its bytes do not have the sha256 of its name. "
@@ -95,11 +93,7 @@ def _refuse_cached(source: RemoteRepo, shard: str, url: str) -> None:
 def download_ranges(
     hub: Hub, source: RemoteRepo, shard: str, *, target: Path, ranges: Iterable[tuple[int, int]]
 ) -> None:
-    """Fetch the byte ranges [begin, end) of `shard` into a sparse file of its size; the rest of it needs no disk.
-
-    Whole segments are fetched (see segments.py). There is no hash of a part, so nothing but TLS checks the bytes.
-    Raises as `download_shard`.
-    """
+    """Fetch whole segments of byte ranges [begin, end) into a sparse file, unchecked; raises as `download_shard`."""
     file = source.shard(shard)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -236,10 +230,7 @@ def file_sha256(path: Path) -> str:
 
 
 def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple[Path, str]:
-    """Fetch a file into `folder`; returns its path there, and its address with the commit.
-
-    Without a path in the address it is the only file whose name ends in `suffix`. Raises HubError, DiskFullError.
-    """
+    """Fetch a file, or the only one with `suffix`; returns path and address with its commit. Raises HubError."""
     address = parse_file_address(text)
     remote = resolve_source(hub, address)
     found = [address.path] if address.path else sorted(path for path in remote.files if path.endswith(suffix))

@@ -71,10 +71,7 @@ def check_card(hub: Hub, card: str | None, *, where: Path) -> None:
 
 
 def settle_card(hub: Hub, made: bytes, *, here: str | None, there: str | None) -> bytes | None:
-    """Return the card to commit; None if that of the repository stays as it is. Raises HubError.
-
-    `made` is what k2convert would write, `here` is the card of the folder, `there` that of the repository.
-    """
+    """Return the card to commit, `made` or completed; None if the one `there` stays. Raises HubError."""
     is_here = here is not None and is_by_hand(here)
     kept = here if is_here else there
     if kept is None:
@@ -86,10 +83,7 @@ def settle_card(hub: Hub, made: bytes, *, here: str | None, there: str | None) -
 
 
 def _completed(kept: str, made: str) -> str | None:
-    """Return a card with the fields of `made` that it lacks, and with its text if it has none of its own.
-
-    None if its front matter cannot be read.
-    """
+    """Return a card with the fields of `made` that it lacks, and its text if it has none; None if it cannot be read."""
     (matter, text), (own, own_text) = _split(kept), _split(made)
     try:
         kept.encode()

@@ -53,10 +53,7 @@ def check_target(
     source: RemoteRepo | None,
     revision: str = MAIN,
 ) -> Target:
-    """Check token, name, visibility, sizes and license; raises HubError for anything that would fail later.
-
-    `file_bytes` has the size of each shard. `source` is the source's repository, if it has one; it must differ.
-    """
+    """Check token, name, visibility, sizes and license; raises HubError for anything that would fail later."""
     if parse_repo(f"hf://{repo}") is None or (source is not None and repo == source.repo):
         raise HubError(f"{repo}: is the source itself. Choose a different name.")
     account = _account(hub)

@@ -60,10 +60,7 @@ class RemoteShards:
         return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
 
     def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
-        """Fetch what is needed of each shard; raises HubError, DiskFullError.
-
-        `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.
-        """
+        """Fetch what is needed of each shard; raises HubError, DiskFullError. Parts arrive as a whole."""
         for shard, found in ranges.items():
             target = self.folder / shard
             needed = self._needed(shard, found)

@@ -107,10 +107,7 @@ def explained(action: str) -> Generator[None]:
 
 @contextmanager
 def of_known_form(action: str) -> Generator[None]:
-    """Turn what the client library raises for an answer of another form into a HubError: a proxy's JSON, for example.
-
-    Use it around calls of the library only.
-    """
+    """Turn what the library raises for an answer of another form into a HubError. Only around calls of the library."""
     from huggingface_hub.errors import HFValidationError
 
     try:

@@ -27,10 +27,7 @@ LARGE_BYTES = 256 << 20
 
 
 def segment_bytes_for(num_bytes: int) -> int:
-    """The length of a segment: 1/64 of a small file, 8 MB in a large one, a multiple of 64 KB.
-
-    It bounds what is lost when a process is killed, and keeps the record of a 10 GB shard at about 1,200 bits.
-    """
+    """The length of a segment, which a killed process loses: 1/64 of a small file, 8 MB in a large one, n * 64 KB."""
     step = MIN_SEGMENT_BYTES
     return min(MAX_SEGMENT_BYTES, max(step, -(-num_bytes // (64 * step)) * step))
 
@@ -134,10 +131,7 @@ class PartialFile:
         return self.file.num_bytes if first < 0 else first * self.segment_bytes
 
     def record(self, *, force: bool = False) -> None:
-        """Sync the data, then record the finished segments; unless forced, at most once per interval.
-
-        Raises DiskFullError, DestinationWriteError.
-        """
+        """Sync the data, then record finished segments, once per interval unless forced; raises DiskFullError."""
         interval = RECORD_SECONDS_LARGE if self.file.num_bytes >= LARGE_BYTES else RECORD_SECONDS
         with self._lock:
             state = bytes(self.done)
@@ -164,11 +158,7 @@ def part_path(target: Path) -> Path:
 
 
 def open_partial(target: Path, file: RemoteFile, *, segment_bytes: int | None = None) -> PartialFile:
-    """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
-
-    Raises DiskFullError if there is no room, DestinationWriteError if the files cannot be opened, DestinationError
-    for a link.
-    """
+    """Open or create `target`.part at its full size; raises DiskFullError, DestinationWriteError, DestinationError."""
     path = part_path(target)
     record_path = path.with_name(path.name + ".json")
     segment_bytes = segment_bytes or segment_bytes_for(file.num_bytes)

@@ -81,10 +81,7 @@ class RemoteRepo:
 
 
 def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
-    """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes.
-
-    With HF_HUB_OFFLINE the local cache is all there is.
-    """
+    """Resolve a revision to its commit, and list its files; with HF_HUB_OFFLINE, those of the local cache."""
     if is_offline():
         return _cached_repo(ref)
     api = hub.api()
@@ -166,10 +163,7 @@ def _checked(file: RemoteFile) -> RemoteFile:
 
 
 def file_url(hub: Hub, source: RemoteRepo, path: str, *, is_cached: bool = True) -> str:
-    """The address of a file's bytes; it has the commit, so a later push cannot change a resumed download.
-
-    It is that of the file in the local cache if the file is there, and `is_cached`.
-    """
+    """The address of a file's bytes at the commit, or of the file in the local cache if it is there and `is_cached`."""
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
 
     if is_cached and _COMMIT.fullmatch(source.commit):
@@ -212,10 +206,7 @@ def fetch_header(hub: Hub, source: RemoteRepo, shard: str, *, where: str | None 
 
 
 def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
-    """Fetch the small files into `folder` and all headers into memory; the result is like a local checkpoint.
-
-    Raises HubError if the Hub fails, and CheckpointError for a damaged index or header.
-    """
+    """Fetch small files into `folder` and all headers into memory; raises HubError, CheckpointError."""
     fetch_small_files(hub, source, folder=folder)
     index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
     if index is None and SINGLE_SHARD_NAME not in source.files:
@@ -241,10 +232,7 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
 
 
 def read_headers(hub: Hub, source: RemoteRepo, *, folder: Path) -> dict[str, ShardHeader | MalformedFileError]:
-    """Read the headers of all shards of a repository; a damaged header gives the error that a file in `folder` would.
-
-    Raises HubError if the Hub fails.
-    """
+    """Read the headers of all shards; a damaged one gives the error that a file in `folder` would. Raises HubError."""
 
     def read(shard: str) -> ShardHeader | MalformedFileError:
         try:
@@ -273,11 +261,7 @@ def _named_shards(index: dict[str, object] | None) -> set[str]:
 
 
 def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
-    """Fetch every file but weights into `folder`, checked against the Hub's hash; files already there are kept.
-
-    A file above MAX_SMALL_FILE_BYTES is left out with a notice. Raises HubError for a path outside the folder and for
-    bytes that stay wrong.
-    """
+    """Fetch every file but weights and large ones into `folder`, checked by its hash; raises HubError."""
     others = [file for file in source.files.values() if not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS))]
     wanted = [file for file in others if file.num_bytes <= MAX_SMALL_FILE_BYTES]
     for file in others:

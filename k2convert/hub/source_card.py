@@ -51,10 +51,7 @@ def read_source_card_file(path: Path) -> SourceCard:
 
 
 def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
-    """The part of a source's card that the Hub accepts in a new card; an unknown license becomes `other`.
-
-    Call it before the work: the Hub refuses a commit with a card that it does not accept. Raises HubError.
-    """
+    """The part of a source's card that the Hub accepts; an unknown license becomes `other`. Raises HubError."""
     licence = card.licence
     other = Licence("other", licence.name or licence.id, licence.link)
     for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):

@@ -52,10 +52,7 @@ def _declared(plan: Plan) -> Quantization:
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:
-    """Return the bytes of the result's config.json; refuse any that differ from the source's file in more than that.
-
-    The source's file is read again: CheckpointError if it changed, InvalidCheckpointError if the result's would differ.
-    """
+    """Return the result's config.json; raises CheckpointError if the source's changed, or would differ in more."""
     whole = source.whole or source.checkpoint
     path = source.checkpoint.folder / CONFIG_NAME
     if read_text_file(path) != whole.config_text:

@@ -15,10 +15,7 @@ from k2convert.job.resources import as_guest
 
 @contextmanager
 def guest(*, torch_for: str | None = None) -> Generator[None]:
-    """Run a function of the package in the block. `torch_for` is what needs torch, if anything does.
-
-    Raises MissingDependencyError without it, and MachineError in place of an error of the operating system.
-    """
+    """Run a function of the package in the block; raises MissingDependencyError, MachineError instead of OSError."""
     if torch_for is not None:
         require_extra("calibrate", purpose=torch_for)
     with as_guest(uses_torch=torch_for is not None):

@@ -65,10 +65,7 @@ class _Scores:
 
 
 def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
-    """Return the source with only the experts that the recipe's `keep_experts` keeps.
-
-    Raises PlanError or CalibrationError naming file, layer and remedy if the file cannot be used for this model.
-    """
+    """Return the source with the experts that the recipe keeps; raises PlanError, CalibrationError."""
     assert recipe.keep_experts is not None
     return source.pruned(_read(Path(recipe.keep_experts), recipe.experts, source, hub))
 
@@ -134,7 +131,6 @@ def _chosen(
     architecture: Architecture,
     config: Mapping[str, Any],
 ) -> PruningRecord:
-    """Return the experts that a file keeps, checked against the model; raises PlanError."""
     total = architecture.num_experts
     if form.num_source_experts not in (None, total):
         raise PlanError(
@@ -190,7 +186,6 @@ def _statistics_phrase(found: "Statistics") -> str:
 
 
 def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
-    """Compare the norms of a source with those of its statistics; fetches them from the Hub."""
     from k2convert.calibration.fitting import check_norms, norm_tensors
 
     if source.remote is None:

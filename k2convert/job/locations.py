@@ -68,10 +68,7 @@ class Destination:
 
 @contextmanager
 def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
-    """Open a folder, or a repository: its headers and small files, in a temporary folder that lasts for the block.
-
-    `pinned` is the commit that an unfinished job began with. It is used even if main has moved since.
-    """
+    """Open a folder, or the headers and small files of a repository, at the commit `pinned` if a job began with it."""
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         with remedy(SOURCE_REMEDY):
@@ -102,10 +99,7 @@ def shown_as(text: str, temporary: Path) -> Generator[None]:
 
 @contextmanager
 def open_result(text: str, *, hub: Hub) -> "Generator[tuple[Path, RemoteRepo | None]]":
-    """Open a converted folder, or hf://owner/name[@revision]: its small files, in a folder that lasts for the block.
-
-    The folder of a repository has an empty file for every shard. Raises HubError if it cannot be read or has no shard.
-    """
+    """Open a converted folder, or a repository: its small files, and an empty file for every shard. Raises HubError."""
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         yield Path(text), None
@@ -165,10 +159,7 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
 
 
 def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars: Iterable[Path]) -> None:
-    """Refuse a folder without a job that has what the job would write or an engine would read (DestinationError).
-
-    The first such file is named. Notes, logs, hidden files and lost+found are left alone.
-    """
+    """Refuse a folder without a job that has what the job would write or an engine would read (DestinationError)."""
     if Journal(destination).is_begun():
         return
     shards = {Path(job.name): job for job in jobs}
@@ -201,7 +192,6 @@ def _is_in_the_way(path: Path, relative: Path, own: Container[Path], around: Con
 
 
 def _is_written(path: Path, job: ShardJob) -> bool:
-    """Return whether a shard has the tensors that the job would write."""
     try:
         tensors = read_header(path).tensors
     except CheckpointError:
@@ -210,20 +200,13 @@ def _is_written(path: Path, job: ShardJob) -> bool:
 
 
 def source_folders(source: Path) -> set[Path]:
-    """Return the folders, without links, that a source is: its own, and that to which its config is a link.
-
-    In a cache of the Hub, SOURCE/config.json leads to REPOSITORY/blobs/HASH, and REPOSITORY as a whole is the source.
-    """
+    """Return the folders of a source without links: its own, and that of config.json, or the cache's REPOSITORY."""
     home = (source / CONFIG_NAME).resolve().parent
     return {source.resolve(), home.parent if home.name == BLOBS_FOLDER else home}
 
 
 def refuse_symlinks(folder: Path, files: Iterable[Path], *, finished: Container[str]) -> None:
-    """Refuse links below `folder` where a job writes (DestinationError): now, and not hours later.
-
-    `files` are the relative paths of shards and sidecars. Other links, and `folder` itself if it is one, are left
-    alone. A `finished` shard may be a link to another disk: it is only read.
-    """
+    """Refuse links below `folder` where a job writes (DestinationError). A `finished` shard may be one."""
     work = folder / WORK_FOLDER
     for path in (work, *sorted(work.rglob("*"))):
         check_no_link(path)
@@ -258,10 +241,7 @@ def check_output_path(path: Path, *, source: Path | None) -> None:
 
 @contextmanager
 def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistics | None]":
-    """Open a statistics file, or one of the Hub, which is here for the block; None without a name.
-
-    Raises CalibrationError, HubError. `Statistics.origin` is then the address with its commit.
-    """
+    """Open a statistics file, or one of the Hub, for the block; None without a name. CalibrationError, HubError."""
     if text is None:
         yield None
         return

@@ -38,10 +38,7 @@ def new_rooms() -> str:
 
 @contextmanager
 def open_room(rooms: str, *, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
-    """Wait until this machine has room for one more shard, and make a folder for it, which is removed at the end.
-
-    The path leads through the folder's descriptor: nobody can put another folder in its place.
-    """
+    """Wait for room for one more shard; make a folder, removed at the end, whose path leads through its descriptor."""
     top = Path(tempfile.gettempdir())
     with opened_folder(top) as parent, ExitStack() as stack:
         while True:

@@ -72,10 +72,7 @@ def open_ends(result: str, source: str | None, *, hub: Hub, statistics: str | No
 
 @contextmanager
 def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | None, Shards]]:
-    """Open the source, and say where its shards are.
-
-    A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub.
-    """
+    """Open the source, and say where its shards are. A name without hf:// is a folder, never looked up on the Hub."""
     if text is None:
         yield None, Shards()
         return

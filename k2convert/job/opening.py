@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a text, and what computes it: devices, CPU threads, and bytes of the smallest GPU, 0 without.
-
-    `note` is a word on the choice of the devices.
-    """
+    """The files of a text, devices and threads that compute it, and bytes of the smallest GPU, 0 without."""
 
     files: Sequence[Path]
     devices: tuple[str, ...]
@@ -159,7 +156,6 @@ def _sound_ledger(folder: Path) -> Ledger | None:
 
 
 def _stated_conversion(ledger: Ledger) -> Mapping[str, object]:
-    """Return how a result was converted; with its error, if weights were measured."""
     names = ("rule", "layout", "activations", "target")
     found = {name: getattr(ledger.recipe, name) for name in names}
     if (total := ledger.totals.get(TOTAL)) is not None:
@@ -168,7 +164,6 @@ def _stated_conversion(ledger: Ledger) -> Mapping[str, object]:
 
 
 def _stated_pruning(ledger: Ledger) -> Mapping[str, object] | None:
-    """Return the ledger's entry on the experts that are kept; None for all."""
     record = ledger.pruning
     if record is None:
         return None

@@ -35,10 +35,7 @@ class Part:
 
 
 def read_part(text: str, environment: Mapping[str, str]) -> Part:
-    """Read `3/8`, or the variables of a Slurm array task; raises PlanError.
-
-    https://slurm.schedmd.com/job_array.html: SLURM_ARRAY_TASK_ID is one of _COUNT numbers from _MIN in steps of _STEP.
-    """
+    """Read `3/8`, or a Slurm array task (https://slurm.schedmd.com/job_array.html); raises PlanError."""
     if text == FROM_SCHEDULER:
         return _slurm_part(environment)
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)

@@ -69,8 +69,6 @@ class _Disk:
 
 @dataclass(slots=True)
 class _Queue:
-    """Items that wait for a stage, and how many have not left it yet."""
-
     waiting: deque[Item]
     num_left: int
 
@@ -88,10 +86,7 @@ class Pipeline:
         stop: threading.Event,
         to_upload: Sequence[Item] = (),
     ) -> None:
-        """Take `room` bytes of disk at most. `source_bytes` are the sizes of source shards: none for local ones.
-
-        `to_upload` are items that an earlier run converted and that still have to be uploaded.
-        """
+        """Take `room` bytes of disk at most. `to_upload` are items that an earlier run converted."""
         self._items = tuple(items)
         self._source_bytes = source_bytes
         self._stages = stages

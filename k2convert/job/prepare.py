@@ -128,10 +128,7 @@ class JobOptions:
 
 @contextmanager
 def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
-    """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
-
-    Raises any K2ConvertError.
-    """
+    """Open both ends of a conversion and plan it for the block. Writes nothing. Raises any K2ConvertError."""
     begun = Journal(options.destination.folder).job()
     with (
         open_named_statistics(options.statistics, hub=hub) as statistics,
@@ -170,11 +167,7 @@ def prepare(
     text: "WalkText | None",
     hub: Hub,
 ) -> Job:
-    """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
-
-    `source`, `statistics` and `text` are those of the options, opened, and `recipe` is settled. Statistics are for
-    rules and smoothing; raises CalibrationError if they do not fit.
-    """
+    """Plan a job with settled recipe; raises PlanError, CalibrationError, DestinationError, HubError, DiskFullError."""
     checkpoint = source.checkpoint
     destination = options.destination
     folder = destination.folder
@@ -267,7 +260,6 @@ def _plan_limits(
     num_finished: int,
     walk: "CalibrationPlan | None",
 ) -> Limits:
-    """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
     destination = options.destination
     workers = min(choose_workers(options.workers), max(len(items) - num_finished, 1))
     folder = source.checkpoint.folder
@@ -304,7 +296,6 @@ def _plan_limits(
 
 
 def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
-    """Return what the ledger of a finished run of this job says of its calibration; None without one."""
     try:
         ledger = find_ledger(folder)
     except CheckpointError:
@@ -369,10 +360,7 @@ def check_room(job: Job) -> None:
 
 
 def memory_bytes(job: Job, *, walk: int = 0) -> int:
-    """Return this process's peak so far, what shards in work hold, as much again in staging, Xet's streams, and a walk.
-
-    Ask before anything is measured, which takes memory too.
-    """
+    """Return this process's peak so far, shards in work, as much in staging, Xet's streams, and a walk. Ask early."""
     shards = job.limits.inflight + max(job.limits.inflight, job.limits.workers * NUM_STAGING * STAGING_BYTES)
     if job.gptq is not None:  # a small model has less than that
         shards = min(shards, job.bytes_in + job.plan.data_bytes)

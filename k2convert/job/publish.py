@@ -41,11 +41,7 @@ _NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, ".log", ".out", ".err")  # a log grow
 
 
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
-    """Check the contract on a job's result, and commit shards and files to main; returns the commit and the findings.
-
-    `names` are the files next to the shards; an evaluation goes with them. The shards are on the work branch, and what
-    was found on each of them is in its record. Raises UnservableError if a rule fails; main is not changed then.
-    """
+    """Validate a job's result and commit it to main; returns the commit and the findings; raises UnservableError."""
     from k2convert.report import card_files
 
     folder = job.destination.folder
@@ -85,7 +81,6 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
 def _with_card(
     hub: Hub, files: Mapping[str, Path | bytes], *, here: str | None, there: str | None
 ) -> dict[str, Path | bytes]:
-    """Return the files to commit with the card that `settle_card` chooses, or without one."""
     made = files[CARD_NAME]
     assert isinstance(made, bytes)
     card = settle_card(hub, made, here=here, there=there)
@@ -185,7 +180,6 @@ def prepare_publication(
 
 
 def _has_evaluation(target: Target, folder: Path) -> bool:
-    """Return whether the target's branch has the folder's evaluation, which may be newer than the result."""
     path = folder / EVALUATION_NAME
     file = target.files.get(EVALUATION_NAME)
     return not path.exists() or (file is not None and matches(path, file))
@@ -216,11 +210,7 @@ def validate_publication(
     statistics: Statistics | None = None,
     events: Events = SILENT,
 ) -> tuple[ValidationReport, dict[str, str]]:
-    """Validate the folder and hash its shards in the same pass (sha256); raises UnservableError if a rule fails.
-
-    Without the `source`, the rules that compare with it are skipped. `shards` says where the source's shards are.
-    With the `statistics` of the conversion the weights are regenerated; CalibrationError if they are others.
-    """
+    """Validate the folder and hash its shards in the same pass (sha256); raises UnservableError, CalibrationError."""
     folder = publication.folder
     digests = defaultdict[str, Any](hashlib.sha256)
 
@@ -247,11 +237,7 @@ def validate_publication(
 def publish_folder(
     publication: Publication, validation: ValidationReport, hashes: Mapping[str, str], *, events: Events = SILENT
 ) -> str:
-    """Upload what the work branch does not have, then commit everything to main; returns the commit's id.
-
-    The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
-    refuses.
-    """
+    """Upload what the branch lacks, then commit all to main; returns the commit. Raises CheckpointError, HubError."""
     from k2convert.report import card_files, current_report
 
     folder = publication.folder

@@ -109,10 +109,7 @@ def answer_on_node(data: bytes, *, cpus: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity of a cluster: its nodes, and how many shards they convert at a time.
-
-    `lack` says why that is none, `can_grow` whether a launcher or an autoscaler may start more nodes.
-    """
+    """Capacity of a cluster. `lack` says why no shard fits, `can_grow` whether more nodes may be started."""
 
     nodes: int
     cpus: int
@@ -122,7 +119,6 @@ class Capacity:
 
 
 def _capacity(found: Iterable[Mapping[str, Any]], *, cpus: int) -> Capacity:
-    """Compare what Ray says of its nodes with a task of so many CPUs."""
     nodes = [node for node in found if node["Alive"]]
     offers = [int(node["Resources"].get("CPU", 0)) for node in nodes]
     at_a_time = sum(offer // cpus for offer in offers)
@@ -181,10 +177,7 @@ class Cluster:
         return _capacity(self.ray.nodes(), cpus=self.cpus)
 
     def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:
-        """Do one shard on some node; return its name and the record.
-
-        Raises InterruptedRun when `stop` is set, K2ConvertError naming the node.
-        """
+        """Do one shard on some node; return its name and the record. Raises InterruptedRun, K2ConvertError."""
         ray = self.ray
         name = work.task.shard.name
         work = replace(work, max_disk=self.max_disk, rooms=self.rooms)
@@ -267,10 +260,7 @@ def _print_nothing(*_arguments: object, **_options: object) -> None:
 
 @contextmanager
 def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Cluster]:
-    """Connect to a running Ray cluster. A task takes `cpus` CPUs.
-
-    Raises PlanError without a cluster, and if no node is large enough and none will join.
-    """
+    """Connect to a running Ray cluster, where a task takes `cpus` CPUs; raises PlanError if none can do one."""
     require_extra("ray", purpose="--ray")
     ray: Any = importlib.import_module("ray")  # it has no complete types
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

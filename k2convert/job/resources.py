@@ -91,10 +91,7 @@ def check_memory(
 
 
 def inflight_bytes(*, uses_hub: bool, cores: int, memory: int) -> int:
-    """Return the bytes that shards in work may have, so that each of `cores` has work in this much `memory`.
-
-    As much again is in staging.
-    """
+    """Return the bytes that shards in work may have: work for each of `cores` in `memory`, with as much in staging."""
     return max(LEAST_INFLIGHT_BYTES, min(wanted_inflight(cores, uses_hub=uses_hub), int(memory * MEMORY_SHARE) // 2))
 
 
@@ -110,11 +107,9 @@ def xet_bytes(*, uploads: bool) -> int:
 
 
 def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices that compute a text, and a word on the choice: every visible CUDA device, else the CPU.
+    """Return the devices for a text, and a note: all CUDA devices that round as the CPU does if `rounds`, else the CPU.
 
-    With `rounds`, for rule gptq, a CUDA device must round as the CPU does. Raises PlanError if CUDA was asked for and
-    there is none or it does not, MissingDependencyError if torch is not installed for it, ArgumentError for any other
-    word.
+    Raises PlanError, MissingDependencyError if CUDA was asked for and cannot be used, ArgumentError.
     """
     check_choice("device", device, get_args(Device))
     if device == "cuda":
@@ -133,7 +128,6 @@ def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, 
 
 
 def _checked(devices: tuple[str, ...], device: Device) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices if all of them round as the CPU does, otherwise the CPU; raises PlanError for device cuda."""
     import torch
 
     from k2convert.quantize.gptq.device_kernel import check_device
@@ -223,10 +217,7 @@ _ARRIVING: Final = Lock()
 
 @contextmanager
 def as_guest(*, uses_torch: bool = False) -> Generator[None]:
-    """Put back what the block changes for the process: torch's threads, the GIL's switch interval, progress bars.
-
-    Free the buffers too. Several threads may be guests at a time: the last one puts back what the first one found.
-    """
+    """Put back what the block changes for the process. The last of several threads restores what the first found."""
     threads = _torch_threads(load=uses_torch)
     with _ARRIVING:
         if _HOST.guests == 0:
@@ -277,10 +268,7 @@ class Item:
 
 
 def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:
-    """Return the least room in which all items can be converted, one after the other.
-
-    `source_bytes` is empty for local sources, which take no room. `outputs_leave`: results are uploaded and removed.
-    """
+    """Return the least room to convert all items, one by one. `source_bytes` is empty for local sources."""
     uses = Counter(source for item in items for source in item.sources)
     held: dict[str, int] = {}
     kept = needed = 0

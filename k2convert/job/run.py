@@ -81,11 +81,7 @@ def execute(
     verify: bool = False,
     events: Events = SILENT,
 ) -> Outcome:
-    """Do what is left of a job, or of one part of it. After an interrupt or a failure it can be executed again.
-
-    With `verify` all finished shards are hashed first. Raises any K2ConvertError; LockedError while another run works
-    in the destination; UnservableError if the result does not validate, and then main is not changed.
-    """
+    """Do what is left of a job, or of a part; with `verify` hash finished shards first. Raises any K2ConvertError."""
     check_room(job)
     if cluster is None:
         check_job_memory(job)
@@ -253,7 +249,6 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
 
 @contextmanager
 def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Generator[Stages]:
-    """Start threads, and the walk if there is one. The nodes of a `cluster` fetch, convert and send all shards."""
     job = run.job
     limits = run.job.limits
     remote = job.source.remote if cluster is None else None
@@ -277,7 +272,6 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 
 
 def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
-    """Convert a shard in this process, when the walk has done its layers, and record it."""
     job = run.job
     calibration = job.calibration if walk is None else walk.wait_for(item.name)
     if job.source.remote is not None and calibration is not None:
@@ -294,7 +288,6 @@ def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item:
 
 
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
-    """Convert a shard on a node of the cluster, and record it."""
     from k2convert.job.ray import convert_on_node
 
     record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)
@@ -331,11 +324,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
 
 
 def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
-    """Return the records of the job's shards that are sound; forget those of wrong shards and damaged ones.
-
-    Size and time of modification are always compared with the record. A shard is hashed if its time differs (it was
-    copied, or changed), or with `everything`. Hold the lock for this.
-    """
+    """Return the records of sound shards, forget the others. With `everything` all are hashed. Hold the lock."""
     found = journal.find_records(digest)
     here = found.records.only(name for name, record in found.records.items() if journal.has_file(record))
     doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))

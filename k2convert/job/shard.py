@@ -98,11 +98,10 @@ def shard_task(job: "Job", name: str) -> ShardTask:
 def convert_shard(
     task: ShardTask, *, threads: Threads | None = None, events: Events = SILENT, stop: Event | None = None
 ) -> ShardRecord:
-    """Write one shard under its final name and return its record, which is not in the journal yet.
+    """Write one shard and return its record, not in the journal yet.
 
-    Without `threads` the call starts its own. Raises InterruptedRun when `stop` is set, CheckpointError for invalid
-    values in the source, SourceReadError, DiskFullError, DestinationWriteError; InvalidCheckpointError for a shard
-    `for_upload` that does not validate; it is removed.
+    Raises InterruptedRun when `stop` is set, CheckpointError, SourceReadError, DiskFullError, DestinationWriteError;
+    InvalidCheckpointError for a shard `for_upload` that does not validate; it is removed.
     """
     shard = task.shard
     recipe = task.recipe
@@ -146,10 +145,7 @@ def convert_shard(
 
 
 def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
-    """Convert a part of a finished shard again, or `everything`; return the first tensor that differs from the file.
-
-    What a walk through the layers chose cannot be converted again, so it is left out. Raises as `convert_shard`.
-    """
+    """Convert a part of a finished shard again, or `everything`; return the first tensor that differs from the file."""
     places = list[tuple[int, _Piece]]()
     position = len(encoded_header(task.shard))
     with (
@@ -235,8 +231,6 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The pieces of a shard, and what reads and converts them."""
-
     task: ShardTask
     quantizer: Quantizer
     reader: ShardReader
@@ -319,7 +313,6 @@ class _Work:
         return recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
 
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
-        """Convert projections that share a global scale."""
         loaded = loading.result()
         if self.task.recipe.target == "bf16":
             return [_dequantize(load_projection(loaded, p)) for p in step.members], []
@@ -354,7 +347,6 @@ class _Work:
         return buffers, records
 
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
-        """Load a projection, with the columns that smoothing divides."""
         weight = load_projection(loaded, projection)
         calibration = self.task.calibration
         return weight if calibration is None else calibration.scaled_weight(weight, projection)

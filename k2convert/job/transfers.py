@@ -49,10 +49,7 @@ class Uploads:
         return self.branch.is_group_due() or len(self._on_branch) > 0
 
     def upload(self, name: str) -> None:
-        """Send a shard's file unless a node has sent it or the branch has it.
-
-        Raises ChangedFileError if the bytes do not have the hash of the record, or were not validated.
-        """
+        """Send a shard's file unless it is there; raises ChangedFileError for other bytes than were recorded."""
         path = self.journal.destination / name
         record = self.records[name]
         if not record.is_checked or record.sha256 is None:
@@ -119,7 +116,6 @@ class Uploads:
 
 
 def _is_record(path: str, data: bytes) -> bool:
-    """Return whether a file of the branch is an undamaged record of an earlier run. Other files are ignored."""
     folder, _, name = path.partition("/")
     if folder != RECORDS_FOLDER or "/" in name or "\\" in name:
         return False

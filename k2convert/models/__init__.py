@@ -35,10 +35,7 @@ def find_family(name: str) -> Family:
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """Tell a checkpoint's family from its tensor names; raises PlanError if it belongs to none.
-
-    Other models have the same tensor names, so config.json must also state a model_type of the family.
-    """
+    """Tell the family from tensor names and model_type, as other models share the names; raises PlanError."""
     names = checkpoint.tensors
     refused = {
         prefix: (why, family.source_hint) for family in FAMILIES for prefix, why in family.refused_prefixes.items()

@@ -216,10 +216,7 @@ Experts = Mapping[int, Collection[int]]
 
 
 class Expected(NamedTuple):
-    """A tensor that config.json describes. The first dtype is the published one. Without a shape, any will do.
-
-    `sizes` is the shape in the words of an inventory.
-    """
+    """A tensor that config.json describes. The first dtype is the published one. Without a shape, any will do."""
 
     name: str
     dtypes: tuple[str, ...]

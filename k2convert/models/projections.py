@@ -41,10 +41,7 @@ SOURCE_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer [num_rows, num_columns] to convert: packed (INT4 has a shape) or BF16 (weight).
-
-    `kind` is gate, up or down.
-    """
+    """One linear layer [num_rows, num_columns] to convert, packed or BF16; `kind` is gate, up or down."""
 
     module: str
     role: Role

@@ -179,10 +179,7 @@ def check_target(recipe: Recipe, family: Family, source: Checkpoint) -> None:
 
 
 def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
-    """Find what to convert and check it against config.json; raises PlanError for what does not fit.
-
-    `names` are the source's parsed tensor names, if the caller has them.
-    """
+    """Find what to convert, in the source's parsed `names`, and check it against config.json; raises PlanError."""
     family = detect_family(source)
     if recipe.family is not None and recipe.family != family.name:
         raise PlanError(
@@ -203,10 +200,7 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
 
 
 def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:
-    """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory.
-
-    `scaled_layers` are the MoE layers that smoothing changes.
-    """
+    """Decide the whole job from headers; `scaled_layers` are smoothed MoE layers. Raises PlanError."""
     claim = claim_projections(source=source, recipe=recipe)
     scalings = _find_scalings(source, claim, scaled_layers)
     projections = {} if recipe.target == "int4" else claim.projections
@@ -293,10 +287,7 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
 
 
 def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out.
-
-    `scale` is only there if smoothing changes copied tensors.
-    """
+    """Return tensors and bytes by action, of source and result; `scale` only if smoothing changes tensors."""
     none = dict.fromkeys(("source_tensors", "bytes_in", "tensors", "bytes_out"), 0)
     counts = {"convert": none | {"projections": 0}, "copy": {**none}}
     for step in (step for job in plan.jobs for step in job.steps):

@@ -38,10 +38,7 @@ class KeptExperts:
 
 
 def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Mapping[str, Any]) -> KeptExperts:
-    """Return the `count` experts of each layer with the highest scores; of equal scores, those with lower numbers.
-
-    Equally many of each group of the router (n_group), if that many can be chosen.
-    """
+    """Return the `count` best experts of each layer by score, then number; equally many of each group if possible."""
     num_groups = _count(config, "n_group")
     kept: dict[int, tuple[int, ...]] = {}
     for layer, values in scores.items():

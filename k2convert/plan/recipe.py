@@ -130,10 +130,7 @@ _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "s
 def settle_recipe(
     recipe: Recipe, *, has_statistics: bool = False, has_text: bool = False, to_hub: bool = False
 ) -> Recipe:
-    """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it.
-
-    A recipe that names no rule is converted by rule gptq with a text, and by rule imatrix with statistics.
-    """
+    """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it."""
     settled: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
         if recipe.quantizer == "reference":
@@ -289,10 +286,7 @@ def _find_recipe(name_or_path: str) -> Path:
 
 
 def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Check a recipe document; raises RecipeError naming file, key and what is allowed.
-
-    If the document alone is correct, the message names the overrides, not the document.
-    """
+    """Check a recipe document with its overrides; raises RecipeError naming file or overrides, and what is allowed."""
     merged = dict(document)
     _merge(merged, _nested(overrides or {}))
     try:
@@ -304,7 +298,6 @@ def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str
 
 
 def _merge(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Replace keys of a document, and only the keys that are there of a section."""
     for key, value in changes.items():
         below = document.get(key)
         is_section = isinstance(value, dict) and isinstance(below, dict)

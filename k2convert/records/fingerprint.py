@@ -59,10 +59,7 @@ def local_identity(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened source. `remote` is None for a folder.
-
-    If `pruning` is set, `checkpoint` has only the kept experts, and `whole` is the source with all of them.
-    """
+    """An opened source; `remote` is None for a folder. With `pruning`, `checkpoint` has the kept experts of `whole`."""
 
     checkpoint: Checkpoint
     remote: "RemoteRepo | None" = None
@@ -106,11 +103,7 @@ def job_fingerprint(
     walk: Mapping[str, JsonValue] | None = None,
     pruning: PruningRecord | None = None,
 ) -> JsonObject:
-    """Return the fingerprint field by field, so that a refused resume can name what changed.
-
-    `statistics` is the digest of the statistics file, if the job uses one. `walk` has what the bytes depend on if the
-    job walks through the layers: text, options, machine. `pruning` says which of the source's experts are kept.
-    """
+    """Return the fingerprint field by field; `walk` is what the bytes depend on if the job walks through the layers."""
     config = blake3(json.dumps(source.config, sort_keys=True).encode())
     identity: JsonObject = {
         "arithmetic": ARITHMETIC_VERSION,
@@ -135,11 +128,7 @@ def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """Identity of a destination's job: the fingerprint, the resolved recipe, and the planned bytes of every shard.
-
-    `source` has the identity of every source shard. `pruning` says which experts are kept; None if all
-    are.
-    """
+    """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards."""
 
     fingerprint: JsonObject
     recipe: StoredRecipe

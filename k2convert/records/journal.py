@@ -61,10 +61,7 @@ from k2convert.records.shard_record import ShardRecord
 
 
 class PackedRecords(MutableMapping[str, ShardRecord]):
-    """Records by shard, in a thirtieth of their memory: a job of K3's size has 247,296 projections.
-
-    A record is made when it is asked for, in some milliseconds.
-    """
+    """Records by shard in a thirtieth of their memory (K3 has 247,296 projections), each made when it is asked for."""
 
     def __init__(self, records: Iterable[tuple[str, ShardRecord]] = ()) -> None:
         self._packed: dict[str, bytes] = {}
@@ -141,10 +138,7 @@ class Journal:
             write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs.
-
-        A copy of the source is the same: see `copied`.
-        """
+        """Start a job, or resume it if fingerprint and source (or a copy) are the same; raises ResumeError."""
         make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
@@ -155,10 +149,7 @@ class Journal:
         self.sweep(job)
 
     def join(self, job: JobDescription) -> None:
-        """Start a job that other processes may start at the same time, or take part in it if it is the same.
-
-        Raises ResumeError naming what differs. Nothing of other processes is removed or changed.
-        """
+        """Start a job, or take part in the same one beside other processes; raises ResumeError."""
         make_folder(self._records, root=self.destination)
         if self.job() is None:
             content = encode(job)
@@ -293,10 +284,7 @@ class Journal:
         return [path for path in list_folder(self._records) if path.suffix == ".json"]
 
     def sweep(self, job: JobDescription) -> None:
-        """Remove the half-written shards, records and job descriptions of a killed run, and nothing of a similar name.
-
-        Other files that were half-written are not removed here: they are written again under the same names.
-        """
+        """Remove the half-written shards, records and job descriptions of a killed run, which may not come again."""
         records = [f"{shard}.json" for shard in job.shards]
         shards = [*job.shards, IGNORE_NAME]
         for folder, files in ((self.destination, shards), (self._records, records), (self.folder, [JOB_NAME])):

@@ -56,11 +56,7 @@ class LedgerSource:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The content of k2convert.json.
-
-    `totals` maps roles, and "total", to metrics. `calibration` is None
-    for a result made without statistics, `pruning` for one with all experts.
-    """
+    """The content of k2convert.json. `totals` maps roles, and "total", to metrics."""
 
     tool_version: Annotated[str, Field(alias="k2convert")]
     source: LedgerSource
@@ -111,11 +107,7 @@ def build_ledger(
     calibration: CalibrationRecord | None = None,
     pruning: PruningRecord | None = None,
 ) -> Ledger:
-    """Build the ledger of a finished job.
-
-    `repo` and `revision` are the source's on the Hub, if it is there. `calibration` says which statistics were used,
-    `pruning` which experts are kept, if any were.
-    """
+    """Build the ledger of a finished job; `repo` and `revision` are the source's on the Hub."""
     return Ledger(
         tool_version=__version__,
         source=LedgerSource(
@@ -147,10 +139,7 @@ def _versions(recipe: Recipe) -> dict[str, str]:
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
-    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured.
-
-    Only a shard that was compared with the source counts lossless tensors.
-    """
+    """Add up measured metrics by role and "total". Only shards compared with the source count lossless tensors."""
     by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
     for record in records:
         decoded = record.checked.decoded if record.checked is not None and record.is_checked else {}
@@ -247,17 +236,10 @@ def read_ledger(folder: Path) -> Ledger:
 
 
 def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
-    """Return the digest that stands for a checkpoint's weights: its ledger's, or without one that of its headers.
-
-    Two results of k2convert with the same digest have the same bytes, unless a shard was changed in place after the
-    conversion: `validate` finds that. Without a ledger, only names, types, shapes and sizes are the same.
-    """
+    """Return the digest that stands for the weights' bytes: the ledger's, or without one that of the headers."""
     return source_digest(checkpoint) if ledger is None else ledger.weights
 
 
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
-    """Return a result's source with the experts that the result's ledger keeps; raises PlanError if they do not fit.
-
-    The source as it is, if the result keeps all experts or has no ledger.
-    """
+    """Return a source with the experts that its result's ledger keeps, or as it is; raises PlanError."""
     return source if ledger is None or ledger.pruning is None else ledger.pruning.view(source)

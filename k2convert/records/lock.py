@@ -35,10 +35,7 @@ NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, _ENOTSUPP)
 
 @contextmanager
 def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator[Keep]:
-    """Lock a destination, whose work folder exists; raises LockedError while another process has it.
-
-    Yields a function that keeps one line in the lock file. If the file cannot be emptied at the end, that is a note.
-    """
+    """Lock a destination and yield a function that keeps a line in the lock file; raises LockedError."""
     with _taken(fcntl.LOCK_EX, destination) as lock, _also_without_flock(lock, fcntl.LOCK_EX, destination, events):
         with writing(_path(destination)):
             _write_owner(lock, "")
@@ -147,7 +144,6 @@ def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
 
 
 def _progress(lock: TextIO) -> tuple[bool, dict[str, Any] | None, float]:
-    """Return what the process that works here last said."""
     _, _, said = lock.read(_MAX_KEPT).partition("\n")
     age = time.time() - os.fstat(lock.fileno()).st_mtime
     return True, parse_summary(said), max(age, 0.0)

@@ -28,11 +28,7 @@ _MAX_LINE: Final = 1024
 
 @contextmanager
 def own_destination(destination: Path, *, shared: bool) -> Generator[None]:
-    """Lock a destination by a file; raises LockedError for a process that works there or on another host did.
-
-    Processes that share it do not keep each other out. The file is created first and others are looked for then, so of
-    two processes at least one sees the other.
-    """
+    """Lock a destination by a file, created before others are looked for; raises LockedError."""
     name = f"{_OWNER}-{secrets.token_hex(8)}" if shared else _OWNER
     path = destination / WORK_FOLDER / name
     with opened_folder(path.parent, root=destination) as folder:

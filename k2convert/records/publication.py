@@ -73,10 +73,7 @@ def check_shards_are_here(folder: Path) -> None:
 
 
 def check_finished(folder: Path) -> None:
-    """Refuse a folder whose job has not written config.json, its last file (DestinationError).
-
-    Raises CheckpointError for what is no folder or holds no checkpoint: nobody wants all files below it to be checked.
-    """
+    """Refuse a folder whose job is not finished (DestinationError), or that has no checkpoint (CheckpointError)."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file. Pass the folder of a finished conversion.")
     journal = Journal(folder)

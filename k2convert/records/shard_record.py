@@ -13,7 +13,6 @@ from k2convert.records.document import Count, Real
 
 
 def _checked(metrics: WeightMetrics) -> WeightMetrics:
-    """Refuse figures that no measurement gives (ValueError)."""
     for field in fields(metrics):
         found: Any = getattr(metrics, field.name)
         values: Any = (*found, *found.values()) if isinstance(found, dict) else (found,)
@@ -98,10 +97,7 @@ def doubt_of(metrics: WeightMetrics) -> str:
 
 
 def proven(metrics: WeightMetrics, decoded: DecodedError | None) -> WeightMetrics:
-    """Return the figures of a cast weight with what was decoded of its written bytes: is every value the source's?
-
-    That is not known if nothing was decoded.
-    """
+    """Return the figures of a cast weight with whether every decoded value is the source's, None if not decoded."""
     if metrics.below_window_groups is None:
         return metrics
     if decoded is None:

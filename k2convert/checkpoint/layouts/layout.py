@@ -92,10 +92,7 @@ class CheckpointLayout:
             return False
 
     def decode_scalar(self, raw: bytes) -> float:
-        """Return the FP32 scale that four stored bytes mean; infinite or zero if the bytes are invalid.
-
-        The reciprocal of a divisor is taken in FP32, as engines do.
-        """
+        """Return the FP32 scale that four bytes mean, 1/x in FP32 as in engines; infinite or zero if invalid."""
         (value,) = struct.unpack("<f", raw)
         if not self.is_divisor:
             return value
