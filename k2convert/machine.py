@@ -50,7 +50,8 @@ def num_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of memory that this job may still use without swapping."""
-    limits = [_free_memory(), *_free_in_cgroups()]
+    found = _kilobytes("proc/meminfo").get("MemAvailable")
+    limits = [found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), *_free_in_cgroups()]
     limits += [limit - _of_process("VmRSS") for limit in _slurm_memory()]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
@@ -67,11 +68,6 @@ def return_free_memory() -> None:
     """Give the system the memory that this process has freed: the C library keeps it for each thread."""
     with suppress(OSError, AttributeError):  # it is not glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _free_memory() -> int:
-    found = _kilobytes("proc/meminfo").get("MemAvailable")
-    return found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _of_process(name: str) -> int:

@@ -194,13 +194,9 @@ def walk_folder(folder: Path) -> list[Path]:
             if path.name.startswith(".") or path.name == LOST_FOUND or not S_ISDIR(mode_of(path)):
                 continue
             real = os.path.realpath(path)
-            if not path.is_symlink() or not any(_is_within(one, real) for one in above):
+            if not path.is_symlink() or not any(Path(one).is_relative_to(real) for one in above):
                 waiting.append((path, (*above, real)))
     return sorted(found)
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
 
 
 def mapping_or_empty(value: object) -> dict[str, Any]:

@@ -236,7 +236,12 @@ def list_sidecars(folder: Path) -> list[Path]:
         if path.parent == folder and path.suffix in _READ_SUFFIXES and path.is_symlink() and not S_ISDIR(mode):
             check_plain_file(path)
         if S_ISREG(mode):
-            _check_name(path.name, folder=path.parent)
+            try:
+                path.name.encode()
+            except UnicodeEncodeError:
+                raise MalformedFileError(
+                    f"{path.parent}: the name {shortened(path.name)} is not UTF-8. Rename the file."
+                ) from None
             check_fetched(path)
             found.append(relative)
     return found
@@ -281,11 +286,3 @@ def _named_code(path: Path) -> list[str]:
     flat = [part for entry in entries for part in (cast(list[Any], entry) if isinstance(entry, list) else [entry])]
     here = (part for part in flat if isinstance(part, str) and "--" not in part)  # owner/name--module is elsewhere
     return [f"{part.rpartition('.')[0].replace('.', '/')}.py" for part in here if "." in part]
-
-
-def _check_name(name: str, *, folder: Path) -> None:
-    """Refuse a name that is not UTF-8: no repository could hold it (MalformedFileError)."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise MalformedFileError(f"{folder}: the name {shortened(name)} is not UTF-8. Rename the file.") from None

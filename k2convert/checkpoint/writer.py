@@ -88,7 +88,6 @@ class ShardWriter:
         _unfinished.add(self)
 
     def discard(self) -> None:
-        """Remove the temporary file."""
         with suppress(OSError, DestinationError):
             remove_file(self._temporary, self._folder)
 

@@ -61,7 +61,6 @@ class Verb(TyperCommand):
     """A command whose help shows its options in panels, and names values without their types."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the words of the usage line."""
         return ["[OPTIONS]", *(str(p.metavar) for p in self.get_params(ctx) if p.param_type_name == "argument")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -157,7 +156,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
     # The few small matrix products need no threads; where no more are allowed, OpenBLAS would print a page about it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    _prepare_streams()
+    # A stream that the caller closed is replaced: otherwise a shard's file could get the descriptor of stdout.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         catch_interrupts()
         code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
@@ -194,19 +199,6 @@ def _explain_usage(error: Any) -> str:
     if missing and missing[1] in _SAME_THING:
         message += f" Did you mean '{_SAME_THING[missing[1]]}'?"
     return f"{lines[0]}Error: {visible(message)}\n"
-
-
-def _prepare_streams() -> None:
-    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout.
-
-    A character that a stream cannot encode is written as an escape.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _say(message: str) -> None:

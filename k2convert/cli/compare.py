@@ -122,12 +122,6 @@ def _show(found: Evaluation, options: CompareOptions) -> None:
         console.print_line(f"{options.save}: {found.reference.name}, {windows} of {found.text.window:,} tokens")
         console.print_next(console.command("k2convert", "compare", options.save, "http://HOST:PORT/v1"))
         return
-    _show_figures(found)
-    console.print_note("KL ranks conversions of one model. It does not say what tasks lose: run them on both servers.")
-    console.print_next("k2convert guide prove")
-
-
-def _show_figures(found: Evaluation) -> None:
     (row,) = found.rows
     figures = row.figures
     text = found.text
@@ -173,6 +167,8 @@ def _show_figures(found: Evaluation) -> None:
         )
     far = "different: B is farther from A than A is from itself"
     console.print_line("no difference: B is as close to A as A is to itself" if is_noise(found, row) else far)
+    console.print_note("KL ranks conversions of one model. It does not say what tasks lose: run them on both servers.")
+    console.print_next("k2convert guide prove")
 
 
 def _mean(value: Mean) -> str:

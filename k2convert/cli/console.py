@@ -52,14 +52,17 @@ def begin(*, json: bool = False, quiet: bool = False) -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether progress is not wanted."""
     return _Asked.quiet
 
 
 def show(document: Any, *views: str | Callable[[], object]) -> None:
     """Print a result: its document with --json, otherwise its views, which are lines and functions that print."""
     if _Asked.json:
-        _print_json(document)
+        accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
+        with _on_stdout():
+            sys.stdout.write(
+                json.dumps(document, indent=2, ensure_ascii=not accepts_all).translate(_JSON_CONTROLS) + "\n"
+            )
         return
     for view in views:
         if isinstance(view, str):
@@ -87,12 +90,6 @@ def _on_stdout() -> Generator[None]:
         raise OutputError(
             f"standard output: writing failed ({error.strerror}). The work done before this is complete."
         ) from None
-
-
-def _print_json(document: Any) -> None:
-    accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
-    with _on_stdout():
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not accepts_all).translate(_JSON_CONTROLS) + "\n")
 
 
 def print_table(
@@ -198,7 +195,6 @@ def _keep_words_whole(table: Table, console: Console, width: int) -> None:
 
 
 def print_verdict(subject: str, *, passed: bool) -> None:
-    """Print whether something passed on stdout, in color on a terminal."""
     style = _VERDICT_STYLES["pass" if passed else "fail"]
     with _on_stdout():
         _out.print(Text.assemble(escaped(f"{subject}: "), ("passed" if passed else "FAILED", style)))
@@ -235,7 +231,6 @@ def _to_stderr(text: Text, *, is_copied: bool = False) -> None:
 
 
 def command(*words: object) -> str:
-    """Return a command line that can be pasted into a shell."""
     return shell_line(map(str, words))
 
 
@@ -252,7 +247,6 @@ def print_next(command: str) -> None:
 
 
 def print_error(message: str) -> None:
-    """Print a refusal or failure on stderr."""
     _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)))
 
 

@@ -163,29 +163,24 @@ def _show_statistics(document: dict[str, Any]) -> None:
     caches = {number: layer["kv_cache"] for number, layer in document["layers"].items() if layer["kv_cache"]}
     if caches:
         print_line("max kv: the largest value in a KV cache: of MLA's latent and rotary key, or of keys and values")
-        _show_cache(caches)
+        largest = max(value for found in caches.values() for value in found["amax"])
+        saturated = [number for number, found in caches.items() if max(found["saturated_share"]) > 0]
+        if saturated:
+            layers = f"values of {counted(len(saturated), 'layer')} ({', '.join(saturated)}): the largest is"
+            advice = ". Do not declare it."
+        else:
+            layers = "nothing: the largest value is"
+            advice = "."
+        print_line(f"An FP8 KV cache with scale 1 saturates {layers} {largest:.3g}, E4M3 ends at 448{advice}")
+        share, number = max((max(found["subnormal_share"]), number) for number, found in caches.items())
+        most = f"at most {100 * share:.1f} % of a part (layer {number})"
+        print_line(f"Below its normal range, 2^-6, values lose precision: {most}.")
     without = [number for number, layer in document["layers"].items() if layer["without_imatrix"]]
     if without:
         print_line(
             f"rule imatrix is not used in {counted(len(without), 'layer')}, at least in part: on tokens that were kept "
             f"out, rule mse lost less (layers {', '.join(without)})"
         )
-
-
-def _show_cache(caches: dict[str, dict[str, list[float]]]) -> None:
-    """Say what an FP8 KV cache with scale 1 does to the values that were seen."""
-    largest = max(value for found in caches.values() for value in found["amax"])
-    saturated = [number for number, found in caches.items() if max(found["saturated_share"]) > 0]
-    print_line(
-        f"An FP8 KV cache with scale 1 saturates values of {counted(len(saturated), 'layer')} "
-        f"({', '.join(saturated)}): the largest is {largest:.3g}, E4M3 ends at 448. Do not declare it."
-        if saturated
-        else f"An FP8 KV cache with scale 1 saturates nothing: the largest value is {largest:.3g}, E4M3 ends at 448."
-    )
-    share, number = max((max(found["subnormal_share"]), number) for number, found in caches.items())
-    print_line(
-        f"Below its normal range, 2^-6, values lose precision: at most {100 * share:.1f} % of a part (layer {number})."
-    )
 
 
 def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:

@@ -38,11 +38,6 @@ class Interrupted(BaseException):
     """Ctrl-C or SIGTERM. Not a KeyboardInterrupt, which the argument parser would turn into exit code 1."""
 
 
-def _num_threads() -> int:
-    threading = sys.modules.get("threading")
-    return 1 if threading is None else threading.active_count()
-
-
 class _Command:
     """The running command: the signal that it got, how far it is, and the command that resumes it.
 
@@ -73,19 +68,15 @@ def catch_interrupts() -> None:
     for number in _NUMBERS:
         _signal.signal(number, _interrupt)
     if _Watcher.process != os.getpid():
-        _start_watcher()
+        reading, writing = (_above_streams(descriptor) for descriptor in os.pipe())
+        os.set_blocking(writing, False)
+        try:
+            _thread.start_new_thread(_watch, (reading,))
+        except RuntimeError:  # the machine allows no more threads
+            writing = -1
+        _Watcher.process = os.getpid()
+        _Watcher.pipe = writing
     _signal.set_wakeup_fd(_Watcher.pipe, warn_on_full_buffer=False)
-
-
-def _start_watcher() -> None:
-    reading, writing = (_above_streams(descriptor) for descriptor in os.pipe())
-    os.set_blocking(writing, False)
-    try:
-        _thread.start_new_thread(_watch, (reading,))
-    except RuntimeError:  # the machine allows no more threads
-        writing = -1
-    _Watcher.process = os.getpid()
-    _Watcher.pipe = writing
 
 
 def _above_streams(descriptor: int) -> int:
@@ -212,7 +203,8 @@ def end_interrupted() -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process, which is the command's own. Threads that still compute end with it: Python would wait."""
-    if _num_threads() > 1:
+    threading = sys.modules.get("threading")
+    if threading is not None and threading.active_count() > 1:
         from contextlib import suppress
 
         _discard_unfinished()

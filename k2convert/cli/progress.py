@@ -89,7 +89,6 @@ class _Lines:
     printed_at: float = 0.0
 
     def print_if_due(self) -> None:
-        """Print a line if it is time for one."""
         seconds = self.tally.seconds
         pause = PLAIN_LINE_SECONDS if seconds < SOON_SECONDS else LATER_LINE_SECONDS
         due = self.printed_at + pause if self.has_printed else FIRST_LINE_SECONDS
@@ -97,13 +96,11 @@ class _Lines:
             self.print_now()
 
     def print_now(self) -> None:
-        """Print a line."""
         self.has_printed = True
         self.printed_at = self.tally.seconds
         console.print_event(self.text())
 
     def text(self) -> str:
-        """Return how far the stage is in one line."""
         tally = self.tally
         parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
         names = tally.take_new_shards()
@@ -155,7 +152,6 @@ def _rate_text(phase: str, meter: Meter) -> str:
 
 
 def format_layer_rate(per_hour: float) -> str:
-    """Return how fast layers are computed, in words."""
     return f"{per_hour:,.{0 if per_hour >= _MANY else 1}f} layers/hour"
 
 

@@ -55,7 +55,6 @@ from k2convert.records.ledger import below_budget, check_budget, doubts, summari
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
-    from k2convert.hub.preflight import Target
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
 
@@ -105,19 +104,15 @@ def run(options: RunOptions) -> None:
         elif part is not None:
             _do_part(job, part, options)
         elif job.target is not None and job.is_published:
-            _settle(job, job.target, options)
+            from k2convert.job.publish import settle_published
+
+            settle_published(job, job.target)
+            console.print_note(f"{job.target.repo}: {job.target.revision} already holds this result")
+            if options.evaluate:
+                console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
+            console.show({"repo": job.target.repo, "commit": job.target.head, "published_before": True})
         else:
             _do(job, options)
-
-
-def _settle(job: Job, target: "Target", options: RunOptions) -> None:
-    from k2convert.job.publish import settle_published
-
-    settle_published(job, target)
-    console.print_note(f"{target.repo}: {target.revision} already holds this result")
-    if options.evaluate:
-        console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
-    console.show({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:

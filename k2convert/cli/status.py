@@ -104,7 +104,6 @@ class _Walk:
 
     @property
     def command(self) -> JobCommand | None:
-        """Command that resumes it."""
         found = read_command(self.work.folder)
         if found is not None and "--out" in found.words:
             number = found.words.index("--out") + 1
@@ -112,7 +111,6 @@ class _Walk:
         return None if found is None else found.moved(self.place)
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data."""
         is_running, progress, _ = read_lock(self.work.folder)
         command = self.command
         return {
@@ -245,7 +243,6 @@ def _show_next(folder: Path, state: JobState) -> None:
 
 
 def status_document(state: JobState) -> dict[str, Any]:
-    """Return a job's state as plain data."""
     return {
         "complete": state.is_complete,
         "running": state.is_running,
@@ -264,7 +261,6 @@ def status_document(state: JobState) -> dict[str, Any]:
 
 
 def show_status(destination: Path, state: JobState) -> None:
-    """Print a job's state."""
     document = status_document(state)
     word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
     shards = f"{destination}: {word}: {document['finished_shards']} of {counted(document['shards'], 'shard')}"
@@ -280,7 +276,6 @@ def show_status(destination: Path, state: JobState) -> None:
 
 
 def show_progress(progress: Mapping[str, Any], age: float) -> None:
-    """Print what the running process last said about its phases."""
     for name, phase in progress["phases"].items():
         done = phase["done"]
         total = phase["total"]

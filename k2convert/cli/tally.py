@@ -178,11 +178,9 @@ class Tally:
             self.meters["layers"] = Meter(extent.num_experts, 0, self._clock)
 
     def note(self, text: str) -> None:
-        """Pass on one line."""
         self._note(text)
 
     def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
-        """Start to count."""
         with self._lock:
             self._set(extent)
             self._keep = keep
@@ -191,14 +189,12 @@ class Tally:
         self.keep()
 
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
-        """Count bytes read and written, and tensors."""
         with self._lock:
             self._count("convert" if "convert" in self.meters else "check", bytes_in)
             self.written.add(bytes_out)
             self.tensors += tensors
 
     def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
-        """Count bytes that crossed the network."""
         with self._lock:
             if downloaded:
                 self._count("download", downloaded, is_new=is_new)
@@ -210,26 +206,22 @@ class Tally:
             self.meters[phase].add(amount, is_new=is_new)
 
     def shard_finished(self, shard: str) -> None:
-        """Count a shard."""
         with self._lock:
             self.shards += 1
             self.new_shards.append(shard)
 
     def experts_computed(self, layer: int, done: int, total: int) -> None:  # noqa: ARG002 - they come in order
-        """Count an expert of a reference layer."""
         with self._lock:
             if "layers" in self.meters:
                 self.meters["layers"].start()
                 self._count("layers", 1)
 
     def tokens_computed(self, tokens: int) -> None:
-        """Count tokens that a layer computed, or that a server answered for."""
         with self._lock:
             for phase in (*LAYER_PHASES, "ask"):
                 self._count(phase, tokens)
 
     def take_new_shards(self) -> list[str]:
-        """Return the shards that were finished since the last call."""
         with self._lock:
             names = self.new_shards
             self.new_shards = []
@@ -237,12 +229,10 @@ class Tally:
 
     @property
     def has_worked(self) -> bool:
-        """Return whether anything was done in this run."""
         return self.tensors > 0 or any(meter.is_moving for meter in self.meters.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds that the stage has run."""
         return self._clock() - self._start
 
     @property
@@ -269,7 +259,6 @@ class Tally:
             self._keep(json.dumps(self.summary()))
 
     def summary(self) -> dict[str, Any]:
-        """Return how far the stage is, as plain data."""
         with self._lock:
             phases = {
                 phase: {

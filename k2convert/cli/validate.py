@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import NOTHING_KEPT
@@ -31,7 +31,6 @@ from k2convert.plan.recipe import TextUse
 from k2convert.records.events import Extent
 from k2convert.records.publication import check_shards_are_here
 from k2convert.validation.remote import folder_bytes
-from k2convert.validation.results import ValidationReport
 from k2convert.validation.shards import num_kept
 from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
@@ -50,7 +49,21 @@ def validate(options: ValidateOptions) -> None:
     request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
     hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
-        _check_operands(opened.source, layers=layers, hidden_states=options.hidden_states, against=against)
+        hidden_states = options.hidden_states
+        if layers is not None:
+            require_extra("torch", purpose="--layers")
+        if opened.source is not None and layers:
+            from k2convert.validation.layers.check import check_layers_exist
+
+            check_layers_exist(opened.source, layers)
+        if hidden_states is not None:
+            if not hidden_states.is_file():
+                raise CheckpointError(f"{hidden_states}: no such file. Pass a file of hidden states.")
+            with remedy("Capture the hidden states again, or leave out --hidden-states."):
+                read_header(hidden_states)
+        if against is not None:
+            with remedy("Pass a complete NVFP4 checkpoint to --against."):
+                open_checkpoint(against)
         if request is not None and opened.source is not None and text:
             use = TextUse(tokens=options.tokens, window=TEXT_WINDOW, seed=0)
             request = replace(request, hidden_states=(windows := read_windows_of(opened.source, text, use)))
@@ -78,7 +91,14 @@ def validate(options: ValidateOptions) -> None:
                 shards=opened.shards,
                 statistics=opened.statistics,
             )
-        _show_found(opened.named(found), opened.folder)
+        found = opened.named(found)
+        show_validation(found)
+        if not found.passed:
+            raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
+        if found.contract.layout != "int4":
+            ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
+            name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
+            print_serve(name, folder=opened.folder, revision=revision)
 
 
 def _how_far(folder: Path) -> str:
@@ -113,16 +133,6 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     return None if layers is None else numbers
 
 
-def _show_found(found: ValidationReport, folder: Path) -> None:
-    show_validation(found)
-    if not found.passed:
-        raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
-    if found.contract.layout != "int4":
-        ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
-        name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
-        print_serve(name, folder=folder, revision=revision)
-
-
 def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | None":
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
     from k2convert.validation.layers.cost import layers_cost
@@ -146,23 +156,3 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
         text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
     console.print_event(text)
     return cost
-
-
-def _check_operands(
-    source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
-) -> None:
-    """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
-    if layers is not None:
-        require_extra("torch", purpose="--layers")
-    if source is not None and layers:
-        from k2convert.validation.layers.check import check_layers_exist
-
-        check_layers_exist(source, layers)
-    if hidden_states is not None:
-        if not hidden_states.is_file():
-            raise CheckpointError(f"{hidden_states}: no such file. Pass a file of hidden states.")
-        with remedy("Capture the hidden states again, or leave out --hidden-states."):
-            read_header(hidden_states)
-    if against is not None:
-        with remedy("Pass a complete NVFP4 checkpoint to --against."):
-            open_checkpoint(against)

@@ -23,7 +23,6 @@ from k2convert.validation.results import (
 
 
 def show_validation(report: ValidationReport) -> None:
-    """Print a validation: every rule, the weights, the layers, the comparison."""
     show(validation_document(report), partial(_show_tables, report))
 
 

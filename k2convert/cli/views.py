@@ -90,21 +90,6 @@ def calibration_document(job: Job) -> dict[str, Any]:
     }
 
 
-def _show_calibration(job: Job) -> None:
-    for found in calibration_document(job).values():
-        texts = f"{counted(len(found['texts']), 'text')}, {found['tokens']:,} tokens"
-        print_line(f"statistics: {found['file']}: {texts}")
-        from k2convert.calibration.channels import MIN_TOKENS
-
-        if num_few := found["fallback_experts"]:
-            print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
-        if without := found["layers_without_imatrix"]:
-            print_line(f"rule imatrix is not used in {counted(without, 'layer')}, at least in part: it gained nothing")
-        if found["smoothing"]:
-            channels = f"{found['scaled_channels']:,} channels of {counted(found['scaled_layers'], 'layer')}"
-            print_line(f"smoothing: {channels} are multiplied by powers of two, which is exact")
-
-
 def pruning_document(job: Job) -> dict[str, Any]:
     """Return which experts a job keeps and what that drops, as plain data; empty if it keeps all."""
     pruning = job.source.pruning
@@ -131,7 +116,6 @@ def show_pruning(job: Job) -> None:
 
 
 def show_plan(job: Job, document: Mapping[str, Any]) -> None:
-    """Print a dry run, which is in the document too."""
     recipe = job.plan.recipe
     print_line(
         f"{document['source']} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, "
@@ -161,21 +145,28 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
     show_pruning(job)
-    _show_calibration(job)
+    for found in calibration_document(job).values():
+        texts = f"{counted(len(found['texts']), 'text')}, {found['tokens']:,} tokens"
+        print_line(f"statistics: {found['file']}: {texts}")
+        from k2convert.calibration.channels import MIN_TOKENS
+
+        if num_few := found["fallback_experts"]:
+            print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
+        if without := found["layers_without_imatrix"]:
+            print_line(f"rule imatrix is not used in {counted(without, 'layer')}, at least in part: it gained nothing")
+        if found["smoothing"]:
+            channels = f"{found['scaled_channels']:,} channels of {counted(found['scaled_layers'], 'layer')}"
+            print_line(f"smoothing: {channels} are multiplied by powers of two, which is exact")
     if job.uses_hub:
-        _show_hub(job)
+        if job.source.remote is not None:
+            print_line(f"source: {job.source.remote.repo} at commit {job.source.remote.commit}")
+        if job.target is not None:
+            kind = "private" if job.target.private else "public"
+            print_line(f"publishes to {job.target.name} ({kind}) through its branch {branch_name(job.digest)}")
     needs = format_bytes(job.limits.disk_needed)
     free = format_bytes(job.limits.disk_free)
     allowed = f" at once, may use {format_bytes(job.limits.disk_allowed)}" if job.uses_hub else ""
     print_line(f"disk: needs {needs}{allowed}, free {free}")
-
-
-def _show_hub(job: Job) -> None:
-    if job.source.remote is not None:
-        print_line(f"source: {job.source.remote.repo} at commit {job.source.remote.commit}")
-    if job.target is not None:
-        kind = "private" if job.target.private else "public"
-        print_line(f"publishes to {job.target.name} ({kind}) through its branch {branch_name(job.digest)}")
 
 
 def estimate_document(found: Estimate) -> dict[str, object]:
@@ -185,7 +176,6 @@ def estimate_document(found: Estimate) -> dict[str, object]:
 
 
 def show_estimate(found: Estimate) -> None:
-    """Print how long the rest of a job will take, and its memory."""
     available = format_bytes(found.memory_available)
     print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
     if found.seconds is not None or not found.bytes_in:
@@ -202,7 +192,6 @@ def conversion_span(found: Estimate) -> str:
 
 
 def show_network(job: Job, found: Estimate) -> None:
-    """Print what goes through the network, if anything does."""
     if job.uses_hub and found.bytes_in:
         down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}" if job.source.remote else ""
         up = f"upload {format_bytes(found.bytes_out)}" if job.target is not None else ""
@@ -210,7 +199,6 @@ def show_network(job: Job, found: Estimate) -> None:
 
 
 def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, object]:
-    """Return a finished run as plain data."""
     return {
         "destination": str(job.destination.folder),
         "shards": len(job.plan.jobs),
@@ -224,7 +212,6 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
 
 
 def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
-    """Print what a run did, and the weight error."""
     rows = [
         (
             role,
@@ -248,7 +235,6 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
-    """Print where a result was published, and how to serve it."""
     from k2convert.cli.validation_view import print_serve
 
     revision = None if destination.revision == MAIN else destination.revision

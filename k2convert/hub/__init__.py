@@ -9,7 +9,6 @@
     download        one shard in parallel ranges, resumed inside the file, checked by its sha256; and one named file
     preflight       the checks before anything is converted for a destination on the Hub
     branch          the work branch of a job: shards in groups, then one atomic commit on main
-    operations      the library's operation for one file
 
 Only calls that huggingface_hub 1.20 and 2.x share are used. The HTTP client changed with the major version (httpx,
 httpx2), so this package names neither. It catches `HfHubHTTPError`, its base class, and the built-in connection errors.

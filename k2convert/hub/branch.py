@@ -18,19 +18,18 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from k2convert.checkpoint.names import IGNORE_NAME, WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import MAIN, Hub, ignore
 from k2convert.hub.download import file_sha256
-from k2convert.hub.operations import SentCount, counted_operation
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import HubRequestError, explain_transport, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
     Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
@@ -81,7 +80,6 @@ class Branch:
 
     @property
     def num_pending(self) -> int:
-        """Shards uploaded but not yet committed."""
         return len(self._pending)
 
     def open(self) -> None:
@@ -162,7 +160,6 @@ class Branch:
         return operation
 
     def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
-        """Add a shard that was sent to the next group."""
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(_Pending(upload, operation, dict(records)))
@@ -192,7 +189,22 @@ class Branch:
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
         self._create_commit(f"commit {len(group)} shards to {self.repo}", operations, message=message)
         self._commits.append(time.monotonic())
-        self._confirm(api, group)
+        from huggingface_hub.hf_api import RepoFile
+
+        names = [upload.name for upload in group]
+        listed = self.hub.call(
+            f"list {len(names)} shards of {self.repo}",
+            lambda: api.get_paths_info(self.repo, names, revision=self.name),
+        )
+        for entry in listed:
+            if isinstance(entry, RepoFile) and entry.lfs is not None:
+                self.on_branch[entry.path] = RemoteFile(entry.path, entry.size, entry.lfs.sha256, None)
+        for upload in group:
+            if not self.has(upload.name, upload.sha256, upload.num_bytes):
+                raise HubError(
+                    f"{self.repo}: {upload.name} has a different sha256 on {self.name} than on disk. "
+                    "Nothing was deleted. Run the same command again."
+                )
         del self._pending[: len(taken)]
         self._since = time.monotonic()
         return group
@@ -211,24 +223,6 @@ class Branch:
                 )
 
         self.hub.call(action, attempt)
-
-    def _confirm(self, api: "HfApi", group: list[Upload]) -> None:
-        from huggingface_hub.hf_api import RepoFile
-
-        names = [upload.name for upload in group]
-        listed = self.hub.call(
-            f"list {len(names)} shards of {self.repo}",
-            lambda: api.get_paths_info(self.repo, names, revision=self.name),
-        )
-        for entry in listed:
-            if isinstance(entry, RepoFile) and entry.lfs is not None:
-                self.on_branch[entry.path] = RemoteFile(entry.path, entry.size, entry.lfs.sha256, None)
-        for upload in group:
-            if not self.has(upload.name, upload.sha256, upload.num_bytes):
-                raise HubError(
-                    f"{self.repo}: {upload.name} has a different sha256 on {self.name} than on disk. "
-                    "Nothing was deleted. Run the same command again."
-                )
 
     def _wait_for_the_hour(self) -> None:
         while self._commits and time.monotonic() - self._commits[0] >= 3600:
@@ -314,3 +308,49 @@ def _transfer_errors(action: str) -> Generator[None]:
         raise
     except ValueError as error:
         raise HubError(f"could not {action}: the Hub refused it ({redacted(str(error))}).") from error
+
+
+@dataclass(slots=True)
+class SentCount:
+    """Bytes of one file that were sent. `sent` gets the changes."""
+
+    sent: Callable[[int], None]
+    position: int = 0
+
+    def move_to(self, position: int) -> None:
+        if position != self.position:
+            self.sent(position - self.position)
+            self.position = position
+
+
+def sent_operation(name: str, *, sha256: str, num_bytes: int) -> "CommitOperationAdd":
+    """Return the library's operation for a file that another process has sent: a commit needs its hash and size."""
+    from huggingface_hub import CommitOperationAdd
+
+    operation = CommitOperationAdd(name, b"")
+    operation.upload_info.sha256 = bytes.fromhex(sha256)
+    operation.upload_info.size = num_bytes
+    operation._upload_mode, operation._is_uploaded = "lfs", True  # pyright: ignore[reportPrivateUsage]
+    return operation
+
+
+def counted_operation(name: str, path: Path, count: SentCount) -> "CommitOperationAdd":
+    """Return the library's operation for one file; `count` follows what plain LFS reads from the file to send it."""
+    from huggingface_hub import CommitOperationAdd
+
+    class Counted(CommitOperationAdd):
+        @contextmanager
+        def as_file(self, with_tqdm: bool = False) -> Generator[BinaryIO]:
+            with path.open("rb") as file:
+                if with_tqdm:  # the library asks for a progress bar, so it is going to send the bytes
+                    read = file.read
+
+                    def read_counted(size: int | None = -1) -> bytes:
+                        data = read(size)
+                        count.move_to(file.tell())
+                        return data
+
+                    file.read = read_counted
+                yield file
+
+    return Counted(name, path)

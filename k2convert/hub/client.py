@@ -109,7 +109,7 @@ def bound_memory() -> None:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, NUM_HEAPS)
 
 
-def ignore(*_: object) -> None:
+def ignore(*_: object, **_options: object) -> None:
     """Discard a notice or a count."""
 
 

@@ -70,8 +70,11 @@ def download_shard(
                 partial.record_path.unlink(missing_ok=True)
                 return
             arrived(-partial.num_done, False)
-            if url.startswith(FILE_SCHEME):
-                _refuse_cached(source, shard, url)
+            if url.startswith(FILE_SCHEME) and is_offline():
+                raise HubError(
+                    f"{url.removeprefix(FILE_SCHEME)}: is damaged: its bytes do not have the sha256 of its name. "
+                    f"`hf download {source.repo} {shard} --force-download` replaces it."
+                )
             hub.notify(f"{shard} arrived with a wrong sha256; fetching it again")
             partial.reset()
     finally:
@@ -80,14 +83,6 @@ def download_shard(
         f"{source.repo}/{shard}: arrived {_NUM_ROUNDS} times with bytes that do not match the Hub's sha256 "
         f"{file.sha256}. None of them were used. Check the proxy, the memory and the disk."
     )
-
-
-def _refuse_cached(source: RemoteRepo, shard: str, url: str) -> None:
-    if is_offline():
-        raise HubError(
-            f"{url.removeprefix(FILE_SCHEME)}: is damaged: its bytes do not have the sha256 of its name. "
-            f"`hf download {source.repo} {shard} --force-download` replaces it."
-        )
 
 
 def download_ranges(
@@ -224,7 +219,6 @@ def _stream_run(
 
 
 def file_sha256(path: Path) -> str:
-    """The sha256 of a whole file as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -56,7 +56,12 @@ def check_target(
     """Check token, name, visibility, sizes and license; raises HubError for anything that would fail later."""
     if parse_repo(f"hf://{repo}") is None or (source is not None and repo == source.repo):
         raise HubError(f"{repo}: is the source itself. Choose a different name.")
-    account = _account(hub)
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise HubError("the Hub needs a token with write access. Set HF_TOKEN or log in with `hf auth login`.")
+    api: Any = hub.api()  # whoami is typed as a bare dict
+    account = hub.call("check the token", lambda: _checked_account(api.whoami()))
     namespace = repo.partition("/")[0]
     _check_right_to_write(account, repo, namespace)
     too_large = [name for name, size in file_bytes.items() if size > MAX_FILE_BYTES]
@@ -79,15 +84,6 @@ def check_target(
         head = None if head == main else head  # a run that was killed before its commit leaves such a branch
     files = {} if head is None else list_files(hub, repo, head)
     return Target(repo, is_private, head, files, tuple(notices), revision)
-
-
-def _account(hub: Hub) -> dict[str, object]:
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        raise HubError("the Hub needs a token with write access. Set HF_TOKEN or log in with `hf auth login`.")
-    api: Any = hub.api()  # whoami is typed as a bare dict
-    return hub.call("check the token", lambda: _checked_account(api.whoami()))
 
 
 def _checked_account(answer: object) -> dict[str, object]:

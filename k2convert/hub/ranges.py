@@ -21,7 +21,6 @@ Ranges = dict[str, set[tuple[int, int]]]
 
 
 def ranges_of(tensors: Iterable[TensorInfo]) -> Ranges:
-    """Return the byte ranges of tensors."""
     found: Ranges = {}
     for tensor in tensors:
         found.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))

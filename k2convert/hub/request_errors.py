@@ -216,7 +216,6 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def offline_error() -> HubError:
-    """The error if the user switched the network off."""
     return HubError(
         "HF_HUB_OFFLINE is set, so k2convert cannot use the Hub. Unset it, or name a local folder: "
         "that never uses the network."

@@ -67,17 +67,24 @@ class _Scores:
 def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
     """Return the source with the experts that the recipe keeps; raises PlanError, CalibrationError."""
     assert recipe.keep_experts is not None
-    return source.pruned(_read(Path(recipe.keep_experts), recipe.experts, source, hub))
-
-
-def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRecord:
+    path = Path(recipe.keep_experts)
+    count = recipe.experts
     checkpoint = source.checkpoint
     family = detect_family(checkpoint)
     architecture = family.read_architecture(checkpoint.config, str(checkpoint.folder))
     if count is not None and count > architecture.num_experts:
         raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     weights: _PerExpert = {}
-    if _is_safetensors(path):
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no such file"
+        raise PlanError(f"{path}: {kind}. Pass a file that says which experts to keep.")
+    try:
+        with path.open("rb") as file:
+            begin = file.read(8)
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    # Safetensors begin with the length of the header. As such a number, text is enormous.
+    if len(begin) == 8 and int.from_bytes(begin, "little") <= path.stat().st_size:
         if family.not_computed:
             raise PlanError(f"{path}: statistics, but {family.title} has none: {family.not_computed}. {_REMEDY}")
         from k2convert.calibration.fitting import check_statistics_source
@@ -87,23 +94,14 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
         scores, weights = _per_expert(found, architecture)
-        form: _List | _Scores = _Scores(scores, None, _statistics_phrase(found))
+        names = [name if name.isprintable() and len(name) <= 40 else "a text" for name, _ in found.texts]
+        more = f" and {len(names) - _MAX_NAMED_TEXTS} more" if len(names) > _MAX_NAMED_TEXTS else ""
+        form: _List | _Scores = _Scores(
+            scores, None, f"REAP saliency on {found.tokens:,} tokens of {', '.join(names[:_MAX_NAMED_TEXTS])}{more}"
+        )
     else:
         form = _parse(path)
-    return _chosen(form, weights, count, path, architecture, checkpoint.config)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Return whether a file begins as safetensors does, with the length of its header; raises PlanError."""
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no such file"
-        raise PlanError(f"{path}: {kind}. Pass a file that says which experts to keep.")
-    try:
-        with path.open("rb") as file:
-            begin = file.read(8)
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    return len(begin) == 8 and int.from_bytes(begin, "little") <= path.stat().st_size  # text is an enormous number
+    return source.pruned(_chosen(form, weights, count, path, architecture, checkpoint.config))
 
 
 def _parse(path: Path) -> _List | _Scores:
@@ -177,12 +175,6 @@ def _per_expert(found: "Statistics", architecture: Architecture) -> tuple[_PerEx
                 f"{architecture.num_experts}. Make statistics of this source with `k2convert calibrate`."
             )
     return scores, weights
-
-
-def _statistics_phrase(found: "Statistics") -> str:
-    names = [name if name.isprintable() and len(name) <= 40 else "a text" for name, _ in found.texts]
-    more = f" and {len(names) - _MAX_NAMED_TEXTS} more" if len(names) > _MAX_NAMED_TEXTS else ""
-    return f"REAP saliency on {found.tokens:,} tokens of {', '.join(names[:_MAX_NAMED_TEXTS])}{more}"
 
 
 def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:

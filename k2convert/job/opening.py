@@ -113,12 +113,13 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
     """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
     from k2convert.calibration.text import read_windows  # a run without a text needs no tokenizers
+    from k2convert.calibration.token_counts import default_tokens
 
     return read_windows(
         files,
         tokenizer=source.folder,
         vocab_size=vocabulary_size(source),
-        tokens=_tokens(source, use),
+        tokens=use.tokens or default_tokens(source, window=_window(source, use)),
         window=_window(source, use),
         seed=use.seed,
     )
@@ -126,12 +127,6 @@ def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> 
 
 def _window(source: Checkpoint, use: TextUse) -> int:
     return min(use.window, max_positions(source.config) or use.window)
-
-
-def _tokens(source: Checkpoint, use: TextUse) -> int:
-    from k2convert.calibration.token_counts import default_tokens
-
-    return use.tokens or default_tokens(source, window=_window(source, use))
 
 
 def inspect_source(source: str, *, hub: Hub) -> "Inspection":

@@ -31,9 +31,7 @@ class UploadStage(Protocol):
     def upload(self, name: str) -> None:
         """Send the bytes of one shard."""
 
-    def is_group_due(self) -> bool:
-        """Return whether the sent shards should be committed now."""
-        ...
+    def is_group_due(self) -> bool: ...
 
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose local copies are no longer needed."""
@@ -181,21 +179,18 @@ class Pipeline:
                         return
                     item = queue.waiting.popleft()
                 self._stages.convert(item)
-                self._release_sources(item)
-
-    def _release_sources(self, item: Item) -> None:
-        disk = self._disk
-        with self._changed:
-            disk.uses.subtract(item.sources)
-            finished = [source for source in item.sources if disk.uses[source] == 0]
-        for source in finished:
-            self._stages.drop_source(source)
-        with self._changed:
-            disk.held.difference_update(finished)
-            disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
-            self._conversions.num_left -= 1
-            self._uploads.waiting.append(item)
-            self._changed.notify_all()
+                disk = self._disk
+                with self._changed:
+                    disk.uses.subtract(item.sources)
+                    finished = [source for source in item.sources if disk.uses[source] == 0]
+                for source in finished:
+                    self._stages.drop_source(source)
+                with self._changed:
+                    disk.held.difference_update(finished)
+                    disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
+                    self._conversions.num_left -= 1
+                    self._uploads.waiting.append(item)
+                    self._changed.notify_all()
 
     def _upload_all(self) -> None:
         uploads = self._stages.uploads

@@ -91,7 +91,6 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """The digest of the fingerprint."""
         return self.description.digest
 
     @property
@@ -178,7 +177,20 @@ def prepare(
     items = output_items(plan)
     walk = None
     identity = None if text is None else text.identity(device_name(text.devices))
-    description = _describe(plan, source, statistics, walk=identity)
+    description = JobDescription(
+        fingerprint=job_fingerprint(
+            source=source.whole or source.checkpoint,
+            recipe=plan.recipe,
+            revision=source.revision,
+            statistics=None if statistics is None else statistics.digest,
+            walk=identity,
+            pruning=source.pruning,
+        ),
+        recipe=plan.recipe,
+        shards={shard.name: shard.data_bytes for shard in plan.jobs},
+        source=source.identities(),
+        pruning=source.pruning,
+    )
     finished = Journal(folder).finished(description.digest)
     with remedy(SOURCE_REMEDY):
         sidecars = list_sidecars(checkpoint.folder)
@@ -230,25 +242,6 @@ def _plan(
     if source.remote is None:
         fitting.check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
     return plan, calibration, fitting.calibration_record(statistics, calibration, architecture)
-
-
-def _describe(
-    plan: Plan, source: Source, statistics: "Statistics | None", *, walk: Mapping[str, Any] | None
-) -> JobDescription:
-    return JobDescription(
-        fingerprint=job_fingerprint(
-            source=source.whole or source.checkpoint,
-            recipe=plan.recipe,
-            revision=source.revision,
-            statistics=None if statistics is None else statistics.digest,
-            walk=walk,
-            pruning=source.pruning,
-        ),
-        recipe=plan.recipe,
-        shards={shard.name: shard.data_bytes for shard in plan.jobs},
-        source=source.identities(),
-        pruning=source.pruning,
-    )
 
 
 def _plan_limits(

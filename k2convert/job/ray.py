@@ -13,7 +13,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock
@@ -30,7 +30,7 @@ from k2convert.errors import (
     require_extra,
 )
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import Hub, bound_memory
+from k2convert.hub.client import Hub, bound_memory, ignore
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteRepo
@@ -118,20 +118,6 @@ class Capacity:
     can_grow: bool = False
 
 
-def _capacity(found: Iterable[Mapping[str, Any]], *, cpus: int) -> Capacity:
-    nodes = [node for node in found if node["Alive"]]
-    offers = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    at_a_time = sum(offer // cpus for offer in offers)
-    largest = max(offers, default=0)
-    lack = ""
-    if largest == 0:
-        lack = "no node has CPUs: start one with `ray start`"
-    elif not at_a_time:
-        lack = f"no node has {cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
-    can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
-    return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
-
-
 class _Load:
     """Which shards of a run wait for a node, and which run on one; any thread may ask whether to say that none runs."""
 
@@ -173,8 +159,17 @@ class Cluster:
 
     @property
     def capacity(self) -> Capacity:
-        """Capacity of the cluster now."""
-        return _capacity(self.ray.nodes(), cpus=self.cpus)
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        offers = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+        at_a_time = sum(offer // self.cpus for offer in offers)
+        largest = max(offers, default=0)
+        lack = ""
+        if largest == 0:
+            lack = "no node has CPUs: start one with `ray start`"
+        elif not at_a_time:
+            lack = f"no node has {self.cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
+        can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
+        return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
 
     def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:
         """Do one shard on some node; return its name and the record. Raises InterruptedRun, K2ConvertError."""
@@ -244,20 +239,6 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     return record
 
 
-def _keep_stdout_clean() -> None:
-    """Keep Ray from printing a paragraph on every dead worker to stdout, which may hold a JSON document.
-
-    No option of Ray turns it off. The events of the job say the same in one line.
-    """
-    module: Any = importlib.import_module("ray._private.worker")
-    if hasattr(module, "print_to_stdstream"):
-        module.print_to_stdstream = _print_nothing
-
-
-def _print_nothing(*_arguments: object, **_options: object) -> None:
-    """Stands in for a function that prints."""
-
-
 @contextmanager
 def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Cluster]:
     """Connect to a running Ray cluster, where a task takes `cpus` CPUs; raises PlanError if none can do one."""
@@ -268,7 +249,9 @@ def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Clust
         if match := re.fullmatch(r"([^/:]+):([0-9]{1,5})", address):  # Ray itself would try for minutes
             socket.create_connection((match[1], int(match[2])), timeout=_ANSWER_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        _keep_stdout_clean()
+        module: Any = importlib.import_module("ray._private.worker")
+        if hasattr(module, "print_to_stdstream"):  # a paragraph on every dead worker, which no option turns off
+            module.print_to_stdstream = ignore
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(f"--ray {address}: no cluster ({reason}). Start one with `ray start`.") from None

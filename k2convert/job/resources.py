@@ -326,7 +326,6 @@ class Limits:
 
     @property
     def room(self) -> int:
-        """Bytes that shards may take."""
         return self.disk_allowed - self.disk_small
 
 

@@ -139,7 +139,12 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
         if part is None:
             _resume(run, verify=verify)
             if was_begun or len(run.items) + len(run.to_upload) < len(job.items):
-                events.note(_resumed_line(run))
+                job = run.job
+                total = len(run.mine)
+                done = total - len(run.items) - len(run.to_upload)
+                word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
+                rest = f", {len(run.to_upload)} more converted and not yet uploaded" if run.to_upload else ""
+                events.note(f"{job.destination}: {word}: {done} of {counted(total, 'shard')} done{rest}")
         else:  # other tasks write at the same time: nothing of theirs is checked or removed
             run.finished = journal.finished(job.digest)
             run.records = run.finished.only(run.finished)
@@ -202,15 +207,6 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
         elif uploads is not None:
             to_upload.append(item)
     return items, to_upload
-
-
-def _resumed_line(run: _Run) -> str:
-    job = run.job
-    total = len(run.mine)
-    done = total - len(run.items) - len(run.to_upload)
-    word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
-    rest = f", {len(run.to_upload)} more converted and not yet uploaded" if run.to_upload else ""
-    return f"{job.destination}: {word}: {done} of {counted(total, 'shard')} done{rest}"
 
 
 def _open_walk(run: _Run) -> "OpenWalk | None":

@@ -128,6 +128,7 @@ def convert_shard(
             events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
         work.check_source()
         digest = writer.commit()
+    copied = [step.tensor for step in shard.steps if isinstance(step, CopyStep)]  # a bias may be all zero
     record = ShardRecord(
         shard=shard.name,
         fingerprint=task.fingerprint,
@@ -137,7 +138,7 @@ def convert_shard(
         source_headers={name: task.header_digests[name] for name in shard.source_shards},
         projections=tuple(records),
         sha256=writer.sha256,
-        zero_copies=_zero_copies(shard, has_values),
+        zero_copies=tuple(t.name for t in copied if t.num_bytes and is_weight(t.name) and t.name not in has_values),
     )
     if not task.for_upload:
         return record
@@ -281,7 +282,6 @@ class _Work:
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
     def pieces(self) -> Iterator[_Piece]:
-        """Return the pieces in the order of the file."""
         for step in self.task.shard.steps:
             is_pure = self._is_pure(step)
             if isinstance(step, CopyStep):
@@ -315,7 +315,7 @@ class _Work:
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
         loaded = loading.result()
         if self.task.recipe.target == "bf16":
-            return [_dequantize(load_projection(loaded, p)) for p in step.members], []
+            return [load_projection(loaded, p).bits.view(np.uint8).reshape(-1) for p in step.members], []
         sources = [(p, self._load_scaled(loaded, p)) for p in step.members]
         magnitudes = [self.quantizer.measure(source, name=p.where) for p, source in sources]
         for partner in step.partners:
@@ -362,12 +362,6 @@ class _Work:
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
 
 
-def _zero_copies(shard: ShardJob, has_values: set[str]) -> tuple[str, ...]:
-    """Return the copied weights that are all zero. A bias may be."""
-    copied = [step.tensor for step in shard.steps if isinstance(step, CopyStep)]
-    return tuple(t.name for t in copied if t.num_bytes and is_weight(t.name) and t.name not in has_values)
-
-
 def _whole_rows(tensor: TensorInfo) -> int:
     row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
     return max(COPY_BYTES // row_bytes, 1) * row_bytes
@@ -384,7 +378,3 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
         scale = recipe.input_scale.down if projection.kind == "down" else recipe.input_scale.gate_up
         scalars.append(names.encode_scalar(scale))
     return scalars
-
-
-def _dequantize(source: SourceWeight) -> Bytes:
-    return source.bits.view(np.uint8).reshape(-1)

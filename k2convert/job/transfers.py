@@ -16,9 +16,8 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import ChangedFileError, CheckpointError, counted
-from k2convert.hub.branch import Branch, Upload, branch_name
+from k2convert.hub.branch import Branch, Upload, branch_name, sent_operation
 from k2convert.hub.download import download_shard
-from k2convert.hub.operations import sent_operation
 from k2convert.hub.preflight import Target
 from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo

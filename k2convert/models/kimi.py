@@ -126,12 +126,10 @@ def weights(shapes: Mapping[str, str], *, has_bias: bool = False) -> dict[str, s
 
 
 def below(stem: str, shapes: Mapping[str, str]) -> dict[str, str]:
-    """Return shapes by names with `stem` before them."""
     return {f"{stem}.{name}": shape for name, shape in shapes.items()}
 
 
 def mlp_tensors(module: str, width: str) -> dict[str, str]:
-    """Return the shapes of a gated MLP."""
     wide = f"{width}, hidden_size"
     return below(module, weights({"gate_proj": wide, "up_proj": wide, "down_proj": f"hidden_size, {width}"}))
 

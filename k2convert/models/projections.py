@@ -84,7 +84,9 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             continue
         tensor = source.tensors[name]
         form = NVFP4
-        if parts.parameter == WEIGHT_PACKED and not _is_global(source, parts.module):
+        if parts.parameter == WEIGHT_PACKED and not any(
+            f"{parts.module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES
+        ):
             form = packed_form(tensor, source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}"))
         if form == NVFP4 or (not form and known.packed_dtype != tensor.dtype):
             raise PlanError(
@@ -108,10 +110,6 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
 
 _GLOBAL_SCALES: Final = ("weight_scale_2", "weight_global_scale")
 _TELLING: Final = (WEIGHT_PACKED, *_GLOBAL_SCALES)
-
-
-def _is_global(source: Checkpoint, module: str) -> bool:
-    return any(f"{module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES)
 
 
 def find_projections(
@@ -249,7 +247,6 @@ def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None
 
 
 def find_experts(names: Iterable[TensorName]) -> Experts:
-    """Return the experts that tensors belong to."""
     experts: dict[int, set[int]] = defaultdict(set)
     for parts in names:
         if parts.expert is not None and parts.layer is not None:

@@ -78,7 +78,13 @@ def inspect_checkpoint(
     """
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
-    packed = _packed_modules(source, names)
+    packed: dict[str, str] = {}
+    for name, parts in names.items():
+        if parts.parameter == WEIGHT_PACKED:
+            scale = source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}")
+            packed[parts.module] = packed_form(source.tensors[name], scale) or NVFP4
+        elif source.tensors[name].dtype == "U8" and parts.parameter == WEIGHT:
+            packed[parts.module] = NVFP4
     counts = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
     recipe = cast(str | None, family.recipe)
@@ -121,18 +127,6 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
     groups = mapping_or_empty(config.get("config_groups")).values()
     weights = mapping_or_empty(mapping_or_empty(next(iter(groups), None)).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
-
-
-def _packed_modules(source: Checkpoint, names: dict[str, TensorName]) -> dict[str, str]:
-    """Return the form of every module with 4-bit weights: that of a source, or NVFP4 in either layout."""
-    forms: dict[str, str] = {}
-    for name, parts in names.items():
-        if parts.parameter == WEIGHT_PACKED:
-            scale = source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}")
-            forms[parts.module] = packed_form(source.tensors[name], scale) or NVFP4
-        elif source.tensors[name].dtype == "U8" and parts.parameter == WEIGHT:
-            forms[parts.module] = NVFP4
-    return forms
 
 
 def _holdings(source: Checkpoint, names: dict[str, TensorName], packed: dict[str, str]) -> list[Holding]:

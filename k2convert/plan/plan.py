@@ -57,17 +57,14 @@ class ConvertStep:
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The tensors that are written, in file order."""
         return tuple(output for member in self.members for output in self.outputs_of(member))
 
     def outputs_of(self, member: Projection) -> Iterator[OutputTensor]:
-        """Yield the tensors of one projection."""
         for parameter, dtype, shape, num_bytes in self._tensors(member):
             yield OutputTensor(f"{member.module}.{parameter}", dtype, shape, num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all outputs."""
         return sum(tensor[3] for p in self.members for tensor in self._tensors(p))
 
     def _tensors(self, projection: Projection) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
@@ -95,12 +92,10 @@ class CopyStep:
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The tensor that is written."""
         return (OutputTensor(self.tensor.name, self.tensor.dtype, self.tensor.shape, self.tensor.num_bytes),)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
         return self.tensor.num_bytes
 
 

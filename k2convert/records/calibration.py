@@ -114,7 +114,6 @@ class CalibrationRecord:
 
     @property
     def gptq(self) -> bool:
-        """Return whether the rule was `gptq`."""
         return any(layer.gptq is not None for layer in self.layers.values())
 
     @property

@@ -68,7 +68,6 @@ def _in_bytes(word: str) -> str:
 
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
-    """Keep the command of a job. `suffix` is that of the temporary file."""
     # Whoever gets the folder should not learn where it was made. In ASCII: the name of a file need not be UTF-8.
     kept = replace(command, folder=os.path.relpath(command.folder, destination.resolve()))
     content = json.dumps(asdict(kept)).encode()
@@ -91,13 +90,13 @@ def read_command(destination: Path) -> JobCommand | None:
         kept = read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
-    return replace(kept, words=_renamed(kept.words), folder=os.path.normpath(destination.resolve() / kept.folder))
-
-
-def _renamed(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a command with today's options: in 0.2, --yes agreed to a long calibration or evaluation."""
-    is_renamed = words[1:2] in (("calibrate",), ("evaluate",))
-    return tuple("--long" if is_renamed and word == "--yes" else word for word in words)
+    # Return the words of a command with today's options: in 0.2, --yes agreed to a long calibration or evaluation.
+    is_renamed = kept.words[1:2] in (("calibrate",), ("evaluate",))
+    return replace(
+        kept,
+        words=tuple("--long" if is_renamed and word == "--yes" else word for word in kept.words),
+        folder=os.path.normpath(destination.resolve() / kept.folder),
+    )
 
 
 def _path(destination: Path) -> Path:

@@ -122,7 +122,6 @@ def job_fingerprint(
 
 
 def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
-    """Return the digest of a fingerprint, as records carry it."""
     return blake3(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
 
 
@@ -144,7 +143,6 @@ class JobDescription:
 
     @property
     def digest(self) -> str:
-        """The digest of the fingerprint, as the job's records carry it."""
         return fingerprint_digest(self.fingerprint)
 
 

@@ -145,7 +145,14 @@ class Journal:
             self._describe(job)
         else:
             self._check_same(found, job)
-            self._accept_source(found, job)
+            # Raise ResumeError if the source of a finished shard changed. Others may: they were downloaded again.
+            if changed := changed_shards(found.source, job.source):
+                records = self.find_records(job.digest).records.values()
+                used = {name for record in records for name in record.source_headers}
+                for name in changed:
+                    if name in used:
+                        raise source_error(name, self.folder)
+                self._describe(replace(job, source=found.source | {name: job.source[name] for name in changed}))
         self.sweep(job)
 
     def join(self, job: JobDescription) -> None:
@@ -167,16 +174,6 @@ class Journal:
                 f"{self.destination}: holds a different job: {changes}. {how}Choose a different folder, or delete this "
                 "one to start over."
             )
-
-    def _accept_source(self, found: JobDescription, job: JobDescription) -> None:
-        """Raise ResumeError if the source of a finished shard changed. Others may: they were downloaded again."""
-        if changed := changed_shards(found.source, job.source):
-            records = self.find_records(job.digest).records.values()
-            used = {name for record in records for name in record.source_headers}
-            for name in changed:
-                if name in used:
-                    raise source_error(name, self.folder)
-            self._describe(replace(job, source=found.source | {name: job.source[name] for name in changed}))
 
     def copied(self, job: JobDescription) -> list[str]:
         """Return the source shards that were copied since the job began: those with another time."""

@@ -79,7 +79,6 @@ class Ledger:
 
     @property
     def digest(self) -> str:
-        """The digest of the fingerprint, as the job's records carry it."""
         return fingerprint_digest(self.fingerprint)
 
     @property
@@ -92,7 +91,6 @@ class Ledger:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards.values())
 
 

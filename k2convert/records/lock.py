@@ -4,13 +4,21 @@ DEST/.k2convert/lock    held by the running process (flock: the kernel frees it 
                         that process's number and host, the second how far it is. Empty after the run. Processes that do
                         a part of a job each hold it together, and write nothing into it.
 
-Where the file system has no flock, files with an owner lock it instead (owner_files.py).
+Where the file system has no flock, as on some network disks and some of FUSE, files lock it instead:
+
+    DEST/.k2convert/owner          of the one process that works there
+    DEST/.k2convert/owner-RANDOM   of each process that does a part of a job
+
+Each is created with O_EXCL and has one line: host, process, and the moment in which the kernel started that process.
+A file of a process of this host that has ended is removed. Nobody here can tell that of another host's process, so its
+file is refused by name.
 """
 
 import errno
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +39,11 @@ _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 _ENOTSUPP: Final = 524  # of the kernel, which some network disks pass on
 NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, _ENOTSUPP)
 """Answers of flock where the file system has none."""
+
+_OWNER: Final = "owner"
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_START_FIELD: Final = 19  # of /proc/PID/stat, counted behind the name in brackets
+_MAX_LINE: Final = 1024
 
 
 @contextmanager
@@ -90,7 +103,12 @@ def _take(lock: TextIO, kind: int, destination: Path) -> None:
             return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise _locked_error(destination, lock) from None
+                lock.seek(0)
+                owner = lock.readline().strip()
+                who = f"another run (process {owner}) is" if owner else "another run, or a part of this job, is"
+                raise LockedError(
+                    f"{destination}: {who} working here. Wait for it or stop it, then run the same command again."
+                ) from None
             time.sleep(_LOOK_SECONDS / 10)
         except OSError as error:
             if error.errno not in NO_FLOCK:
@@ -107,21 +125,12 @@ def _also_without_flock(lock: TextIO, kind: int, destination: Path, events: Even
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
-            from k2convert.records.owner_files import own_destination
-
             stack.enter_context(own_destination(destination, shared=kind == fcntl.LOCK_SH))
             events.note(
                 f"{destination}: this file system has no flock ({error.strerror}). A file with host and process in "
                 f"{WORK_FOLDER} keeps other runs out instead."
             )
         yield
-
-
-def _locked_error(destination: Path, lock: TextIO) -> LockedError:
-    lock.seek(0)
-    owner = lock.readline().strip()
-    who = f"another run (process {owner}) is" if owner else "another run, or a part of this job, is"
-    return LockedError(f"{destination}: {who} working here. Wait for it or stop it, then run the same command again.")
 
 
 def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
@@ -136,8 +145,6 @@ def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
-            from k2convert.records.owner_files import is_owned
-
             if is_owned(destination):
                 return _progress(lock)
         return False, None, 0.0
@@ -200,3 +207,85 @@ def parse_summary(text: str) -> dict[str, Any] | None:
 def _is_phase(phase: Any) -> bool:
     counts = (phase["done"], phase["total"], phase.get("unit", 1))
     return all(type(count) is int for count in counts) and isinstance(phase["rate"], int | float | None)
+
+
+@contextmanager
+def own_destination(destination: Path, *, shared: bool) -> Generator[None]:
+    """Lock a destination by a file, created before others are looked for; raises LockedError."""
+    name = f"{_OWNER}-{secrets.token_hex(8)}" if shared else _OWNER
+    path = destination / WORK_FOLDER / name
+    with opened_folder(path.parent, root=destination) as folder:
+        with writing(path):
+            while not _created_owner(name, folder):
+                _check_owner(path, folder)
+        try:
+            for other in _owners(folder, parts=not shared):
+                if other != name:
+                    _check_owner(path.with_name(other), folder)
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+
+
+def is_owned(destination: Path) -> bool:
+    """Return whether a process works in a destination, as far as its files tell."""
+    folder_path = destination / WORK_FOLDER
+    with opened_folder(folder_path, root=destination) as folder:
+        return any(not _has_ended(_owner_line(name, folder)) for name in _owners(folder, parts=True))
+
+
+def _owners(folder: int, *, parts: bool) -> list[str]:
+    found = sorted(os.listdir(folder))
+    return [name for name in found if name == _OWNER or (parts and name.startswith(f"{_OWNER}-"))]
+
+
+def _created_owner(name: str, folder: int) -> bool:
+    try:
+        descriptor = os.open(name, _NEW, 0o666, dir_fd=folder)
+    except FileExistsError:
+        return False
+    try:
+        os.write(descriptor, f"{os.uname().nodename} {os.getpid()} {_start_of(os.getpid())}\n".encode())
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _check_owner(path: Path, folder: int) -> None:
+    """Remove the file of a process that has ended; raises LockedError for any other."""
+    line = _owner_line(path.name, folder)
+    if _has_ended(line):
+        with suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=folder)
+        return
+    host, pid, *_ = [*line.split(), "?", "?"]
+    raise LockedError(
+        f"{path.parent.parent}: another run (process {pid} on {host}) is working here. Wait for it or stop it, then "
+        f"run the same command again. If it has ended, remove {path}."
+    )
+
+
+def _owner_line(name: str, folder: int) -> str:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(descriptor, _MAX_LINE).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+def _has_ended(line: str) -> bool:
+    """Return whether a file's process has ended: a process of this host that is not there, or started later."""
+    host, pid, started, *_ = [*line.split(), "", "", ""]
+    return host == os.uname().nodename and pid.isdecimal() and _start_of(int(pid)) != started
+
+
+def _start_of(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[_START_FIELD]

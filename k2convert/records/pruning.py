@@ -70,7 +70,6 @@ class PruningRecord:
 
     @property
     def kept(self) -> KeptExperts:
-        """The experts as the plan uses them."""
         return KeptExperts(self.experts)
 
     @property
