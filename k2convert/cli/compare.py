@@ -15,14 +15,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CompareOptions
 from k2convert.errors import counted
 from k2convert.evaluation.answers import AnswerFolder, open_saved
-from k2convert.evaluation.connection import (
-    KEY_NAME,
-    OTHER_KEY_NAME,
-    Connection,
-    is_address,
-    parse_address,
-    read_key,
-)
+from k2convert.evaluation.connection import KEY_NAME, OTHER_KEY_NAME, Connection, is_address, parse_address, read_key
 from k2convert.evaluation.endpoints import Endpoint, open_endpoint
 from k2convert.evaluation.served import Side, ask, evaluate, extent, questions, saved_questions
 from k2convert.hub.client import Hub

@@ -17,15 +17,7 @@ from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import CONTEXT, KV_BYTES, UTILIZATION, Fit, Settings, fit_layout
 from k2convert.fit.model import Model, read_model
-from k2convert.fit.search import (
-    Holder,
-    WaysOut,
-    find_holders,
-    fp8_and_bf16_tokens,
-    gigabytes,
-    most_experts,
-    ways_out,
-)
+from k2convert.fit.search import Holder, WaysOut, find_holders, fp8_and_bf16_tokens, gigabytes, most_experts, ways_out
 from k2convert.fit.serving import (
     ENGINE_NAMES,
     FP8_NOTE,

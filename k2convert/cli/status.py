@@ -9,26 +9,11 @@ from typing import Any, Final
 from k2convert.calibration.layer_files import conversion_work, statistics_work
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.names import (
-    EVALUATION_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    SHARD_SUFFIX,
-    WORK_FOLDER,
-    WORK_SUFFIX,
-)
+from k2convert.checkpoint.names import EVALUATION_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.progress import format_layer_rate
 from k2convert.cli.verbs import StatusOptions
-from k2convert.errors import (
-    CheckpointError,
-    DestinationError,
-    HubError,
-    K2ConvertError,
-    counted,
-    format_bytes,
-    remedy,
-)
+from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, counted, format_bytes, remedy
 from k2convert.forward.work import WorkFolder
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source

@@ -193,8 +193,7 @@ class Branch:
 
         names = [upload.name for upload in group]
         listed = self.hub.call(
-            f"list {len(names)} shards of {self.repo}",
-            lambda: api.get_paths_info(self.repo, names, revision=self.name),
+            f"list {len(names)} shards of {self.repo}", lambda: api.get_paths_info(self.repo, names, revision=self.name)
         )
         for entry in listed:
             if isinstance(entry, RepoFile) and entry.lfs is not None:
@@ -286,8 +285,7 @@ class Branch:
         api = self.hub.api()
         try:
             self.hub.call(
-                f"delete the branch {self.name} of {self.repo}",
-                lambda: api.delete_branch(self.repo, branch=self.name),
+                f"delete the branch {self.name} of {self.repo}", lambda: api.delete_branch(self.repo, branch=self.name)
             )
         except HubRequestError as error:
             if error.status != 404:

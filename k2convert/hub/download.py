@@ -38,13 +38,7 @@ Arrived = Callable[[int, bool], None]
 
 
 def download_shard(
-    hub: Hub,
-    source: RemoteRepo,
-    shard: str,
-    *,
-    target: Path,
-    stop: threading.Event,
-    arrived: Arrived = ignore,
+    hub: Hub, source: RemoteRepo, shard: str, *, target: Path, stop: threading.Event, arrived: Arrived = ignore
 ) -> None:
     """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
@@ -140,10 +134,7 @@ def _fetching(hub: Hub, partial: PartialFile, url: str, arrived: Arrived) -> Gen
     halt = threading.Event()
     threads = [
         threading.Thread(
-            target=_fetch_runs,
-            args=(hub, partial, url, halt, failures, arrived),
-            name=f"range-{i}",
-            daemon=True,
+            target=_fetch_runs, args=(hub, partial, url, halt, failures, arrived), name=f"range-{i}", daemon=True
         )
         for i in range(min(NUM_CONNECTIONS, len(partial.done)))
     ]

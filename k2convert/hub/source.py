@@ -27,14 +27,7 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.errors import (
-    DestinationWriteError,
-    DiskFullError,
-    HubError,
-    MalformedFileError,
-    format_bytes,
-    quoted,
-)
+from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, format_bytes, quoted
 from k2convert.hub.client import FILE_SCHEME, MAIN, MODEL, NUM_ATTEMPTS, Hub, RepoRef, is_offline
 
 T = TypeVar("T")

@@ -46,13 +46,7 @@ def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: 
 
 @contextmanager
 def open_calibration(
-    source: str,
-    statistics: Path,
-    text: TextFiles,
-    use: TextUse,
-    *,
-    hub: Hub,
-    max_disk: int | None = None,
+    source: str, statistics: Path, text: TextFiles, use: TextUse, *, hub: Hub, max_disk: int | None = None
 ) -> "Generator[CalibrationPlan]":
     """Open the source of a calibration and plan it; it stays open for the block. Raises any K2ConvertError."""
     require_extra("calibrate", purpose="calibrate")
@@ -70,12 +64,7 @@ def open_calibration(
 
 
 def plan_statistics(
-    text: "WalkText",
-    source: Source,
-    statistics: Path,
-    *,
-    hub: Hub,
-    max_disk: int | None = None,
+    text: "WalkText", source: Source, statistics: Path, *, hub: Hub, max_disk: int | None = None
 ) -> "CalibrationPlan":
     """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
     from k2convert.calibration.layer_files import statistics_work

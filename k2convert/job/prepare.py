@@ -371,13 +371,7 @@ def check_job_memory(job: Job) -> None:
 
 
 def plan_walk(
-    text: "WalkText",
-    source: Source,
-    folder: Path,
-    shards: Sequence[ShardJob],
-    description: JobDescription,
-    *,
-    hub: Hub,
+    text: "WalkText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
 ) -> "CalibrationPlan":
     """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
     from k2convert.calibration.layer_files import conversion_work
@@ -389,12 +383,7 @@ def plan_walk(
         if path.resolve().is_relative_to(folder.resolve()):
             raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(
-        text,
-        source,
-        hub=hub,
-        identity=description.fingerprint,
-        work=conversion_work(folder),
-        shards=shards,
+        text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=shards
     )
     walk.finished_header()  # refuses statistics of anything else in its place
     return walk

@@ -154,13 +154,7 @@ def prepare_publication(
     card = SourceCard() if source is None else _fetch_card(hub, source)
     file_bytes = {name: shard.num_bytes for name, shard in ledger.shards.items()}
     target = check_target(
-        hub,
-        repo=repo,
-        private=private,
-        file_bytes=file_bytes,
-        licence=card.licence,
-        source=source,
-        revision=revision,
+        hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source, revision=revision
     )
     own_card = find_card(folder)
     check_card(hub, own_card, where=folder / CARD_NAME)
@@ -219,12 +213,7 @@ def validate_publication(
 
     with remedy("Run the conversion again: it replaces what is damaged."):
         validation = validate_checkpoint(
-            folder=folder,
-            source=source,
-            events=events,
-            visitor=hash_bytes,
-            shards=shards,
-            statistics=statistics,
+            folder=folder, source=source, events=events, visitor=hash_bytes, shards=shards, statistics=statistics
         )
     if not validation.passed:
         raise UnservableError(

@@ -21,14 +21,7 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
-from k2convert.errors import (
-    InterruptedRun,
-    InvalidCheckpointError,
-    K2ConvertError,
-    PlanError,
-    counted,
-    require_extra,
-)
+from k2convert.errors import InterruptedRun, InvalidCheckpointError, K2ConvertError, PlanError, counted, require_extra
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub, bound_memory, ignore
 from k2convert.hub.download import download_shard

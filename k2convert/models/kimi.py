@@ -244,12 +244,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
     )
 
 
-K2_THINKING: Final = _family(
-    "kimi-k2-thinking",
-    prefix=_TEXT_PREFIX,
-    has_vision=False,
-    naming=EngineNaming(),
-)
+K2_THINKING: Final = _family("kimi-k2-thinking", prefix=_TEXT_PREFIX, has_vision=False, naming=EngineNaming())
 _RENAMED: Final = ((_LEGACY_PREFIX, _WRAPPED_PREFIX + "layers."),)
 _RENAMED_PROJECTOR: Final = {
     "mm_projector.proj.0": "mm_projector.linear_1",

@@ -19,14 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.files import (
-    TEMPORARY_SUFFIX,
-    is_temporary,
-    is_there,
-    list_folder,
-    write_atomically,
-    writing,
-)
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, is_temporary, is_there, list_folder, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -37,15 +30,7 @@ from k2convert.checkpoint.names import (
     RECORDS_FOLDER,
     WORK_FOLDER,
 )
-from k2convert.errors import (
-    CheckpointError,
-    DestinationError,
-    MalformedFileError,
-    ResumeError,
-    counted,
-    quoted,
-    remedy,
-)
+from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError, counted, quoted, remedy
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.fingerprint import (
