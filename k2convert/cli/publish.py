@@ -1,7 +1,6 @@
 """`publish`: validate a finished folder and publish it on the Hub."""
 
 from functools import partial
-from pathlib import Path
 
 import typer
 
@@ -10,12 +9,12 @@ from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.verbs import PublishOptions
 from k2convert.cli.views import confirm, show_commit
-from k2convert.errors import counted
+from k2convert.errors import HubError, counted
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, bound_memory, check_endpoint, parse_repo, target_revision
 from k2convert.job.locations import Destination, open_named_statistics
 from k2convert.job.opened import open_origin
-from k2convert.job.publish import base_model_name, prepare_publication, publish_folder, validate_publication
+from k2convert.job.publish import prepare_publication, publish_folder, validate_publication
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 from k2convert.validation.remote import folder_bytes
@@ -26,11 +25,23 @@ def publish(options: PublishOptions) -> None:
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
     folder = options.folder
-    base_model = options.base_model
+    base_model = None if options.base_model is None else _parse_repo(options.base_model)
+    if base_model is not None and base_model.revision is not None:
+        advice = f"Leave out @{base_model.revision}."
+        raise HubError(f"--base-model {base_model}: a card names the repository only. {advice}")
     ref = _parse_repo(options.repo)
     revision = target_revision(ref)
     if has_left(folder):
-        _show_left(folder, str(ref).removeprefix(SCHEME))
+        published = find_published(folder)
+        repo = str(ref).removeprefix(SCHEME)
+        if published is None or published.repo != repo:
+            check_shards_are_here(folder)  # says where they are
+            return
+        console.show(
+            {"repo": repo, "commit": published.commit, "published_before": True},
+            f"{folder}: published as {published}. Its shards are no longer here",
+        )
+        console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
         return
     check_endpoint()
     bound_memory()
@@ -40,7 +51,7 @@ def publish(options: PublishOptions) -> None:
         repo=ref.repo,
         revision=revision,
         private=not options.public,
-        base_model=None if base_model is None else base_model_name(_parse_repo(base_model)),
+        base_model=None if base_model is None else base_model.repo,
         hub=hub,
     )
     target = publication.target
@@ -77,19 +88,6 @@ def publish(options: PublishOptions) -> None:
         {"repo": target.repo, "commit": commit, "private": target.private},
         partial(show_commit, hub, Destination(folder, target.repo, revision), commit),
     )
-
-
-def _show_left(folder: Path, repo: str) -> None:
-    """Say where a work folder's shards are; raises DestinationError if that is not the repository asked for."""
-    published = find_published(folder)
-    if published is None or published.repo != repo:
-        check_shards_are_here(folder)
-        return
-    console.show(
-        {"repo": repo, "commit": published.commit, "published_before": True},
-        f"{folder}: published as {published}. Its shards are no longer here",
-    )
-    console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
 
 
 def _parse_repo(text: str) -> RepoRef:

@@ -20,7 +20,7 @@ from k2convert.job.opened import Opened, open_ends
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
-from k2convert.report import ReportFiles, write_report
+from k2convert.report import write_report
 from k2convert.report.content import figures_document
 from k2convert.report.figures import can_be_validated, read_records
 from k2convert.validation.results import ValidationReport, validation_document
@@ -51,8 +51,17 @@ def report(options: ReportOptions) -> None:
                 measured = found.weights and found.weights.errors
             tensors = None if document is None else _tensors(opened)
             files = write_report(folder=folder, out=out, validation=document, measured=measured, tensors=tensors)
-    is_servable = _show(files)
-    if not is_servable or is_remote:
+    written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
+    figures = figures_document(files.report)
+    failed: list[int] = figures["contract"]["failed"] if figures["contract"] else []
+    has_passed = figures["contract"] is None or figures["contract"]["passed"]
+    paths = {kind: None if path is None else str(path) for kind, path in written.items()}
+    notes = [partial(console.print_note, sentence) for sentence in figures["missing"]]
+    console.show({"files": paths, **figures}, *filter(None, paths.values()), *notes)
+    if not has_passed:
+        which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
+        console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
+    if not has_passed or is_remote:
         return
     if files.report.is_complete and can_be_validated(folder) and find_ledger(folder) is not None:
         ends = (("--source", options.source), ("--statistics", options.statistics))
@@ -91,17 +100,3 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
             statistics=opened.statistics,
         )
     return opened.named(found)
-
-
-def _show(files: ReportFiles) -> bool:
-    written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
-    document = figures_document(files.report)
-    failed: list[int] = document["contract"]["failed"] if document["contract"] else []
-    has_passed = document["contract"] is None or document["contract"]["passed"]
-    paths = {kind: None if path is None else str(path) for kind, path in written.items()}
-    notes = [partial(console.print_note, sentence) for sentence in document["missing"]]
-    console.show({"files": paths, **document}, *filter(None, paths.values()), *notes)
-    if not has_passed:
-        which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
-        console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
-    return has_passed

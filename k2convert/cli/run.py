@@ -46,7 +46,7 @@ from k2convert.job.locations import read_destination
 from k2convert.job.opening import text_files
 from k2convert.job.prepare import Job, JobOptions, check_job_memory, check_room, memory_bytes, open_job
 from k2convert.job.resources import own_process
-from k2convert.job.run import Outcome, execute
+from k2convert.job.run import Outcome, Part, execute, read_part
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
 from k2convert.records.document import plain
@@ -55,7 +55,6 @@ from k2convert.records.ledger import below_budget, check_budget, doubts, summari
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
-    from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
 
 
@@ -71,8 +70,6 @@ def run(options: RunOptions) -> None:
             raise typer.BadParameter(problem)
     part = None
     if options.part is not None:
-        from k2convert.job.parts import read_part
-
         part = read_part(options.part, os.environ)
     for name in ("calibrate", "evaluate", "ray"):
         if getattr(options, name):
@@ -238,7 +235,7 @@ def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
     return connect(options.ray, cpus=options.cpus_per_shard, max_disk=max_disk)
 
 
-def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
+def _do_part(job: Job, part: Part, options: RunOptions) -> None:
     whole = job_command("run", replace(options, part=None))
     own = job_command("run", options)
     num_shards = len(part.items(job.items))

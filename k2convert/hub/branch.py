@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from k2convert.checkpoint.names import IGNORE_NAME, WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
@@ -54,13 +54,6 @@ class Upload:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    upload: Upload
-    operation: "CommitOperationAdd"
-    records: dict[str, bytes]
-
-
 @dataclass(slots=True)
 class Branch:
     """The work branch of one job in one repository. Several threads may send and add, but only one may commit."""
@@ -70,7 +63,7 @@ class Branch:
     name: str
     head: str = ""
     on_branch: dict[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
-    _pending: list["_Pending"] = field(default_factory=list["_Pending"])
+    _pending: list[tuple[Upload, "CommitOperationAdd", dict[str, bytes]]] = field(default_factory=list[Any])
     _commits: deque[float] = field(default_factory=deque[float])
     _since: float = 0.0
 
@@ -162,7 +155,7 @@ class Branch:
     def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
         if not self._pending:
             self._since = time.monotonic()
-        self._pending.append(_Pending(upload, operation, dict(records)))
+        self._pending.append((upload, operation, dict(records)))
 
     def is_group_due(self) -> bool:
         """Return whether enough shards wait for a commit, or have waited long enough."""
@@ -179,11 +172,10 @@ class Branch:
             return []
         self._wait_for_the_hour()
         api = self.hub.api()
-        group = [pending.upload for pending in taken]
-        operations: list[Operation] = [pending.operation for pending in taken]
-        for pending in taken:
-            for path, data in pending.records.items():
-                operations.append(CommitOperationAdd(f"{WORK_FOLDER}/{path}", data))
+        group = [upload for upload, _, _ in taken]
+        operations: list[Operation] = [operation for _, operation, _ in taken]
+        for _, _, records in taken:
+            operations += [CommitOperationAdd(f"{WORK_FOLDER}/{path}", data) for path, data in records.items()]
         if IGNORE_NAME in self.on_branch:  # main's: the Hub would leave out the records without a word
             operations.append(CommitOperationAdd(IGNORE_NAME, b"# nothing\n"))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name

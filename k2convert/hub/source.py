@@ -161,15 +161,10 @@ def file_url(hub: Hub, source: RemoteRepo, path: str, *, is_cached: bool = True)
 
     if is_cached and _COMMIT.fullmatch(source.commit):
         found = try_to_load_from_cache(source.repo, path, revision=source.commit, repo_type=source.kind)
-        if isinstance(found, str) and Path(found).is_file() and Path(found).stat().st_size == _size(source, path):
+        size = source.files[path].num_bytes
+        if isinstance(found, str) and Path(found).is_file() and Path(found).stat().st_size == size:
             return f"{FILE_SCHEME}{Path(found).absolute()}"
-
     return hf_hub_url(source.repo, path, revision=source.commit, repo_type=source.kind, endpoint=hub.endpoint)
-
-
-def _size(source: RemoteRepo, path: str) -> int | None:
-    file = source.files.get(path)
-    return None if file is None else file.num_bytes
 
 
 def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile, *, kind: str = MODEL) -> bytes:

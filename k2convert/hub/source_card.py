@@ -1,7 +1,6 @@
 """Statements of the source's own card, and what of it the Hub accepts in the card of the result."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 from k2convert.hub.client import Hub
@@ -43,11 +42,6 @@ def read_source_card(text: str) -> SourceCard:
         _text(data.get("pipeline_tag")),
         _text(data.get("library_name")),
     )
-
-
-def read_source_card_file(path: Path) -> SourceCard:
-    """The same from a file; empty if the file does not exist."""
-    return read_source_card(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else SourceCard()
 
 
 def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:

@@ -4,11 +4,11 @@ locations     where a job reads and writes
 prepare       plan the job, check destination and room; plan a calibration
 kept_experts  which experts a job keeps
 resources     devices, threads, memory, disk; estimate: how long it will take
-run           THE executor; parts: a share of the shards
+run           THE executor, and a part of a job
 pipeline      the stages, overlapping
 transfers     the stages with the Hub: fetch and upload
 shard         THE per-shard function
-ray           the convert stage on the nodes of a cluster; node_room: its folder on a node
+ray           the convert stage on the nodes of a cluster, and its folder on a node
 assemble      index, configs, sidecars, ledger
 publish       validation, card, report, one commit on main
 """

@@ -81,13 +81,10 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         yield relative, source.folder / relative
     ledger = build_ledger(
         plan=plan,
-        source=source,
+        source=job.source,
         records=records,
         fingerprint=job.description.fingerprint,
-        repo=job.source.repo,
-        revision=job.source.revision,
         calibration=job.calibrated,
-        pruning=job.source.pruning,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     hf_quant_config = LAYOUTS[recipe.layout].hf_quant_config

@@ -289,10 +289,3 @@ class _FolderUploads:
 
     def commit(self) -> list[str]:
         return [upload.name for upload in self.branch.commit_group()]
-
-
-def base_model_name(ref: RepoRef) -> str:
-    """Return the repository as the card names it; raises HubError for a revision."""
-    if ref.revision is not None:
-        raise HubError(f"--base-model {ref}: a card names the repository only. Leave out @{ref.revision}.")
-    return ref.repo

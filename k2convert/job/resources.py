@@ -194,8 +194,10 @@ def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
     """Prepare for hours of work: one torch thread, a short GIL interval, bounded buffers. See `as_guest`."""
     threads = _torch_threads()
     if threads is not None:
+        import torch
+
         _HOST.threads = _HOST.threads or threads
-        _use_torch_threads(1)
+        torch.set_num_threads(1)
     pool = 2 * inflight  # the second half holds what arrives and what is written
     BUFFERS.limit(pool if uses_hub else min(pool, POOL_BYTES))
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -235,7 +237,9 @@ def as_guest(*, uses_torch: bool = False) -> Generator[None]:
             _HOST.guests -= 1
             threads = threads or _HOST.threads
             if threads is not None:
-                _use_torch_threads(threads)
+                import torch
+
+                torch.set_num_threads(threads)
             if _HOST.guests == 0:
                 sys.setswitchinterval(_HOST.interval)
                 restore_progress_bars(_HOST.bars)
@@ -250,12 +254,6 @@ def _torch_threads(*, load: bool = False) -> int | None:
     import torch  # waits if a different thread is still loading it
 
     return torch.get_num_threads()
-
-
-def _use_torch_threads(number: int) -> None:
-    import torch
-
-    torch.set_num_threads(number)
 
 
 @dataclass(frozen=True, slots=True)

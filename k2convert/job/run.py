@@ -9,8 +9,9 @@ and its lock, and it ends after the loop. On a cluster the nodes fetch, convert 
 the walk through the layers. Everything else is the same code, so the bytes are the same.
 """
 
+import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +23,7 @@ from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_dige
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
-from k2convert.errors import ResumeError, SourceReadError, counted, format_bytes
+from k2convert.errors import PlanError, ResumeError, SourceReadError, counted, format_bytes, quoted
 from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
@@ -40,14 +41,63 @@ from k2convert.records.lock import lock_destination, share_destination
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import OpenWalk, ShardWalk
-    from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
     from k2convert.records.evaluation import Evaluation
     from k2convert.validation.results import ValidationReport
 
 
+FROM_SCHEDULER: Final = "auto"
+"""The value of --part that reads the variables of a Slurm array."""
+
+_MAX_COUNT: Final = 100_000
+_TASK, _FIRST, _COUNT = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
 _NOT_HASHED: Final = "finished shards have their recorded size and time (--verify hashes them too)"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part `number` of `count`, the first being 1, for the arrays of Slurm and other schedulers.
+
+    Parts may run at the same time, in any order, and overlap: each writes temporary files of its own, and a shard that
+    two of them write has the same bytes. Index, config and ledger are written by the run without a part.
+    """
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def items(self, items: Sequence[Item]) -> list[Item]:
+        """Return every `count`-th shard: the small first and last shards go to different parts."""
+        return list(items[self.number - 1 :: self.count])
+
+
+def read_part(text: str, environment: Mapping[str, str]) -> Part:
+    """Read `3/8`, or a Slurm array task (https://slurm.schedmd.com/job_array.html); raises PlanError."""
+    if text == FROM_SCHEDULER:
+        try:
+            task, first, count = (int(environment[name]) for name in (_TASK, _FIRST, _COUNT))
+            step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+            last = int(environment.get("SLURM_ARRAY_TASK_MAX", first + (count - 1) * step))
+        except (KeyError, ValueError):
+            raise PlanError(
+                f"--part auto needs {_TASK}, {_FIRST} and {_COUNT}, which Slurm sets in an array job. "
+                "Elsewhere write --part I/N."
+            ) from None
+        is_even = step > 0 and 0 < count <= _MAX_COUNT and last == first + (count - 1) * step
+        if not is_even or not first <= task <= last or (task - first) % step:
+            raise PlanError(
+                f"{_TASK} {task} is not one of {count} tasks from {first} to {last}. Use an array without gaps, such "
+                "as --array=1-8, or write --part I/N."
+            )
+        return Part((task - first) // step + 1, count)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    part = None if match is None else Part(int(match[1]), int(match[2]))
+    if part is None or not 1 <= part.number <= part.count <= _MAX_COUNT:
+        raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8, or auto.")
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +126,7 @@ def outcome_of(job: Job, records: PackedRecords, finished: PackedRecords) -> Out
 def execute(
     job: Job,
     *,
-    part: "Part | None" = None,
+    part: Part | None = None,
     cluster: "Cluster | None" = None,
     verify: bool = False,
     events: Events = SILENT,
@@ -103,7 +153,27 @@ def execute(
         if cluster is not None:
             run.journal.sweep(job.description)
         remove_folder(job.downloads, root=job.destination.folder)
-        return _ended(run, walk)
+        job = run.job
+        if walk is not None:
+            job = replace(job, calibrated=walk.finish())
+        BUFFERS.clear()  # what follows needs memory, but reads no tensors
+        names = assemble(job, run.records)
+        if walk is not None:
+            walk.plan.walk.work.remove()
+        outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
+        if job.evaluation is not None:
+            from k2convert.job.final_evaluation import evaluate_result
+
+            branch = None if run.uploads is None else run.uploads.branch.name
+            found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
+            outcome = replace(outcome, evaluation=found)
+        if run.uploads is None or job.target is None:
+            return outcome
+        from k2convert.job.publish import publish_result
+
+        BUFFERS.clear()
+        commit, validation = publish_result(job, job.target, run.uploads, names)
+        return replace(outcome, commit=commit, validation=validation)
 
 
 @dataclass(slots=True)
@@ -124,7 +194,7 @@ class _Run:
 
 
 @contextmanager
-def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Generator[_Run]:
+def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Generator[_Run]:
     folder = job.destination.folder
     make_folder(folder / WORK_FOLDER, root=folder)
     check_work_folder(folder / WORK_FOLDER)
@@ -295,36 +365,12 @@ def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
     run.events.shard_finished(item.name)
 
 
-def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
-    job = run.job
-    if walk is not None:
-        job = replace(job, calibrated=walk.finish())
-    BUFFERS.clear()  # what follows needs memory, but reads no tensors
-    names = assemble(job, run.records)
-    if walk is not None:
-        walk.plan.walk.work.remove()
-    outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
-    if job.evaluation is not None:
-        from k2convert.job.final_evaluation import evaluate_result
-
-        branch = None if run.uploads is None else run.uploads.branch.name
-        found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
-        outcome = replace(outcome, evaluation=found)
-    if run.uploads is None or job.target is None:
-        return outcome
-    from k2convert.job.publish import publish_result
-
-    BUFFERS.clear()
-    commit, validation = publish_result(job, job.target, run.uploads, names)
-    return replace(outcome, commit=commit, validation=validation)
-
-
 def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
     """Return the records of sound shards, forget the others. With `everything` all are hashed. Hold the lock."""
-    found = journal.find_records(digest)
-    here = found.records.only(name for name, record in found.records.items() if journal.has_file(record))
+    found, damaged_files = journal.find_records(digest)
+    here = found.only(name for name, record in found.items() if journal.has_file(record))
     doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
-    again = [path.name.removesuffix(".json") for path in found.damaged]
+    again = [path.name.removesuffix(".json") for path in damaged_files]
     num_bytes = sum(record.file_bytes for record in doubtful.values())
     if doubtful:
         events.begun(Extent({"check": (num_bytes, 0)}))

@@ -202,14 +202,8 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    parts: dict[str, Bytes]
-
-    def read(self, tensor: TensorInfo) -> Bytes:
-        return self.parts[tensor.name]
+_Loaded = dict[str, Bytes]
+"""The bytes of tensors, or parts of them, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +273,7 @@ class _Work:
         if self.source_hash is not None:
             own = (t.begin + end for t, _, end in piece.reads if t.shard == self.task.shard.name)
             self.source_hash.wait(max(own, default=0))
-        return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
+        return {t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads}
 
     def pieces(self) -> Iterator[_Piece]:
         for step in self.task.shard.steps:
@@ -315,7 +309,8 @@ class _Work:
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
         loaded = loading.result()
         if self.task.recipe.target == "bf16":
-            return [load_projection(loaded, p).bits.view(np.uint8).reshape(-1) for p in step.members], []
+            weights = (load_projection(lambda tensor: loaded[tensor.name], p) for p in step.members)
+            return [weight.bits.view(np.uint8).reshape(-1) for weight in weights], []
         sources = [(p, self._load_scaled(loaded, p)) for p in step.members]
         magnitudes = [self.quantizer.measure(source, name=p.where) for p, source in sources]
         for partner in step.partners:
@@ -347,12 +342,12 @@ class _Work:
         return buffers, records
 
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
-        weight = load_projection(loaded, projection)
+        weight = load_projection(lambda tensor: loaded[tensor.name], projection)
         calibration = self.task.calibration
         return weight if calibration is None else calibration.scaled_weight(weight, projection)
 
     def _copy(self, step: CopyStep, loading: Future[_Loaded]) -> _Result:
-        data = loading.result().read(step.tensor)
+        data = loading.result()[step.tensor.name]
         scaling = step.scaling
         calibration = self.task.calibration
         if not is_finite(data, step.tensor.dtype):

@@ -90,7 +90,8 @@ class Uploads:
         for name, data in found.items():
             if _is_record(name, data):
                 write_atomically(self.journal.folder / name, data, root=root)
-        self.records.update(self.journal.find_records(digest).records)
+        known, _ = self.journal.find_records(digest)
+        self.records.update(known)
 
     def is_checked(self, name: str) -> bool:
         """Return whether a shard was converted and compared with the source. A local run does not compare."""

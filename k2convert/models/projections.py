@@ -5,9 +5,9 @@ config.json describes; and a projection's bytes as arrays.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -321,32 +321,24 @@ def packed_form(packed: TensorInfo, scale: TensorInfo | None) -> str:
     return MXFP4.title if scale.dtype in MXFP4.scale_dtypes else ""
 
 
-class TensorSource(Protocol):
-    """The source of a tensor's bytes: a ShardReader, or bytes that were read before."""
-
-    def read(self, tensor: TensorInfo) -> Bytes:
-        """Return all bytes of a tensor; raises SourceReadError if reading fails."""
-        ...
-
-
-def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:
-    """Read one projection; raises MalformedFileError for a wrong weight_shape and for invalid scales."""
+def load_projection(read: Callable[[TensorInfo], Bytes], projection: Projection) -> SourceWeight:
+    """Read one projection by its tensors; raises MalformedFileError for a wrong weight_shape and invalid scales."""
     rows = projection.num_rows
     columns = projection.num_columns
     if projection.weight is not None:
-        return Bf16Weight(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
+        return Bf16Weight(read(projection.weight).view(np.uint16).reshape(rows, columns))
     packed = projection.packed
     scale = projection.scale
     shape = projection.shape
     assert packed is not None
     assert scale is not None
     if shape is not None:
-        stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
+        stored = np.frombuffer(read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
         if stored != [rows, columns]:
             raise MalformedFileError(
                 f"{shape.shard}: {shape.name} is {stored}, but {packed.name} has the shape {[rows, columns]}."
             )
     try:
-        return format_of(packed).load(reader.read(packed), reader.read(scale), rows, f"{scale.shard}: {scale.name}")
+        return format_of(packed).load(read(packed), read(scale), rows, f"{scale.shard}: {scale.name}")
     except FormatError as error:
         raise MalformedFileError(str(error)) from None

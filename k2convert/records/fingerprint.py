@@ -73,9 +73,10 @@ class Source:
     @property
     def card(self) -> "SourceCard":
         """Statements of the source's model card. Read it while the source is open."""
-        from k2convert.hub.source_card import read_source_card_file
+        from k2convert.hub.source_card import read_source_card
 
-        return read_source_card_file(self.checkpoint.folder / CARD_NAME)
+        path = self.checkpoint.folder / CARD_NAME
+        return read_source_card(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
 
     def identities(self) -> dict[str, str]:
         """Return which file each source shard is; see records/fingerprint.py."""

@@ -97,14 +97,6 @@ class JobState:
     progress_age: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class FoundRecords:
-    """The undamaged records of one job by shard, and the files that are damaged."""
-
-    records: PackedRecords
-    damaged: tuple[Path, ...]
-
-
 class Journal:
     """The journal of one destination folder."""
 
@@ -132,8 +124,8 @@ class Journal:
             self._check_same(found, job)
             # Raise ResumeError if the source of a finished shard changed. Others may: they were downloaded again.
             if changed := changed_shards(found.source, job.source):
-                records = self.find_records(job.digest).records.values()
-                used = {name for record in records for name in record.source_headers}
+                records, _ = self.find_records(job.digest)
+                used = {name for record in records.values() for name in record.source_headers}
                 for name in changed:
                     if name in used:
                         raise source_error(name, self.folder)
@@ -203,8 +195,8 @@ class Journal:
         found = (_read_record(path) for path in self._record_paths())
         return PackedRecords((record.shard, record) for record in found if record.fingerprint == digest)
 
-    def find_records(self, digest: str) -> FoundRecords:
-        """Return what is known of the job with this fingerprint digest, damaged records set aside."""
+    def find_records(self, digest: str) -> tuple[PackedRecords, list[Path]]:
+        """Return the undamaged records of the job with this fingerprint digest, and the files that are damaged."""
         records = PackedRecords()
         damaged: list[Path] = []
         for path in self._record_paths():
@@ -215,11 +207,11 @@ class Journal:
                 continue
             if record.fingerprint == digest:
                 records[record.shard] = record
-        return FoundRecords(records, tuple(damaged))
+        return records, damaged
 
     def finished(self, digest: str) -> PackedRecords:
         """Return the records of a job whose shards are here with the recorded size."""
-        records = self.find_records(digest).records
+        records, _ = self.find_records(digest)
         return records.only(name for name, record in records.items() if self.has_file(record))
 
     def has_file(self, record: ShardRecord) -> bool:
@@ -240,7 +232,7 @@ class Journal:
             raise DestinationError(
                 f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
-        records = self.find_records(job.digest).records
+        records, _ = self.find_records(job.digest)
         finished = records.only(
             name
             for name, record in records.items()

@@ -26,7 +26,7 @@ from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
-from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest, source_digest
+from k2convert.records.fingerprint import Source, StoredRecipe, fingerprint_digest, source_digest
 from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import ALL_ZERO, Metrics, ShardRecord, doubt_of, proven
 
@@ -97,22 +97,19 @@ class Ledger:
 def build_ledger(
     *,
     plan: Plan,
-    source: Checkpoint,
+    source: Source,
     records: Mapping[str, ShardRecord],
     fingerprint: JsonObject,
-    repo: str | None,
-    revision: str | None,
-    calibration: CalibrationRecord | None = None,
-    pruning: PruningRecord | None = None,
+    calibration: CalibrationRecord | None,
 ) -> Ledger:
-    """Build the ledger of a finished job; `repo` and `revision` are the source's on the Hub."""
+    """Build the ledger of a finished job."""
     return Ledger(
         tool_version=__version__,
         source=LedgerSource(
             family=plan.family,
-            repo=repo,
-            revision=revision,
-            headers={shard: header.digest for shard, header in sorted(source.headers.items())},
+            repo=source.repo,
+            revision=source.revision,
+            headers={shard: header.digest for shard, header in sorted(source.checkpoint.headers.items())},
         ),
         recipe=plan.recipe,
         fingerprint=fingerprint,
@@ -123,7 +120,7 @@ def build_ledger(
         },
         totals=summarize(records.values()),
         calibration=calibration,
-        pruning=pruning,
+        pruning=source.pruning,
     )
 
 

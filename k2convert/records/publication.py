@@ -52,7 +52,7 @@ def has_left(folder: Path) -> bool:
     journal = Journal(folder)
     if (job := journal.job()) is None:
         return False
-    records = journal.find_records(job.digest).records
+    records, _ = journal.find_records(job.digest)
     return all(shard in records and records[shard].is_checked for shard in job.shards)
 
 

@@ -234,7 +234,7 @@ class _Measurer:
 
     def _load(self, place: TensorName) -> SourceWeight:
         with remedy(SOURCE_REMEDY):
-            weight = load_projection(self.reader, projection_of(self.source, place))
+            weight = load_projection(self.reader.read, projection_of(self.source, place))
             return over_powers(weight, self.result.scaling.of_weight(place))
 
     def _decode_by_library(

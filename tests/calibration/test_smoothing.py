@@ -129,7 +129,7 @@ def test_rows_are_the_sources_and_drawn_by_the_seed(tiny: Path) -> None:
     assert len(tensors.shared) == 2
     with ShardReader(checkpoint.path) as shards:
         first, again, other = (read_gate_up(shards, tensors, seed=seed) for seed in (1, 1, 2))
-        whole = np.concatenate([load_projection(shards, p).values() for p in tensors.experts])
+        whole = np.concatenate([load_projection(shards.read, p).values() for p in tensors.experts])
     np.testing.assert_array_equal(first.mean_square, again.mean_square)
     # The tiny checkpoint has fewer rows than are read of a large one, so all of them count.
     np.testing.assert_allclose(first.mean_square, np.square(whole.astype(np.float64)).mean(axis=0), rtol=1e-12)
@@ -217,7 +217,7 @@ def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
                 elif tensor.dtype == "F32":
                     scale_fp32(data.view(np.float32).reshape(-1, HIDDEN), steps, name=tensor.name)
             for projection in (*tensors.experts, *tensors.shared):
-                load_projection(shards, projection).divide_columns(exponents, name=projection.module)
+                load_projection(shards.read, projection).divide_columns(exponents, name=projection.module)
 
 
 def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp_path: Path) -> None:

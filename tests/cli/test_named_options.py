@@ -24,7 +24,7 @@ ENGINES = {
 }
 OTHERS = {
     "": {"--help", "--version", "--local-dir", "--force-download"},  # of every verb, and of `hf download`
-    "job/parts.py": {"--array"},  # of sbatch
+    "job/run.py": {"--array"},  # of sbatch
     "job/prepare.py": {"--mem"},  # of sbatch
     "guide/cluster.md": {
         "--array",

@@ -85,7 +85,7 @@ def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
 ) -> None:
     chosen = f"k2convert-ray-{16 * 'a'}"
     earlier = f"k2convert-ray-{16 * 'b'}"
-    monkeypatch.setattr("k2convert.job.node_room.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))
+    monkeypatch.setattr("k2convert.job.ray.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))
     victim = cwd / "victim"
     (victim / "0").mkdir(parents=True)
     (victim / "lock").write_text("precious")

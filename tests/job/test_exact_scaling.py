@@ -50,7 +50,7 @@ def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict
                 state[info.name] = tensor_of(data, info.dtype, info.shape)
                 continue
             for projection in step.members:
-                weight = load_projection(reader, projection)
+                weight = load_projection(reader.read, projection)
                 if calibration:
                     weight = calibration.scaled_weight(weight, projection)
                 weight = Bf16Weight(weight.bits)

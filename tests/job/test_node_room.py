@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from k2convert.errors import DestinationError, DiskFullError
-from k2convert.job.node_room import new_rooms, open_room
+from k2convert.job.ray import new_rooms, open_room
 
 ROOMS = "k2convert-ray-0123456789abcdef"
 EARLIER = "k2convert-ray-fedcba9876543210"

@@ -13,7 +13,7 @@ from results import contents
 
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import PlanError
-from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
+from k2convert.job.run import FROM_SCHEDULER, Part, read_part
 
 ROOT = Path(__file__).resolve().parents[2]
 

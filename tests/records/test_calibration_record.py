@@ -15,7 +15,7 @@ from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.document import encode, parse, plain
-from k2convert.records.fingerprint import job_fingerprint, source_digest
+from k2convert.records.fingerprint import Source, job_fingerprint, source_digest
 from k2convert.records.ledger import build_ledger, parse_ledger
 
 RECORD = CalibrationRecord(
@@ -60,15 +60,7 @@ def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, rec
     fingerprint = job_fingerprint(source=source, recipe=plan.recipe, revision=None, statistics=RECORD.statistics)
     assert fingerprint["statistics"] == RECORD.statistics
     assert fingerprint["source_headers"] == source_digest(source)
-    ledger = build_ledger(
-        plan=plan,
-        source=source,
-        records={},
-        fingerprint=fingerprint,
-        repo=None,
-        revision=None,
-        calibration=record,
-    )
+    ledger = build_ledger(plan=plan, source=Source(source), records={}, fingerprint=fingerprint, calibration=record)
     read = parse_ledger(encode(ledger).decode(), where="k2convert.json")
     assert read.calibration == record
     assert encode(read) == encode(ledger)

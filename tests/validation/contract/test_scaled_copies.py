@@ -192,7 +192,9 @@ def written_again(
             parts = parse_tensor_name(f"{name}.weight_packed", family=K2_THINKING)
             steps = (exponents or {}).get(name, calibration.exponents(1))
             assert steps is not None
-            weights[name] = load_projection(reader, projection_of(checkpoint, parts)).divide_columns(steps, name=name)
+            weights[name] = load_projection(reader.read, projection_of(checkpoint, parts)).divide_columns(
+                steps, name=name
+            )
     shared = quantizer.measure(weights[GATE], name=GATE).merge(quantizer.measure(weights[UP], name=UP))
     place = locate_module(module)
     assert place is not None
