@@ -10,59 +10,36 @@ Rule = Literal["gptq", "imatrix", "mse", "max"]
 it; the best E4M3 scale of every block, by the importance of its columns or by squared error alone; or the block maximum
 over 6."""
 
-Layout = Literal["modelopt", "compressed-tensors"]
-"""Tensor names and configs of an NVFP4 checkpoint."""
-
-Activations = Literal["w4a4", "w4a16"]
-"""4-bit activations, or weight-only."""
+Layout = Literal["modelopt", "compressed-tensors"]  # tensor names and configs of an NVFP4 checkpoint
+Activations = Literal["w4a4", "w4a16"]  # 4-bit activations, or weight-only
 
 AskedActivations = Literal["w4a4", "w4a16", "both"]
 """Arithmetic of NVFP4 weights in an evaluation, whatever their config declares."""
 
-QuantizerKind = Literal["native", "reference"]
-"""k2convert's own arithmetic, or compressed-tensors followed by ModelOpt."""
+QuantizerKind = Literal["native", "reference"]  # k2convert's own arithmetic, or compressed-tensors followed by ModelOpt
 
 Target = Literal["nvfp4", "bf16", "int4"]
 """Targets of a conversion. With int4 they stay as they are, and experts are dropped."""
 
-RoleName = Literal["experts", "shared_experts", "dense_mlp"]
-"""The roles whose weights a recipe may convert."""
-
-KvCache = Literal["fp8"]
-"""KV cache types that a config may declare."""
-
-ServedKvCache = Literal["fp8", "bf16"]
-"""KV cache types that an engine may be asked for."""
-
-ComputedKvCache = Literal["fp8"]
-"""KV cache types that an evaluation can compute, besides FP32."""
-
-Engine = Literal["vllm", "sglang", "tensorrt-llm"]
-"""Inference engines that a serve command is for."""
-
-Device = Literal["auto", "cpu", "cuda"]
-"""Where weights are converted."""
+RoleName = Literal["experts", "shared_experts", "dense_mlp"]  # the roles whose weights a recipe may convert
+KvCache = Literal["fp8"]  # KV cache types that a config may declare
+ServedKvCache = Literal["fp8", "bf16"]  # KV cache types that an engine may be asked for
+ComputedKvCache = Literal["fp8"]  # KV cache types that an evaluation can compute, besides FP32
+Engine = Literal["vllm", "sglang", "tensorrt-llm"]  # inference engines that a serve command is for
+Device = Literal["auto", "cpu", "cuda"]  # what computes a text
 
 EVALUATION_TOKENS: Final = 32_768
-EVALUATION_WINDOW: Final = 2048
-"""Tokens of an evaluation, and tokens that are seen together, by default."""
-
-MAX_SEED: Final = 10**18 - 1
-"""The largest number that a statistics file has room for."""
-
-GROUP_SIZE: Final = 32
-"""Input columns that share one INT4 scale."""
+EVALUATION_WINDOW: Final = 2048  # tokens that are seen together, as those of an evaluation by default
+MAX_SEED: Final = 10**18 - 1  # the largest number that a statistics file has room for
+GROUP_SIZE: Final = 32  # input columns that share one INT4 scale
 
 ImatrixPart = Literal["gate_up", "down"]
 """The projections that rule imatrix may leave to rule mse: gate and up, and down of the routed experts."""
 
 IMATRIX_PARTS: Final[tuple[ImatrixPart, ...]] = ("gate_up", "down")
 
-BLOCK_SIZE: Final = 16
-"""Input columns that share one NVFP4 block scale."""
-
-MAX_COLUMN_EXPONENT: Final = 4
-"""Smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4."""
+BLOCK_SIZE: Final = 16  # input columns that share one NVFP4 block scale
+MAX_COLUMN_EXPONENT: Final = 4  # smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4
 
 
 def parse_size(text: str) -> int:

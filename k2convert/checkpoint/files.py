@@ -41,8 +41,7 @@ MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
-Content = bytes | Path
-"""Content to write: bytes, or the bytes of another file, which is copied in pieces."""
+Content = bytes | Path  # content to write: bytes, or the bytes of another file, which is copied in pieces
 
 
 class DuplicateKeyError(ValueError):
@@ -88,10 +87,7 @@ def check_fetched(path: Path) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raises ValueError that says why it is not JSON, or DuplicateKeyError.
-
-    A lone surrogate (\\ud800) is refused: JSON can spell it, but it is not text, and no file or terminal can hold it.
-    """
+    """Parse JSON; raises ValueError that says why it is none, also for a lone surrogate, which is not text."""
     try:
         document = json.loads(text, object_pairs_hook=_unique_keys)
         if "\\ud" in text or "\\uD" in text:

@@ -161,7 +161,19 @@ def build_checkpoint(
                 )
             tensors[name] = tensor
     if weight_map is not None:
-        _check_weight_map(weight_map, tensors, folder=folder)
+        for name, shard in weight_map.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.shard != shard:
+                found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
+                raise MalformedFileError(
+                    f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
+                )
+        if len(weight_map) != len(tensors):
+            extra = next(name for name in tensors if name not in weight_map)
+            raise CheckpointError(
+                f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Add it to its weight_map, or "
+                "save the model again, so that shards and index are of one run."
+            )
     metadata: object = (index or {}).get("metadata") or {}
     if not isinstance(metadata, dict):
         raise MalformedFileError(f"{folder / INDEX_NAME}: metadata is not a JSON object.")
@@ -191,22 +203,6 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
             raise MalformedFileError(f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, {problem}.")
         checked.add(shard)
     return cast(dict[str, str], weight_map)
-
-
-def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo], *, folder: Path) -> None:
-    for name, shard in weight_map.items():
-        tensor = tensors.get(name)
-        if tensor is None or tensor.shard != shard:
-            found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
-            raise MalformedFileError(
-                f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
-            )
-    if len(weight_map) != len(tensors):
-        extra = next(name for name in tensors if name not in weight_map)
-        raise CheckpointError(
-            f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Add it to its weight_map, or "
-            "save the model again, so that shards and index are of one run."
-        )
 
 
 # The source's model card and evaluation would describe the wrong weights. The conversion writes the other names.

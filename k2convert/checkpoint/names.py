@@ -26,8 +26,7 @@ REPORT_PAGE_NAME: Final = "report.html"
 REPORT_TEXT_NAME: Final = "report.md"
 REPORT_PICTURE_NAME: Final = "report.png"
 
-WORK_FOLDER: Final = ".k2convert"
-"""In the destination; the names below are in it."""
+WORK_FOLDER: Final = ".k2convert"  # in the destination; the names below are in it
 JOB_NAME: Final = "job.json"
 COMMAND_NAME: Final = "command.json"
 LOCK_NAME: Final = "lock"
@@ -37,8 +36,7 @@ VALIDATION_FOLDER: Final = "validation"
 DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
 
-WALK_NAME: Final = "calibration"
-"""With WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers."""
+WALK_NAME: Final = "calibration"  # with WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers
 
 WORK_SUFFIX: Final = ".work"
 """Suffix: a statistics file's name and this are the work folder of its pass. The name below is in it."""

@@ -146,7 +146,26 @@ class ShardReader:
         if begin == end:
             return _NOTHING
         try:
-            data = self._read(tensor, begin, end)
+            file = self._open(tensor.shard)
+            first = begin - begin % PAGE_BYTES
+            pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
+            position = begin
+            descriptor = file.buffered
+            unit = 1
+            if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
+                descriptor = file.direct
+                unit = PAGE_BYTES
+            while position < end:
+                start = position - position % unit
+                stop = -(-end // unit) * unit
+                count = os.preadv(descriptor, [pages[start - first : stop - first].data], start)
+                if start + count <= position:
+                    raise SourceReadError(
+                        f"{self._locate(tensor.shard)}: tensor {tensor.name}: the file ends at byte {position}. "
+                        "It was truncated after the start: restore it and run the same command again."
+                    )
+                position = start + count
+            data = pages[begin - first : end - first]
         except SourceReadError:
             raise
         except OSError as error:
@@ -158,28 +177,6 @@ class ShardReader:
             ) from error
         # Unaligned tensors are copied to an aligned buffer.
         return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
-
-    def _read(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
-        file = self._open(tensor.shard)
-        first = begin - begin % PAGE_BYTES
-        pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
-        position = begin
-        descriptor = file.buffered
-        unit = 1
-        if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
-            descriptor = file.direct
-            unit = PAGE_BYTES
-        while position < end:
-            start = position - position % unit
-            stop = -(-end // unit) * unit
-            count = os.preadv(descriptor, [pages[start - first : stop - first].data], start)
-            if start + count <= position:
-                raise SourceReadError(
-                    f"{self._locate(tensor.shard)}: tensor {tensor.name}: the file ends at byte {position}. "
-                    "It was truncated after the start: restore it and run the same command again."
-                )
-            position = start + count
-        return pages[begin - first : end - first]
 
     def _open(self, shard: str) -> _File:
         with self._lock:

@@ -41,11 +41,7 @@ def discard_unfinished() -> None:
 
 
 class ShardWriter:
-    """Writes one file of known size in order. `commit` renames it to its final name and returns its blake3.
-
-    The whole size is allocated at the start. A file `for_upload` stays in the page cache, and its sha256 is computed
-    too. `suffix` is that of the temporary file.
-    """
+    """Writes one file of known size in order; `commit` renames it. One `for_upload` is cached, and has a sha256."""
 
     def __init__(self, path: Path, num_bytes: int, *, for_upload: bool = False, suffix: str = TEMPORARY_SUFFIX) -> None:
         self._path = path
@@ -67,25 +63,22 @@ class ShardWriter:
         self._opened = ExitStack()
         try:
             with writing(path):
-                self._open(is_direct=not for_upload)
+                self._folder = self._opened.enter_context(opened_folder(self._path.parent))
+                self._descriptor = create_file(self._temporary, self._folder, flags=os.O_RDWR)
+                try:
+                    os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
+                    os.ftruncate(self._descriptor, self._num_bytes)
+                    self._direct = _open_direct(self._temporary.name, self._folder) if not for_upload else None
+                except OSError:
+                    os.close(self._descriptor)
+                    remove_file(self._temporary, self._folder)
+                    raise
+                _unfinished.add(self)
         except Exception:
             self._opened.close()
             self._pool.shutdown()
             self._hasher.shutdown()
             raise
-
-    def _open(self, *, is_direct: bool) -> None:
-        self._folder = self._opened.enter_context(opened_folder(self._path.parent))
-        self._descriptor = create_file(self._temporary, self._folder, flags=os.O_RDWR)
-        try:
-            os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
-            os.ftruncate(self._descriptor, self._num_bytes)
-            self._direct = _open_direct(self._temporary.name, self._folder) if is_direct else None
-        except OSError:
-            os.close(self._descriptor)
-            remove_file(self._temporary, self._folder)
-            raise
-        _unfinished.add(self)
 
     def discard(self) -> None:
         with suppress(OSError, DestinationError):

@@ -10,7 +10,7 @@ import numpy as np
 
 from k2convert.calibration.channels import MIN_TOKENS, Calibration
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.token_counts import median_tokens
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, print_line, print_next, print_note, print_table, show
@@ -25,7 +25,33 @@ def inspect(options: InspectOptions) -> None:
     """Show a checkpoint, from its headers, or a statistics file."""
     source = options.source
     if Path(source).is_file():
-        _inspect_statistics(Path(source))
+        path = Path(source)
+        try:
+            found = open_statistics(path)
+        except CalibrationError:
+            if path.suffix in (".json", SHARD_SUFFIX) and (path.parent / CONFIG_NAME).is_file():
+                advice = f"To inspect that, pass the folder: {path.parent}"
+                raise CalibrationError(f"{path}: not a statistics file, but a file of a checkpoint. {advice}") from None
+            raise
+        used = Calibration(found, weighted=True, smoothing=True)
+        document = {
+            "file": str(found.path),
+            "digest": found.digest,
+            "source_headers": found.source_headers,
+            "texts": [{"name": name, "blake3": digest} for name, digest in found.texts],
+            "tokens": found.tokens,
+            "window": found.window,
+            "windows": found.windows,
+            "dropped_windows": found.dropped,
+            "seed": found.seed,
+            "versions": found.versions,
+            "kept_experts": found.kept_experts,
+            "exponents_digest": used.exponents_digest(),
+            "layers": {str(n): _layer_document(found.layer(n), used.fallback_experts(n)) for n in found.layers},
+        }
+        show(document, partial(_show_statistics, document))
+        kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
+        print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
         return
     found = inspect_source(source, hub=Hub(notify=print_note))
     show(asdict(found), partial(_show_inspection, found))
@@ -77,39 +103,6 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
     compared = conversion.get("achieved_to_max")
     more = "" if compared is None else f", {compared:.3f} of that of rule max"
     return f"{line}: weight error {error:.5f}{more}"
-
-
-def _inspect_statistics(path: Path) -> None:
-    try:
-        found = open_statistics(path)
-    except CalibrationError:
-        if path.suffix in (".json", SHARD_SUFFIX) and (path.parent / CONFIG_NAME).is_file():
-            advice = f"To inspect that, pass the folder: {path.parent}"
-            raise CalibrationError(f"{path}: not a statistics file, but a file of a checkpoint. {advice}") from None
-        raise
-    document = _statistics_document(found)
-    show(document, partial(_show_statistics, document))
-    kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
-    print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
-
-
-def _statistics_document(statistics: Statistics) -> dict[str, Any]:
-    used = Calibration(statistics, weighted=True, smoothing=True)
-    return {
-        "file": str(statistics.path),
-        "digest": statistics.digest,
-        "source_headers": statistics.source_headers,
-        "texts": [{"name": name, "blake3": digest} for name, digest in statistics.texts],
-        "tokens": statistics.tokens,
-        "window": statistics.window,
-        "windows": statistics.windows,
-        "dropped_windows": statistics.dropped,
-        "seed": statistics.seed,
-        "versions": statistics.versions,
-        "kept_experts": statistics.kept_experts,
-        "exponents_digest": used.exponents_digest(),
-        "layers": {str(n): _layer_document(statistics.layer(n), used.fallback_experts(n)) for n in statistics.layers},
-    }
 
 
 def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[str, Any]:

@@ -177,7 +177,9 @@ class Rows:
             for phase, meter in tally.meters.items()
         ]
         widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        shown = _columns_that_fit(widths, options.max_width)
+        # Of phase, percent, amount and rate the least important go first, and so do those of the whole.
+        choices = ([0, 1, 2, 3], [0, 1, 3], [0, 1])
+        shown = next((c for c in choices if sum(widths[i] + 2 for i in c) + _MIN_BAR <= options.max_width), choices[-1])
         used = sum(widths[i] for i in shown) + 2 * len(shown)
         bar = min(options.max_width - used, _MAX_BAR)
         table = Table.grid(padding=(0, 2, 0, 0))
@@ -191,23 +193,12 @@ class Rows:
             first, *rest = (Text(row[i]) for i in shown)
             table.add_row(first, *bars, *rest)
         yield table
-        yield Text(_summary(tally, options.max_width), no_wrap=True, overflow="crop")
-
-
-def _columns_that_fit(widths: list[int], width: int) -> list[int]:
-    """Return which of phase, percent, amount and rate to show: the least important go first."""
-    choices = ([0, 1, 2, 3], [0, 1, 3], [0, 1])
-    return next((c for c in choices if sum(widths[i] + 2 for i in c) + _MIN_BAR <= width), choices[-1])
-
-
-def _summary(tally: Tally, width: int) -> str:
-    """Return what is shown of the whole, the most important first, as far as it fits."""
-    tensors = f"{tally.tensors:,} tensors" if tally.tensors else ""
-    texts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
-    parts = list(filter(None, texts))
-    while len(parts) > 1 and len(", ".join(parts)) > width:
-        parts.pop()
-    return ", ".join(parts)
+        tensors = f"{tally.tensors:,} tensors" if tally.tensors else ""
+        texts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
+        parts = list(filter(None, texts))
+        while len(parts) > 1 and len(", ".join(parts)) > options.max_width:
+            parts.pop()
+        yield Text(", ".join(parts), no_wrap=True, overflow="crop")
 
 
 class Waiting:

@@ -20,8 +20,7 @@ from k2convert.records.events import Extent, Keep, Phase
 WINDOW_SECONDS: Final = 20.0
 MIN_SECONDS: Final = 1.0  # there is no rate before this much time was measured
 MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
-LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")
-"""Phases that count the tokens of every layer."""
+LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")  # phases that count the tokens of every layer
 _LUMPS: Final = 3
 _PACE_LAYERS: Final = 8  # the last ones, by which the rest is judged
 _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
@@ -29,18 +28,14 @@ _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
 @dataclass(slots=True)
 class Meter:
-    """Counts one kind of work in bytes (or experts, or tokens of every layer, of which a layer has `unit`).
-
-    `clock` returns seconds; `is_moving` after the first new work. Work that `can_wait` for other work is not stalled
-    when it stops.
-    """
+    """Counts one kind of work in bytes (or experts, or tokens of every layer, of which a layer has `unit`)."""
 
     total: int
     done: int = 0
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # seconds
     unit: int = 1
-    can_wait: bool = False
-    is_moving: bool = False
+    can_wait: bool = False  # for other work: it is not stalled when it stops
+    is_moving: bool = False  # after the first new work
     layers: "Layers | None" = None
     _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 

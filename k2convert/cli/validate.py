@@ -50,6 +50,7 @@ def validate(options: ValidateOptions) -> None:
     hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         hidden_states = options.hidden_states
+        # Checked now, because it is used after the pass over the shards, which may take hours.
         if layers is not None:
             require_extra("torch", purpose="--layers")
         if opened.source is not None and layers:

@@ -43,8 +43,7 @@ RESULT = "Source and result"
 CHECKS = "Output and checks"
 CALIBRATION = "Calibration"
 MACHINE = "Machine"
-HUB = "Hub"
-"""The panels of `run --help`."""
+HUB = "Hub"  # the panels of `run --help`
 
 AUTO: Final = "auto"
 

@@ -47,10 +47,7 @@ _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.AS
 
 @dataclass(frozen=True, slots=True)
 class RepoRef:
-    """A repository or a file as the user named it; `revision` is a branch, a tag or a commit, or None for main.
-
-    `kind` is the Hub's word for the repository. `path` is None for the only file of its kind in it.
-    """
+    """A repository of a `kind`, or the file `path` in it; `revision` is a branch, a tag or a commit, None for main."""
 
     repo: str
     revision: str | None = None

@@ -24,11 +24,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A destination that passed the checks: a repository, and `revision`, the branch that the result goes to.
-
-    `head` is the branch's commit and `files` are its files. A branch that does not exist yet, or is where main is, has
-    neither.
-    """
+    """A checked destination: repository and branch, with the branch's commit and files if it has its own."""
 
     repo: str
     private: bool

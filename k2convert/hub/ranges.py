@@ -13,11 +13,9 @@ from k2convert.hub.client import Hub, ignore
 from k2convert.hub.download import Arrived, download_ranges, download_shard
 from k2convert.hub.source import RemoteRepo
 
-WHOLE_SHARE: Final = 0.9
-"""A shard is fetched whole, and its sha256 checked, if at least this share of it is needed."""
+WHOLE_SHARE: Final = 0.9  # A shard is fetched whole, and its sha256 checked, if at least this share of it is needed
 
-Ranges = dict[str, set[tuple[int, int]]]
-"""Byte ranges [begin, end) by shard."""
+Ranges = dict[str, set[tuple[int, int]]]  # byte ranges [begin, end) by shard
 
 
 def ranges_of(tensors: Iterable[TensorInfo]) -> Ranges:

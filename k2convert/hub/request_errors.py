@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
 
 from k2convert.errors import HubError, K2ConvertError, cut, install_remedy
 
@@ -100,7 +99,22 @@ def explained(action: str) -> Generator[None]:
     except OfflineModeIsEnabled:
         raise offline_error() from None
     except HfHubHTTPError as error:
-        raise _explain_response(action, error) from error
+        response = error.response
+        status: int = response.status_code
+        words = cut(str(error.server_message or ""))
+        advice = _advice(status, words) or (
+            "The Hub has a problem. Run the same command again to continue."
+            if status >= 500
+            else "Run the same command again. If it fails again, the Hub's answer says why."
+        )
+        reason = f"the Hub answered {status}" + (f" ({words})" if words else "")
+        raise HubRequestError(
+            f"could not {action}: {reason}. {advice}",
+            reason=reason,
+            status=status,
+            transient=status in TRANSIENT_STATUS,
+            retry_after=retry_after(response.headers),
+        ) from error
     except (json.JSONDecodeError, _transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
         raise explain_transport(action, error) from error
 
@@ -181,25 +195,6 @@ def _advice(status: int, words: str) -> str | None:
     if status == 403 and "xet-write-token" in words:
         return _NO_TOKEN_ADVICE
     return _NO_ROOM_ADVICE if status == 403 and _NO_ROOM.search(words) else _ADVICE.get(status)
-
-
-def _explain_response(action: str, error: Any) -> HubRequestError:
-    response = error.response
-    status: int = response.status_code
-    words = cut(str(error.server_message or ""))
-    advice = _advice(status, words) or (
-        "The Hub has a problem. Run the same command again to continue."
-        if status >= 500
-        else "Run the same command again. If it fails again, the Hub's answer says why."
-    )
-    reason = f"the Hub answered {status}" + (f" ({words})" if words else "")
-    return HubRequestError(
-        f"could not {action}: {reason}. {advice}",
-        reason=reason,
-        status=status,
-        transient=status in TRANSIENT_STATUS,
-        retry_after=retry_after(response.headers),
-    )
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -40,18 +40,14 @@ class UploadStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Stages of a shard. `fetch` is None for a local source, `uploads` for a local destination.
+    """Stages of a shard. `fetch` and `convert` return early when the stop event is set."""
 
-    `fetch` and `convert` return early when the stop event is set; `num_workers` threads convert. `drop_source` and
-    `drop_output` remove a file that is no longer needed.
-    """
-
-    fetch: Callable[[str], None] | None
+    fetch: Callable[[str], None] | None  # None for a local source
     convert: Callable[[Item], None]
-    drop_source: Callable[[str], None]
+    drop_source: Callable[[str], None]  # removes a file that is no longer needed, as the next
     drop_output: Callable[[str], None]
-    uploads: UploadStage | None
-    num_workers: int = 1
+    uploads: UploadStage | None  # None for a local destination
+    num_workers: int = 1  # threads that convert
 
 
 @dataclass(slots=True)

@@ -59,31 +59,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A planned job. Nothing has been written yet.
-
-    `target` is set if the result goes to the Hub, `card` is what the Hub accepts of the source's model card,
-    `finished` are the shards that an earlier run left in the destination folder. `command` is what the user typed.
-    `calibration` has the statistics, for a recipe that uses them, and `calibrated` what the ledger says of them.
-    `gptq` is the walk of rule gptq; `calibrated` is then None until the walk is done. `evaluation` is the text on which
-    the result is evaluated at the end, if it is.
-    """
+    """A planned job. Nothing has been written yet."""
 
     source: Source
     destination: Destination
     hub: Hub
-    target: "Target | None"
-    card: "SourceCard | None"
+    target: "Target | None"  # set if the result goes to the Hub
+    card: "SourceCard | None"  # what the Hub accepts of the source's model card
     is_published: bool
     plan: Plan
     items: tuple[Item, ...]
     description: JobDescription
     limits: Limits
-    finished: PackedRecords
-    command: JobCommand | None = None
-    calibration: "Calibration | None" = None
-    calibrated: CalibrationRecord | None = None
-    gptq: "CalibrationPlan | None" = None
-    evaluation: "WalkText | None" = None
+    finished: PackedRecords  # shards that an earlier run left in the destination folder
+    command: JobCommand | None = None  # what the user typed
+    calibration: "Calibration | None" = None  # statistics, for a recipe that uses them
+    calibrated: CalibrationRecord | None = None  # what the ledger says of them
+    gptq: "CalibrationPlan | None" = None  # the walk of rule gptq; `calibrated` is None until it is done
+    evaluation: "WalkText | None" = None  # the text on which the result is evaluated at the end
 
     @property
     def uses_hub(self) -> bool:
@@ -108,11 +101,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """Options of a conversion, from the command line or a program.
-
-    `recipe` is a name or a file, that of the source's family by default; `settings` replace its keys. `statistics` is a
-    file, or an address on the Hub. A `text` is for rule gptq. `max_disk` is in bytes.
-    """
+    """Options of a conversion. `recipe` is a name or a file, by default the family's; `settings` replace its keys."""
 
     source: str
     destination: Destination

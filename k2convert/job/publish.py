@@ -109,12 +109,7 @@ def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A finished local folder and the repository it goes to, checked.
-
-    `others` are the files next to the shards, with their sha256 before the validation. `made` are those that are
-    written for the repository, in their place if the folder has them. `own_card` is the folder's card, `their_card`
-    the repository's.
-    """
+    """A finished local folder and its repository, checked. `others` are files next to the shards, with their sha256."""
 
     folder: Path
     ledger: Ledger

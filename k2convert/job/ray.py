@@ -163,11 +163,7 @@ def _remove_room(name: str, folder: int, parent: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """One shard's work on a node. `remote` is the source if it is on the Hub; `target` and `branch` are the result's.
-
-    `disk_bytes` is what the sources and result of any shard of the job take, `max_disk` what a node may use. `rooms`
-    is how the names of the run's folders on nodes begin.
-    """
+    """One shard's work on a node. `disk_bytes` is what any shard takes, `rooms` how the names of folders begin."""
 
     task: ShardTask
     remote: RemoteRepo | None = None

@@ -107,10 +107,7 @@ def xet_bytes(*, uploads: bool) -> int:
 
 
 def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices for a text, and a note: all CUDA devices that round as the CPU does if `rounds`, else the CPU.
-
-    Raises PlanError, MissingDependencyError if CUDA was asked for and cannot be used, ArgumentError.
-    """
+    """Return the devices for a text and a note: CUDA that rounds as the CPU if `rounds`, else the CPU. PlanError."""
     check_choice("device", device, get_args(Device))
     if device == "cuda":
         require_extra("torch", purpose="device cuda")
@@ -300,23 +297,17 @@ HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Use of the machine by a job.
-
-    `disk_allowed` is what it may use at a time, `disk_shards` what the shards need at least, `disk_small` what
-    everything else takes, `disk_free` what was free at the start. `source_bytes` are the sizes of the source shards to
-    fetch. `layer_room`, a part of `disk_small`, is what a walk's fetched layers may take. `inflight` are the bytes that
-    all shards in work may have in memory, `shrunk` says if they are few for lack of it.
-    """
+    """Use of the machine by a job."""
 
     workers: int
-    source_bytes: Mapping[str, int]
-    disk_shards: int
-    disk_allowed: int
-    disk_small: int
-    disk_free: int
-    inflight: int
-    layer_room: int = 0
-    shrunk: str | None = None
+    source_bytes: Mapping[str, int]  # sizes of the source shards to fetch
+    disk_shards: int  # what the shards need at least
+    disk_allowed: int  # what the job may use at a time
+    disk_small: int  # what everything else takes
+    disk_free: int  # at the start
+    inflight: int  # what all shards in work may have in memory
+    layer_room: int = 0  # a part of `disk_small`: what a walk's fetched layers may take
+    shrunk: str | None = None  # says that `inflight` is small for lack of memory
 
     @property
     def disk_needed(self) -> int:

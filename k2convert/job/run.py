@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from k2convert.validation.results import ValidationReport
 
 
-FROM_SCHEDULER: Final = "auto"
-"""The value of --part that reads the variables of a Slurm array."""
+FROM_SCHEDULER: Final = "auto"  # the value of --part that reads the variables of a Slurm array
 
 _MAX_COUNT: Final = 100_000
 _TASK, _FIRST, _COUNT = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
@@ -102,11 +101,7 @@ def read_part(text: str, environment: Mapping[str, str]) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a job: the record of every shard; main's commit and the findings if the result went to the Hub.
-
-    `folder` has the result, or the work of a job for the Hub. `num_bytes` are those of all its shards. `finished` are
-    the records that an earlier run left. `calibrated` is the calibration's entry in the ledger.
-    """
+    """Outcome of a job: the records of all shards, those of an earlier run (`finished`), main's commit and more."""
 
     folder: Path
     num_bytes: int
@@ -207,9 +202,20 @@ def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Genera
         journal.leave_out_of_uploads()
         run = _Run(job, journal, events, keep, job.items if part is None else part.items(job.items))
         if part is None:
-            _resume(run, verify=verify)
+            run.finished = verify_shards(journal, job.digest, everything=verify, events=events)
+            run.records = run.finished.only(run.finished)
+            if job.source.remote is not None:
+                from k2convert.job.transfers import keep_small_files
+
+                checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
+                run.job = job = replace(job, source=replace(job.source, checkpoint=checkpoint))
+            if job.target is not None:
+                from k2convert.job.transfers import open_uploads
+
+                run.uploads = open_uploads(job, job.target, journal, events)
+                run.records = run.uploads.records
+            run.items, run.to_upload = _remaining(run)
             if was_begun or len(run.items) + len(run.to_upload) < len(job.items):
-                job = run.job
                 total = len(run.mine)
                 done = total - len(run.items) - len(run.to_upload)
                 word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
@@ -222,23 +228,6 @@ def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Genera
         if copied := journal.copied(job.description):
             _check_copies(run, copied, everything=verify)
         yield run
-
-
-def _resume(run: _Run, *, verify: bool) -> None:
-    job = run.job
-    run.finished = verify_shards(run.journal, job.digest, everything=verify, events=run.events)
-    run.records = run.finished.only(run.finished)
-    if job.source.remote is not None:
-        from k2convert.job.transfers import keep_small_files
-
-        checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
-        run.job = job = replace(job, source=replace(job.source, checkpoint=checkpoint))
-    if job.target is not None:
-        from k2convert.job.transfers import open_uploads
-
-        run.uploads = open_uploads(job, job.target, run.journal, run.events)
-        run.records = run.uploads.records
-    run.items, run.to_upload = _remaining(run)
 
 
 def _check_copies(run: _Run, copied: Sequence[str], *, everything: bool) -> None:

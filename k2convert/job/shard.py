@@ -48,28 +48,21 @@ PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """Inputs of the conversion of one shard, as values that can be pickled.
-
-    `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
-    bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and the written file is validated
-    with the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary
-    file. `sha256` is that of the source shard of the same name, if a download left it and nearly all of it is read.
-    `kept` are the experts that a pruned result keeps. `family` is the name of the source's.
-    """
+    """Inputs of the conversion of one shard, as values that can be pickled."""
 
     shard: ShardJob
     recipe: Recipe
     source_folder: Path
     destination: Path
     fingerprint: str
-    header_digests: dict[str, str]
-    inflight_bytes: int
-    family: str
-    for_upload: bool = False
-    sha256: str | None = None
-    calibration: "Calibration | None" = None
-    suffix: str = TEMPORARY_SUFFIX
-    kept: KeptExperts | None = None
+    header_digests: dict[str, str]  # of the shards that are read
+    inflight_bytes: int  # in memory at most
+    family: str  # the name of the source's
+    for_upload: bool = False  # compute the sha256 too, and validate the written file with the source
+    sha256: str | None = None  # of the source shard of that name, if a download left it and nearly all is read
+    calibration: "Calibration | None" = None  # the statistics, for a recipe that uses them
+    suffix: str = TEMPORARY_SUFFIX  # of the temporary file
+    kept: KeptExperts | None = None  # the experts that a pruned result keeps
 
 
 def shard_task(job: "Job", name: str) -> ShardTask:
@@ -202,8 +195,7 @@ def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]
-_Loaded = dict[str, Bytes]
-"""The bytes of tensors, or parts of them, by name."""
+_Loaded = dict[str, Bytes]  # the bytes of tensors, or parts of them, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,8 +211,7 @@ def _statements(
                 yield f"{place}.config_groups.{shortened(name)}", mapping_or_empty(group), known.known_group
 
 
-Experts = Mapping[int, Collection[int]]
-"""The numbers of the experts that have tensors, by layer."""
+Experts = Mapping[int, Collection[int]]  # the numbers of the experts that have tensors, by layer
 
 
 class Expected(NamedTuple):
@@ -267,10 +266,7 @@ class DescribedModel:
             )
 
     def tensors(self, tensors: Mapping[str, TensorInfo], experts: Experts) -> Iterator[Expected]:
-        """Yield every tensor of the model. Linear layers are stored as `tensors` have them.
-
-        Of a routed expert's projection without tensors, the module is yielded, with no dtypes.
-        """
+        """Yield every tensor as `tensors` store it; the module, with no dtypes, of an expert without tensors."""
         inventory = self.family.inventory
         if inventory is None:
             return

@@ -120,8 +120,7 @@ def _linear_layers(config: Mapping[str, Any], num_layers: int, where: str) -> fr
     return frozenset(number - 1 for number in cast(list[int], kda))
 
 
-_A_LOG_UNIT: Final = 128
-"""The published A_log is padded with zeros to a multiple of it."""
+_A_LOG_UNIT: Final = 128  # the published A_log is padded with zeros to a multiple of it
 
 
 def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:

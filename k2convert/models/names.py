@@ -121,137 +121,88 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class EngineNaming:
-    """Names by which inference engines know a family's modules and exclude entries. Empty: those of the checkpoint.
+    """Names by which engines know a family's modules and exclude entries. Empty: those of the checkpoint."""
 
-    `wrapper` is a prefix that some engines cut off. Prefixes are (old, new) pairs. `renamed_modules` are whole names.
-    `*_fused` map projections to layers that an engine fuses for this family alone. `banks` has the name by which an
-    engine looks up the experts of a layer in `quantized_layers`.
-    """
-
-    wrapper: str = ""
-    renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    wrapper: str = ""  # a prefix that some engines cut off
+    renamed_prefixes: tuple[tuple[str, str], ...] = ()  # (old, new)
     vllm_renamed_prefixes: tuple[tuple[str, str], ...] = ()
-    renamed_modules: Mapping[str, str] = field(default_factory=dict[str, str])
-    vllm_fused: Mapping[str, str] = field(default_factory=dict[str, str])
+    renamed_modules: Mapping[str, str] = field(default_factory=dict[str, str])  # whole names
+    vllm_fused: Mapping[str, str] = field(default_factory=dict[str, str])  # projections -> fused layers, as the next
     sglang_fused: Mapping[str, str] = field(default_factory=dict[str, str])
-    banks: Mapping[str, str] = field(default_factory=dict[str, str])
+    banks: Mapping[str, str] = field(default_factory=dict[str, str])  # by which a layer's experts are looked up
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
-    """Facts that a model card states of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
-    the repositories of its draft heads by the model's name on the Hub, and notes on serving it.
-
-    `sglang_blackwell` are the MoE kernels that SGLang needs for W4A4 on data-center Blackwell; empty: its own choice.
-    `refusals` are (engine, what it cannot serve, why): a layout, activations, or `pipeline` parallelism.
-    """
+    """Facts that a model card states of a family. `refusals` are (engine, what it cannot serve, why)."""
 
     model_kind: str
-    kept: tuple[str, ...]
-    tags: tuple[str, ...] = ()
-    vllm_options: str = ""
+    kept: tuple[str, ...]  # what stays BF16
+    tags: tuple[str, ...] = ()  # of the Hub
+    vllm_options: str = ""  # its own options, as the next two
     sglang_options: str = ""
-    sglang_blackwell: str = ""
+    sglang_blackwell: str = ""  # MoE kernels that W4A4 needs on data-center Blackwell; empty: its own choice
     tensorrt_llm_options: str = ""
     has_vision: bool = False
-    draft_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    notes: tuple[str, ...] = ()
+    draft_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # by model
+    notes: tuple[str, ...] = ()  # on serving it
     refusals: tuple[tuple[Engine, Layout | Activations | Literal["pipeline"], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFormat:
-    """Form in which a source stores a weight [N, K] that is converted. `source_formats.SOURCE_FORMATS` lists the rows.
+    """Form in which a source stores a weight [N, K] that is converted: a row of `source_formats.SOURCE_FORMATS`."""
 
-    title                in messages
-    parameters           the tensors of a projection
-    packed_dtype         of `weight_packed` [N, K / columns_per_element]
-    scale_dtypes         of `weight_scale` [N, K / 32]
-    bits                 of a weight, with its share of a scale
-    usual_scale          the bytes of one scale, to measure how fast a made-up weight is converted
-    known_config, known_group, known_weights   what config.json may say of the quantization, its groups, their weights
-    export               how to quantize a model so that it can be converted, the end of a sentence
-    load                 (bytes of codes, bytes of scales, N, name) -> weight; raises FormatError
-    """
-
-    title: str
-    parameters: tuple[str, ...]
-    packed_dtype: str
-    scale_dtypes: tuple[str, ...]
+    title: str  # in messages
+    parameters: tuple[str, ...]  # the tensors of a projection
+    packed_dtype: str  # of `weight_packed` [N, K / columns_per_element]
+    scale_dtypes: tuple[str, ...]  # of `weight_scale` [N, K / 32]
     columns_per_element: int
-    bits: float
-    usual_scale: bytes
-    known_config: Mapping[str, object]
+    bits: float  # of a weight, with its share of a scale
+    usual_scale: bytes  # the bytes of one scale, to measure how fast a made-up weight is converted
+    known_config: Mapping[str, object]  # what config.json may say of the quantization, its groups, their weights
     known_group: Mapping[str, object]
     known_weights: Mapping[str, object]
-    export: str
-    load: Callable[[Bytes, Bytes, int, str], SourceWeight]
+    export: str  # how to quantize a model so that it can be converted, the end of a sentence
+    load: Callable[[Bytes, Bytes, int, str], SourceWeight]  # (codes, scales, N, name) -> weight; raises FormatError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them.
+    """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them."""
 
-    name                 as in recipes and ledgers
-    title                in messages
-    source_hint          which checkpoint to start from, one sentence
-    recipe               the shipped recipe to use if none is named
-    prefix               of the language model's tensors
-    layer, router, experts   names of a layer, its router and its experts; `{layer}` is the number
-    mlp_norm             the norm before a layer's MLP; `{layer}` is the number
-    router_parameters    every router has these, one row an expert
-    unsplit_attention    last names of attention modules that every GPU of tensor parallelism keeps whole
-    refused_prefixes     tensor-name prefixes that no engine loads, with the reason
-    usual_num_experts    of the unpruned models
-    source_format        of the weights to convert
-    roles                that a recipe may convert
-    projections          gate, up and down of a routed expert -> the last part of the module's name
-    banks                the names of a layer's experts in `quantized_layers`; empty: the config has no such map
-    tensor_parallel_sizes   that the model can be split to; empty: any
-    least_expert_piece   columns to which vLLM pads what a GPU has of a split expert; 0: it pads nothing
-    not_computed         why no forward pass is computed; empty: it is
-    has_kv_scheme        whether engines accept a KV cache type in the config
-    classify             the place of a module, None if the family has no such module
-    expected_name        the name a tensor should have if its prefix is wrong
-    read_architecture    (config.json, where) -> counts; raises PlanError
-    model_types          what model_type in config.json may be; empty: anything
-    matches_config       whether a config.json looks like this family's
-    unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
-    refused_configs      (model_type, key) of the config.json of a part of a model -> what it is
-    linear_layers        (config.json, number of layers, where) -> layers of linear attention, from 0; raises FitError
-    inventory            every tensor of a model; None: names and shapes are not compared with config.json
-    """
-
-    name: str
-    title: str
-    source_hint: str
-    recipe: str
-    prefix: str
-    layer: str
+    name: str  # as in recipes and ledgers
+    title: str  # in messages
+    source_hint: str  # which checkpoint to start from, one sentence
+    recipe: str  # the shipped recipe to use if none is named
+    prefix: str  # of the language model's tensors
+    layer: str  # its name, as those of router, experts and mlp_norm below; `{layer}` is the number
     router: str
     experts: str
-    mlp_norm: str
-    classify: Callable[[str], ModulePlace | None]
-    expected_name: Callable[[str], str]
-    read_architecture: Callable[[Mapping[str, Any], str], Architecture]
-    matches_config: Callable[[Mapping[str, Any]], bool]
+    mlp_norm: str  # the norm before a layer's MLP
+    classify: Callable[[str], ModulePlace | None]  # the place of a module, None if the family has no such module
+    expected_name: Callable[[str], str]  # the name a tensor should have if its prefix is wrong
+    read_architecture: Callable[[Mapping[str, Any], str], Architecture]  # (config.json, where) -> counts; PlanError
+    matches_config: Callable[[Mapping[str, Any]], bool]  # whether a config.json looks like this family's
+    # (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
+    # (model_type, key) of the config.json of a part of a model -> what it is
     refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda _, __, ___: frozenset()
-    model_types: tuple[str, ...] = ()
-    router_parameters: tuple[str, ...] = (WEIGHT,)
-    unsplit_attention: tuple[str, ...] = ()
-    refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
-    usual_num_experts: int = 0
-    source_format: SourceFormat
-    roles: tuple[Role, ...] = CONVERTIBLE_ROLES
+    model_types: tuple[str, ...] = ()  # what model_type in config.json may be; empty: anything
+    router_parameters: tuple[str, ...] = (WEIGHT,)  # every router has these, one row an expert
+    unsplit_attention: tuple[str, ...] = ()  # what every GPU of tensor parallelism keeps whole
+    refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])  # no engine loads them; why
+    usual_num_experts: int = 0  # of the unpruned models
+    source_format: SourceFormat  # of the weights to convert
+    roles: tuple[Role, ...] = CONVERTIBLE_ROLES  # that a recipe may convert
     projections: Mapping[str, str] = field(default_factory=lambda: {k: f"{k}_proj" for k in ("gate", "up", "down")})
-    banks: tuple[str, ...] = ()
-    tensor_parallel_sizes: tuple[int, ...] = ()
-    least_expert_piece: int = 0
-    not_computed: str = ""
-    has_kv_scheme: bool = True
+    banks: tuple[str, ...] = ()  # names of a layer's experts in `quantized_layers`; empty: it has no such map
+    tensor_parallel_sizes: tuple[int, ...] = ()  # that the model can be split to; empty: any
+    least_expert_piece: int = 0  # columns to which vLLM pads what a GPU has of an expert; 0: it pads nothing
+    not_computed: str = ""  # why no forward pass is computed; empty: it is
+    has_kv_scheme: bool = True  # whether engines accept a KV cache type in the config
     naming: EngineNaming = EngineNaming()
     inventory: Inventory | None = None
 

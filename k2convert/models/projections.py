@@ -254,8 +254,7 @@ def find_experts(names: Iterable[TensorName]) -> Experts:
     return experts
 
 
-MAX_FAULTS: Final = 4
-"""Faults that one message names."""
+MAX_FAULTS: Final = 4  # faults that one message names
 _UNKNOWN_REMEDY: Final = "Use the model's own config.json, or remove what engines do not load."
 
 
@@ -264,22 +263,7 @@ def check_model(
 ) -> None:
     """Compare every tensor with what config.json describes: first the experts' numbers, then the rest (PlanError)."""
     experts = find_experts(names.values())
-    _check_counts(source, experts, architecture)
-    model = DescribedModel(family, architecture, source.config, str(source.folder))
-    faults = list(model.find_faults(source.tensors, experts))
-    if not faults:
-        return
-    faults.sort(key=lambda fault: not why_foreign(fault.name))
-    advice = SOURCE_REMEDY if faults[0].expected is not None else _UNKNOWN_REMEDY
-    advice = why_foreign(faults[0].name).partition(". ")[2] or advice
-    first = [f"{fault.name} {model.problem(fault)}" for fault in faults[:MAX_FAULTS]]
-    more = f"; and {len(faults) - MAX_FAULTS:,} more" if len(faults) > MAX_FAULTS else ""
-    count = f"{len(faults):,} tensors are not as config.json describes the model: " if len(faults) > 1 else ""
-    raise PlanError(f"{source.folder}: {count}{'; '.join(first)}{more}. {advice}")
-
-
-def _check_counts(source: Checkpoint, experts: Experts, architecture: Architecture) -> None:
-    count = architecture.num_experts
+    num_experts = architecture.num_experts
     key = key_of(source.config, EXPERTS_KEY)
     if experts and max(experts) >= architecture.num_layers:
         raise PlanError(
@@ -293,11 +277,22 @@ def _check_counts(source: Checkpoint, experts: Experts, architecture: Architectu
             f"{SOURCE_REMEDY}"
         )
     for layer, found in experts.items():
-        if sorted(found) != list(range(count)):
+        if sorted(found) != list(range(num_experts)):
             raise PlanError(
                 f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
-                f"config.json says {key} = {count} (expected 0..{count - 1}). {SOURCE_REMEDY}"
+                f"config.json says {key} = {num_experts} (expected 0..{num_experts - 1}). {SOURCE_REMEDY}"
             )
+    model = DescribedModel(family, architecture, source.config, str(source.folder))
+    faults = list(model.find_faults(source.tensors, experts))
+    if not faults:
+        return
+    faults.sort(key=lambda fault: not why_foreign(fault.name))
+    advice = SOURCE_REMEDY if faults[0].expected is not None else _UNKNOWN_REMEDY
+    advice = why_foreign(faults[0].name).partition(". ")[2] or advice
+    first = [f"{fault.name} {model.problem(fault)}" for fault in faults[:MAX_FAULTS]]
+    more = f"; and {len(faults) - MAX_FAULTS:,} more" if len(faults) > MAX_FAULTS else ""
+    count = f"{len(faults):,} tensors are not as config.json describes the model: " if len(faults) > 1 else ""
+    raise PlanError(f"{source.folder}: {count}{'; '.join(first)}{more}. {advice}")
 
 
 def span(numbers: Sequence[int]) -> str:

@@ -70,12 +70,7 @@ def inspect_checkpoint(
     pruning: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Describe a checkpoint; raises PlanError if it belongs to no known family.
-
-    `shown_as` is the folder or the repository as the user named it. `pruning` is what its ledger says of the experts
-    that it keeps: how many of how many, and by whose scores. `conversion` is how a result was converted, with what
-    error, by its ledger.
-    """
+    """Describe a checkpoint, with `pruning` and `conversion` of its ledger; raises PlanError if no family is its."""
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed: dict[str, str] = {}
@@ -96,6 +91,19 @@ def inspect_checkpoint(
         recipe = None
         if conversion is None:
             oddities.append(f"cannot be converted: {str(error).replace(str(source.folder), shown_as)}")
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for name, parts in names.items():
+        tensor = source.tensors[name]
+        form = packed.get(parts.module)
+        weights = math.prod(tensor.shape)
+        if form is not None and parts.parameter in _PACKED_PARAMETERS[form]:
+            weights *= _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
+        else:
+            form = None
+        entry = sums[parts.role, form or tensor.dtype]
+        entry[0] += 1
+        entry[1] += tensor.num_bytes
+        entry[2] += weights
     return Inspection(
         folder=shown_as,
         family=family.name,
@@ -113,7 +121,7 @@ def inspect_checkpoint(
         int4_projections=sum(form == INT4.title for form in packed.values()),
         mxfp4_projections=sum(form == MXFP4.title for form in packed.values()),
         nvfp4_projections=sum(form == NVFP4 for form in packed.values()),
-        holdings=_holdings(source, names, packed),
+        holdings=[Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])],
         quantization=None if found is None else {"where": found[0], **_headline(found[1])},
         oddities=oddities,
         recipe=recipe,
@@ -127,23 +135,6 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
     groups = mapping_or_empty(config.get("config_groups")).values()
     weights = mapping_or_empty(mapping_or_empty(next(iter(groups), None)).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
-
-
-def _holdings(source: Checkpoint, names: dict[str, TensorName], packed: dict[str, str]) -> list[Holding]:
-    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for name, parts in names.items():
-        tensor = source.tensors[name]
-        form = packed.get(parts.module)
-        weights = math.prod(tensor.shape)
-        if form is not None and parts.parameter in _PACKED_PARAMETERS[form]:
-            weights *= _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
-        else:
-            form = None
-        entry = sums[parts.role, form or tensor.dtype]
-        entry[0] += 1
-        entry[1] += tensor.num_bytes
-        entry[2] += weights
-    return [Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])]
 
 
 def _oddities(

@@ -46,10 +46,7 @@ class OutputTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvertStep:
-    """Projections written together. `partners` are in other shards and are only measured, for the shared scale.
-
-    `outputs` are made when they are asked for: K3 has a million of them.
-    """
+    """Projections written together; `partners` in other shards are only measured. K3 has a million outputs."""
 
     members: tuple[Projection, ...]
     partners: tuple[Projection, ...]
@@ -197,25 +194,12 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
 def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:
     """Decide the whole job from headers; `scaled_layers` are smoothed MoE layers. Raises PlanError."""
     claim = claim_projections(source=source, recipe=recipe)
-    scalings = _find_scalings(source, claim, scaled_layers)
-    projections = {} if recipe.target == "int4" else claim.projections
-    steps = _make_steps(source, projections, recipe, scalings)
-    jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
-    unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
-    excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
-    return Plan(
-        claim.family.name, recipe, excludes, claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
-    )
-
-
-def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:
-    """Return the tensors that smoothing changes and that may be copied; raises PlanError if it cannot be exact."""
     scalings: dict[str, ColumnScaling] = {}
-    for layer in layers:
+    for layer in scaled_layers:
         if (name := f"{claim.family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
             raise PlanError(f"{source.folder}: {name}: not in the source. {SOURCE_REMEDY}")
     for name, parts in claim.names.items():
-        scaling = column_scaling(parts, family=claim.family) if parts.layer in layers else None
+        scaling = column_scaling(parts, family=claim.family) if parts.layer in scaled_layers else None
         if scaling is None:
             continue
         tensor = source.tensors[name]
@@ -226,7 +210,14 @@ def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) ->
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    return scalings
+    projections = {} if recipe.target == "int4" else claim.projections
+    steps = _make_steps(source, projections, recipe, scalings)
+    jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
+    unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
+    excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
+    return Plan(
+        claim.family.name, recipe, excludes, claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
+    )
 
 
 def _make_steps(

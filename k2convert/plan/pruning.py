@@ -64,7 +64,9 @@ def keep_experts(source: Checkpoint, kept: KeptExperts) -> Checkpoint:
         found = (_seen(t, names[t.name], family, numbers, architecture) for t in header.tensors.values())
         headers[shard] = replace(header, tensors={tensor.name: tensor for tensor in found if tensor is not None})
     tensors = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
-    config_text = dump_json(_config(source.parse_config(), kept.num_experts)).decode()
+    config = source.parse_config()
+    changed = {**text_config(config), key_of(config, EXPERTS_KEY): kept.num_experts}
+    config_text = dump_json(changed if text_config(config) is config else {**config, "text_config": changed}).decode()
     return replace(source, config_text=config_text, headers=headers, tensors=tensors)
 
 
@@ -93,11 +95,6 @@ def _seen(
             f"{architecture.num_experts} experts. Use the whole, unchanged source."
         )
     return tensor._replace(shape=(len(numbers[layer]), *tensor.shape[1:]), rows=tuple(numbers[layer]))
-
-
-def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    changed = {**text_config(config), key_of(config, EXPERTS_KEY): count}
-    return changed if text_config(config) is config else {**config, "text_config": changed}
 
 
 def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:

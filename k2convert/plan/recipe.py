@@ -67,11 +67,7 @@ class Budget(_Part):
 
 
 class TextUse(_Part):
-    """Use of the text of `run --calibrate`: how many tokens of it, in windows drawn by a seed.
-
-    Without `tokens` there are as many as the model's experts need (calibration/token_counts.py). `save_statistics` is
-    the path of a statistics file to write.
-    """
+    """Use of the text of `run --calibrate`: tokens (by default what experts need), windows, seed, a file to write."""
 
     tokens: Annotated[int, Field(ge=1)] | None = None
     window: Annotated[int, Field(ge=1)] = 2048

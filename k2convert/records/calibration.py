@@ -12,15 +12,11 @@ from k2convert.records.document import Count, LayerNumber, Real, Share
 
 @dataclass(frozen=True, slots=True)
 class OutputErrors:
-    """Errors of the hidden states after a layer: the mean over tokens of |h - h'|^2 / |h|^2, h being the INT4 model's.
+    """Errors after a layer: the mean over tokens of |h - h'|^2 / |h|^2, h being the INT4 model's hidden states."""
 
-    `inherited_error` has the layer's experts unconverted: it comes from earlier layers. `mse_error` has them
-    converted by rule `mse`, `gptq_error` as they were written.
-    """
-
-    inherited_error: Real
-    mse_error: Real
-    gptq_error: Real
+    inherited_error: Real  # with the layer's experts unconverted: of earlier layers
+    mse_error: Real  # with the experts converted by rule `mse`
+    gptq_error: Real  # with the experts as they were written
 
     @property
     def is_worse(self) -> bool:
@@ -32,23 +28,17 @@ class OutputErrors:
 class GptqLayer:
     """Work of rule `gptq` in one MoE layer, and its gain.
 
-    `shrinkage`, 0 to 1, is how far the second moments of the input of gate and up were drawn to their diagonal, None if
-    they were rounded without error feedback. `down_shrinkages` are the same for the down projection of each routed
-    expert. `down_ridges` are the strengths of the ridge with which they were corrected for what was left over, None
-    where no correction gained anything.
-
-    `fitted` are the errors on some tokens that all this was fitted to, which say little. `held_out` are those on the
-    windows that were kept out of the fit, None if there were none.
-
-    `ridge` and `ridge_gain` are in results of release 0.2 alone, which corrected gate and up too.
+    `shrinkage`, 0 to 1, is how far second moments were drawn to their diagonal, None without error feedback: of the
+    input of gate and up, and of down of each routed expert. `down_ridges` are the strengths of the ridge that corrected
+    down for what was left over, None where that gained nothing.
     """
 
     shrinkage: Share | None
     down_ridges: tuple[Real | None, ...]
     down_shrinkages: tuple[Share | None, ...]
-    fitted: OutputErrors
-    held_out: OutputErrors | None = None
-    ridge: Real | None = None
+    fitted: OutputErrors  # on tokens that all this was fitted to: they say little
+    held_out: OutputErrors | None = None  # on windows that were kept out, None if there were none
+    ridge: Real | None = None  # of release 0.2 alone, as the next
     ridge_gain: Share = 0.0
 
     def __post_init__(self) -> None:
@@ -58,19 +48,13 @@ class GptqLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCalibration:
-    """The statistics of one MoE layer.
+    """The statistics of one MoE layer."""
 
-    `tokens` are the tokens of each routed expert. `fallback` numbers the experts with too few tokens, whose down
-    projection used an importance that is drawn toward an even one. `exponents` maps each exponent of smoothing to
-    its number of channels, 0 included; it is empty without smoothing. `gptq` is only there with that rule. `without`
-    names the projections in which rule `imatrix` used an even importance, because on held-out tokens it gained nothing.
-    """
-
-    tokens: tuple[Count, ...]
-    fallback: tuple[Count, ...]
-    exponents: dict[int, Count]
-    gptq: GptqLayer | None = None
-    without: tuple[ImatrixPart, ...] = ()
+    tokens: tuple[Count, ...]  # of each routed expert
+    fallback: tuple[Count, ...]  # experts with too few tokens: the importance in down was drawn toward an even one
+    exponents: dict[int, Count]  # number of channels by exponent of smoothing, 0 included; empty without
+    gptq: GptqLayer | None = None  # only with that rule
+    without: tuple[ImatrixPart, ...] = ()  # projections in which rule `imatrix` gained nothing and was not used
 
     def __post_init__(self) -> None:
         if self.gptq is not None and len(self.gptq.down_ridges) != len(self.tokens):
@@ -79,16 +63,10 @@ class LayerCalibration:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """Calibration of a result.
+    """Calibration of a result."""
 
-    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `imatrix`
-    and `smoothing` are its uses. `exponents_digest` is None if no channel was scaled. `layers` are
-    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. With rule
-    `gptq`, `held_out_windows` more windows were kept out of everything that was fitted.
-    """
-
-    statistics: str
-    texts: tuple[tuple[str, str], ...]
+    statistics: str  # digest of the file
+    texts: tuple[tuple[str, str], ...]  # names and digests
     tokens: Count
     window: Count
     windows: Count
@@ -96,10 +74,10 @@ class CalibrationRecord:
     seed: Count
     imatrix: bool
     smoothing: bool
-    exponents_digest: str | None
-    layers: dict[LayerNumber, LayerCalibration]
-    statistics_from: str | None = None
-    held_out_windows: Count = 0
+    exponents_digest: str | None  # None if no channel was scaled
+    layers: dict[LayerNumber, LayerCalibration]  # the MoE layers
+    statistics_from: str | None = None  # address of the file with its commit, if it came from the Hub
+    held_out_windows: Count = 0  # more windows, kept out of everything that rule `gptq` fitted
 
     def __post_init__(self) -> None:
         if self.exponents_digest is not None and not self.smoothing:

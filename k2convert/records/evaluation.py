@@ -18,8 +18,7 @@ from k2convert.records.document import Count, Digest, Real, Share, read_document
 
 FORMAT: Final = 1
 MAX_ROWS: Final = 64
-MAX_WINDOWS: Final = 1 << 16
-"""Means by window are kept of at most so many."""
+MAX_WINDOWS: Final = 1 << 16  # means by window are kept of at most so many
 _MODES: Final = {"w4a4": "W4A4", "w4a16": "W4A16"}
 _REMEDY: Final = "Delete the file, or run `k2convert evaluate` again."
 
@@ -50,11 +49,7 @@ class PositionMean:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL(reference || model) of the next token. `p99` and `p999` are the quantiles .99 and .999.
-
-    `histogram` counts tokens between HISTOGRAM_EDGES. `by_window` are the means of the windows, which two models on
-    the same text are compared by; empty in an older file, and of more than MAX_WINDOWS.
-    """
+    """KL(reference || model) of the next token. `p99` and `p999` are the quantiles .99 and .999."""
 
     mean: Real
     standard_error: Real | None
@@ -63,7 +58,8 @@ class Divergence:
     p999: Real
     maximum: Real
     by_position: Annotated[tuple[PositionMean, ...], Field(max_length=64)]
-    histogram: tuple[Count, ...]
+    histogram: tuple[Count, ...]  # tokens between HISTOGRAM_EDGES
+    # means of windows; empty in an older file, and above MAX_WINDOWS
     by_window: Annotated[tuple[Real, ...], Field(max_length=MAX_WINDOWS)] = ()
 
     def __post_init__(self) -> None:
@@ -73,64 +69,46 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One model against the reference, over all predicted tokens of all windows.
-
-    `log_likelihood` is the model's log-likelihood of the text's next token less the reference's. `top1_agreement` is
-    the share of tokens where both have the same most likely next token, `left_top5` the share where the reference's is
-    not among the model's five most likely.
-    """
+    """One model against the reference, over all predicted tokens of all windows."""
 
     divergence: Divergence
     perplexity: Real
     reference_perplexity: Real
-    log_likelihood: Mean
-    top1_agreement: Share
-    left_top5: Share
+    log_likelihood: Mean  # the model's of the text's next token, less the reference's
+    top1_agreement: Share  # share of tokens where both have the same most likely next token
+    left_top5: Share  # share where the reference's is not among the model's five most likely
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """The hidden states after one layer: sum |h - h'|^2 / sum |h|^2, h being the reference's.
-
-    `routing_agreement` is the share of the reference's choices of experts that the model makes too; None for a dense
-    layer, or if it is not known which experts a pruned model has. A choice of an expert that a pruned model does not
-    have does not agree.
-    """
+    """The hidden states after one layer: sum |h - h'|^2 / sum |h|^2, h being the reference's."""
 
     relative_error: Real
-    routing_agreement: Share | None
+    routing_agreement: Share | None  # of the reference's choices of experts; None if dense or not known
 
 
 @dataclass(frozen=True, slots=True)
 class WorstToken:
-    """A token with a large divergence: the text before it, itself, and the most likely tokens of both models.
-
-    `position` is that of the token itself in its window. The texts are those of the tokenizer, or token ids where there
-    is none.
-    """
+    """A token with a large divergence, in the tokenizer's texts, or token ids where there is none."""
 
     window: Count
-    position: Count
+    position: Count  # of the token itself in its window
     divergence: Real
-    before: Text
+    before: Text  # the text before it
     token: Text
-    reference_token: Text
+    reference_token: Text  # its most likely token
     model_token: Text
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """A model: `name` is a folder's, an address, or an endpoint; `weights` the digest of its weights, None if served.
+    """A model that was computed from a checkpoint, or served."""
 
-    `activations` is None for a model whose weights are not NVFP4. `kv_cache` is None for FP32. `config` is the digest
-    of config.json, None in an older file.
-    """
-
-    name: Text
-    weights: Digest | None = None
-    activations: Activations | None = None
-    kv_cache: ServedKvCache | None = None
-    config: Digest | None = None
+    name: Text  # of a folder, an address, or an endpoint
+    weights: Digest | None = None  # their digest; None if served
+    activations: Activations | None = None  # None if the weights are not NVFP4
+    kv_cache: ServedKvCache | None = None  # None for FP32
+    config: Digest | None = None  # digest of config.json, None in an older file
 
     @property
     def mode(self) -> str:
@@ -151,10 +129,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Two models on the same tokens: the mean of KL(reference || farther) - KL(reference || nearer).
-
-    Its standard error is that of the windows' differences, which is smaller than those of the two means.
-    """
+    """Two models on the same tokens: the mean of KL(reference || farther) - KL(reference || nearer) over windows."""
 
     nearer: EvaluatedModel
     farther: EvaluatedModel
@@ -169,28 +144,20 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationText:
-    """Text that was read: the names and digests of the texts, and the windows of token ids drawn from them.
-
-    `token_ids` is the digest of the ids. `dropped` windows had hidden states that are not finite and count nowhere.
-    """
+    """Text that was read: the names and digests of the texts, and the windows of token ids drawn from them."""
 
     texts: Annotated[tuple[tuple[Text, Digest], ...], Field(max_length=1000)]
-    token_ids: Digest
+    token_ids: Digest  # digest of the ids
     tokens: Count
     window: Count
     windows: Count
     seed: Count
-    dropped: Count = 0
+    dropped: Count = 0  # windows whose hidden states are not finite: they count nowhere
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The content of evaluation.json, and what `evaluate --json` and `compare --json` print.
-
-    `top_k` is how many log-probabilities of each token two servers gave: then every divergence is a lower bound.
-    `noise` is the mean divergence of the reference's server from itself, asked twice. `verdicts` compare rows of the
-    same mode; in the file of one checkpoint some compare it with rows of other files.
-    """
+    """The content of evaluation.json, and what `evaluate --json` and `compare --json` print."""
 
     format: Literal[1]
     kind: Literal["evaluate", "compare"]
@@ -198,9 +165,9 @@ class Evaluation:
     reference: EvaluatedModel
     text: EvaluationText
     rows: Annotated[tuple[EvaluationRow, ...], Field(max_length=MAX_ROWS)]
-    top_k: Count | None = None
-    noise: Real | None = None
-    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_ROWS * MAX_ROWS)] = ()
+    top_k: Count | None = None  # log-probabilities of each token by servers: divergences are lower bounds
+    noise: Real | None = None  # mean divergence of the reference's server from itself, asked twice
+    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_ROWS * MAX_ROWS)] = ()  # of one mode
 
 
 NOISE_FACTOR: Final = 2.0
@@ -219,10 +186,7 @@ def find_evaluation(path: Path) -> Evaluation | None:
 
 
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
-    """Read a result's evaluation.json; None if there is none. `weights` is the digest of its weights (Ledger.weights).
-
-    Raises CheckpointError if the file is damaged, or measures other weights or another config.json.
-    """
+    """Read a result's evaluation.json, None without; raises CheckpointError if it is of other `weights` or config."""
     with remedy(_REMEDY):
         found = find_evaluation(folder)
     if found is None:

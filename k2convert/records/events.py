@@ -9,24 +9,17 @@ Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate",
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Extent of a stage: for every phase the bytes in total and the bytes that an earlier run has done.
+    """Extent of a stage. `calibrate` and `evaluate` count the tokens of every layer, the head being one."""
 
-    `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
-    The phases `calibrate` and `evaluate` count the tokens of every layer instead of bytes; a layer has `layer_tokens`.
-    The head of an evaluation counts as a layer. `layer_costs` are the operations of each layer, or nothing if all have
-    the same. The phase `ask` counts the tokens that servers answer for.
-    """
-
-    phases: Mapping[Phase, tuple[int, int]]
-    shards: int = 0
+    phases: Mapping[Phase, tuple[int, int]]  # bytes in total, and those that an earlier run has done
+    shards: int = 0  # 0 for a stage that does not count shards
     finished_shards: int = 0
-    num_experts: int = 0
-    layer_tokens: int = 0
-    layer_costs: tuple[float, ...] = ()
+    num_experts: int = 0  # of all reference layers
+    layer_tokens: int = 0  # that a layer has
+    layer_costs: tuple[float, ...] = ()  # operations of each layer; empty if all have the same
 
 
-Keep = Callable[[str], None]
-"""Stores one line of text that other processes may read while this one runs."""
+Keep = Callable[[str], None]  # stores one line of text that other processes may read while this one runs
 
 
 class Events(Protocol):

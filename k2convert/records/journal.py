@@ -82,19 +82,15 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """State that `status` shows: the job, its finished shards, and whether it is complete or running.
-
-    `command` is what began or last resumed the job; jobs that another program began have none. `progress` is what the
-    running process last said (Tally.summary), `progress_age` how many seconds ago that was.
-    """
+    """State that `status` shows: the job, its finished shards, and whether it is complete or running."""
 
     job: JobDescription
     finished: PackedRecords
     is_complete: bool
     is_running: bool
-    command: JobCommand | None = None
-    progress: dict[str, Any] | None = None
-    progress_age: float = 0.0
+    command: JobCommand | None = None  # what began or last resumed the job; None if a program did
+    progress: dict[str, Any] | None = None  # what the running process last said (Tally.summary)
+    progress_age: float = 0.0  # seconds since then
 
 
 class Journal:

@@ -103,6 +103,11 @@ def build_ledger(
     calibration: CalibrationRecord | None,
 ) -> Ledger:
     """Build the ledger of a finished job."""
+    libraries = ["numpy"]
+    if plan.recipe.quantizer == "reference":
+        libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
+    elif RULES[plan.recipe.rule].needs_walk:
+        libraries.append("torch")
     return Ledger(
         tool_version=__version__,
         source=LedgerSource(
@@ -113,7 +118,7 @@ def build_ledger(
         ),
         recipe=plan.recipe,
         fingerprint=fingerprint,
-        versions=_versions(plan.recipe),
+        versions={"python": platform.python_version(), **{name: version(name) for name in libraries}},
         shards={
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
             for name, record in sorted(records.items())
@@ -122,15 +127,6 @@ def build_ledger(
         calibration=calibration,
         pruning=source.pruning,
     )
-
-
-def _versions(recipe: Recipe) -> dict[str, str]:
-    libraries = ["numpy"]
-    if recipe.quantizer == "reference":
-        libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
-    elif RULES[recipe.rule].needs_walk:
-        libraries.append("torch")
-    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:

@@ -35,8 +35,7 @@ def _is_line(text: str) -> str:
     return text
 
 
-Phrase = Annotated[str, AfterValidator(_is_line)]
-"""One short line that people are shown."""
+Phrase = Annotated[str, AfterValidator(_is_line)]  # one short line that people are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class PruningRecord:
-    """The experts that a result keeps, of how many in the source, and in one phrase whose scores chose them.
-
-    `left_out` has the shares of each layer that were left out; None if the scores are not known.
-    """
+    """The experts that a result keeps, of how many, whose scores chose them, and the shares left out, if known."""
 
     experts: dict[LayerNumber, tuple[Count, ...]]
     num_source_experts: Annotated[int, Field(ge=1, alias="of")]

@@ -40,21 +40,17 @@ class ProjectionRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecodedError:
-    """The error of one tensor's written bytes against the source; `max_error_steps` is None for BF16.
-
-    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none. `changed_codes`
-    is how many bytes of codes in the window of a cast are not the source's; None without a cast.
-    """
+    """The error of one tensor's written bytes against the source."""
 
     num_weights: Count
     num_nonzero: Count
     equal_nonzero: Count
     energy: Real
     squared_error: Real
-    max_error_steps: Real | None
-    weighted_energy: Real | None = None
+    max_error_steps: Real | None  # None for BF16
+    weighted_energy: Real | None = None  # weighted by importance; None if there is none
     weighted_error: Real | None = None
-    changed_codes: Count | None = None
+    changed_codes: Count | None = None  # bytes of codes in the window of a cast; None without a cast
 
     @property
     def relative_mse(self) -> float:
@@ -77,8 +73,7 @@ class DecodedError:
 ALL_ZERO: Final = "all weights are zero"
 MOST_MINUS_EIGHT: Final = 0.1
 """More codes of -8 than this are a doubt. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
-MOST_OF_ZEROS: Final = 0.2
-"""More codes of -8 than this are a range of zero bytes, not another code."""
+MOST_OF_ZEROS: Final = 0.2  # more codes of -8 than this are a range of zero bytes, not another code
 
 
 def is_weight(name: str) -> bool:
@@ -117,32 +112,22 @@ Scalar = Annotated[str, AfterValidator(_is_scalar)]
 
 @dataclass(frozen=True, slots=True)
 class ShardFindings:
-    """Findings of validation on a shard before its upload. Everything that it compared with the source agreed.
+    """Findings of validation on a shard before its upload, by tensor. All that it compared with the source agreed."""
 
-    `blake3` is the hash of the file as it was read, `copied` are the tensors with the source's bytes, `scaled` those of
-    them that smoothing changes. `decoded` are the figures of the converted projections by module, `sampled_blocks` how
-    many blocks of each the reference arithmetic regenerated, 0 without a rule. The others are by tensor: the numbers of
-    block scales that are unusable or subnormal, of blocks of scale zero with other codes, and the scalars as hex.
-    """
-
-    blake3: str
-    copied: tuple[str, ...]
-    scaled: tuple[str, ...]
-    decoded: dict[str, DecodedError]
-    sampled_blocks: dict[str, Count]
+    blake3: str  # of the file as it was read
+    copied: tuple[str, ...]  # tensors with the source's bytes
+    scaled: tuple[str, ...]  # those of them that smoothing changes
+    decoded: dict[str, DecodedError]  # by module
+    sampled_blocks: dict[str, Count]  # that the reference arithmetic regenerated, 0 without a rule
     invalid_scales: dict[str, Count]
     subnormal_scales: dict[str, Count]
     zero_blocks_with_codes: dict[str, Count]
-    scalars: dict[str, Scalar]
+    scalars: dict[str, Scalar]  # as hex
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One finished shard: hashes and size of the file, digests of the source headers it was converted from.
-
-    `sha256`, by which the Hub identifies files, and `checked` are set if the shard was written for upload.
-    `zero_copies` are the copied weights that are all zero.
-    """
+    """One finished shard: hashes and size of the file, digests of the source headers it was converted from."""
 
     shard: str
     fingerprint: str
@@ -151,8 +136,8 @@ class ShardRecord:
     num_tensors: Count
     source_headers: dict[str, str]
     projections: tuple[ProjectionRecord, ...] = ()
-    sha256: str | None = None
-    zero_copies: tuple[str, ...] = ()
+    sha256: str | None = None  # by which the Hub identifies files; set, as `checked`, if written for upload
+    zero_copies: tuple[str, ...] = ()  # copied weights that are all zero
     checked: ShardFindings | None = None
 
     def __post_init__(self) -> None:

@@ -22,13 +22,11 @@ REMEDY = re.compile(
 
 @pytest.fixture
 def source(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny checkpoint, free to be damaged."""
     return Path(shutil.copytree(tiny, tmp_path / "source"))
 
 
 @pytest.fixture
 def dest(tmp_path: Path) -> Path:
-    """A destination that does not exist yet."""
     return tmp_path / "dest"
 
 
@@ -42,7 +40,6 @@ def result(k2_shaped: Path, run_cli: RunCli, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def converted(result: Path, tmp_path: Path) -> Path:
-    """A copy of the small result, free to be damaged."""
     return Path(shutil.copytree(result, tmp_path / "converted"))
 
 

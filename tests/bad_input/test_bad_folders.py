@@ -67,10 +67,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     "duplicate tensor name": (repeat_key, [INDEX, NORM, "duplicate key", "ownload"]),
     "no weight_map": (lambda s: edit_json(s / INDEX, lambda i: i.pop("weight_map")), [INDEX, "weight_map", "ownload"]),
     "empty weight_map": (lambda s: edit_index(s, dict.clear), [INDEX, "weight_map", "ownload"]),
-    "metadata not an object": (
-        lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=[1])),
-        [INDEX, "metadata"],
-    ),
+    "metadata not an object": (lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=[1])), [INDEX, "metadata"]),
     "not JSON": (replace_text(INDEX, "<html>"), [INDEX, "JSON", "ownload"]),
     "nested too deep": (replace_text(INDEX, "[" * 200_000), [INDEX, "JSON", "ownload"]),
     "a pointer left by git": (

@@ -61,10 +61,7 @@ DAMAGED_SHARDS: dict[str, tuple[Damage, list[str]]] = {
     "header cut short": (lambda s: cut(s, 1000), ["truncated", "ownload"]),
     "length cut short": (lambda s: cut(s, 5), ["too short", "ownload"]),
     "empty file": (lambda s: cut(s, 0), ["too short", "ownload"]),
-    "header longer than the file": (
-        lambda s: claim_huge_header(s, file_bytes=90_000_000),
-        ["150,000,000", "ownload"],
-    ),
+    "header longer than the file": (lambda s: claim_huge_header(s, file_bytes=90_000_000), ["150,000,000", "ownload"]),
     "header over 100 MB": (lambda s: claim_huge_header(s, file_bytes=200_000_000), ["limit", "ownload"]),
     "header of 2^63 bytes": (lambda s: write_raw(s / SHARD, b"{}", claim=1 << 63), ["limit", "ownload"]),
     "overlap": (lambda s: shift(s, NORM, -2), ["overlap", "ownload"]),
@@ -86,10 +83,7 @@ DAMAGED_SHARDS: dict[str, tuple[Damage, list[str]]] = {
     "shape not a list": (entry(shape=256), [NORM, "shape"]),
     "offsets reversed": (entry(data_offsets=[512, 0]), [NORM]),
     "offsets not a pair": (entry(data_offsets=[0]), [NORM, "data_offsets"]),
-    "entry without dtype": (
-        lambda s: edit_header(s / SHARD, lambda h: h[NORM].pop("dtype")),
-        [NORM, "dtype"],
-    ),
+    "entry without dtype": (lambda s: edit_header(s / SHARD, lambda h: h[NORM].pop("dtype")), [NORM, "dtype"]),
     "link to a folder": (lambda s: relink(s, ".."), ["is a link to '..'", "a folder", "ownload"]),
     "link to nothing": (lambda s: relink(s, "nowhere"), ["is a link to 'nowhere'", "leads to no file", "ownload"]),
     "pipe in place of a shard": (lambda s: ((s / SHARD).unlink(), os.mkfifo(s / SHARD)), ["device", "ownload"]),

@@ -29,7 +29,6 @@ Words = list[str | Path]
 
 @pytest.fixture
 def small(k2_shaped: Path, tmp_path: Path) -> Path:
-    """A copy of the small source."""
     return Path(shutil.copytree(k2_shaped, tmp_path / "small"))
 
 
@@ -42,7 +41,6 @@ def places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
-    """The document with other JSON at one path."""
     if not way:
         return value
     document = node = json.loads(text)
@@ -53,7 +51,6 @@ def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
 
 
 def run(*words: str | Path) -> tuple[int, str]:
-    """Run the command; return its exit code and its error line."""
     done = run_here(*words)
     lines = said(done.stderr).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -88,8 +85,6 @@ def test_any_json_at_any_place_ends_in_at_most_one_line(name: str, small: Path, 
 
 
 def rename(old: str, new: str) -> Callable[[Path], None]:
-    """Rename a tensor in its shard and in the index."""
-
     def change(source: Path) -> None:
         index = json.loads((source / INDEX).read_text())
         shard = index["weight_map"].pop(old)

@@ -22,7 +22,6 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that lets calls fail."""
     path = tmp_path_factory.mktemp("shim") / "failing_calls.so"
     source = Path(__file__).with_name("failing_calls.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", path, source, "-ldl"], check=True)
@@ -113,8 +112,7 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
 
 
 @pytest.mark.parametrize(
-    "number",
-    [errno.ENOSYS, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOLCK, errno.EOPNOTSUPP, 524))],
+    "number", [errno.ENOSYS, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOLCK, errno.EOPNOTSUPP, 524))]
 )
 def test_a_file_system_without_flock_is_locked_by_a_file(
     number: int, k2_shaped: Path, tmp_path: Path, call: Call

@@ -13,7 +13,6 @@ NUM_TENSORS = 16_000
 
 
 def peak_megabytes(*words: object) -> float:
-    """Run the command; return its peak memory."""
     return peak_of(*words, "--json") / 2**20
 
 

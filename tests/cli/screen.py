@@ -49,7 +49,6 @@ class Screen:
     wrapped: list[str] = field(default_factory=list[str])
 
     def play(self, text: str) -> None:
-        """Show text with its control sequences."""
         position = 0
         while position < len(text):
             sequence = _SEQUENCE.match(text, position)
@@ -87,7 +86,6 @@ class Screen:
 
     @property
     def text(self) -> str:
-        """The lines without trailing blanks."""
         return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
 
     @property
@@ -101,8 +99,6 @@ class Screen:
 
 @dataclass(slots=True)
 class Ended:
-    """A command that ended: its exit code, its raw output, and the screen."""
-
     code: int
     raw: str
     screen: Screen

@@ -32,7 +32,6 @@ def code_lines(text: str) -> Iterator[str]:
 
 
 def spans(text: str) -> list[str]:
-    """Every piece of code within a sentence."""
     prose = re.sub(r"^(    .*|```.*?^```)$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 

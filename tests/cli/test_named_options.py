@@ -63,7 +63,6 @@ NEXT = {
 
 
 def named() -> list[tuple[str, set[str]]]:
-    """Every file of the package with the options in its texts."""
     found: list[tuple[str, set[str]]] = []
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix == ".py":
@@ -79,7 +78,6 @@ def named() -> list[tuple[str, set[str]]]:
 
 
 def of(file: str, table: dict[str, set[str]]) -> set[str] | None:
-    """The entry of a file, or else of its wing."""
     return table.get(file, table.get(f"{file.partition('/')[0]}/"))
 
 

@@ -130,12 +130,7 @@ def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli,
     [("tiny", "mse", Int4Weight), ("k3_tiny", "mse", Mxfp4Weight), ("k3_tiny", "max", Mxfp4Weight)],
 )
 def test_a_dry_run_measures_the_sources_own_format(
-    source: str,
-    rule: str,
-    form: type,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: str, rule: str, form: type, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted: list[type] = []
 

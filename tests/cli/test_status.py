@@ -20,7 +20,6 @@ from k2convert.records.events import Extent
 
 
 def following(done: subprocess.CompletedProcess[str]) -> str:
-    """The command that the output names as the next one."""
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
     return line.removeprefix("next: ")
 

@@ -29,8 +29,6 @@ NUMBERS = (K2_WEIGHTS, "594,205.90 MB", "22.62 dB", "0.999812", "1 to 1,024", "7
 
 
 class Table(NamedTuple):
-    """The arguments of `print_table`, which prints every table of the commands."""
-
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -54,8 +52,6 @@ TABLES = [drawn(seed) for seed in range(100)]
 
 
 class Output(io.StringIO):
-    """Standard output of a terminal or of a pipe."""
-
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()
         self.is_terminal = is_terminal

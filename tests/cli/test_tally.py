@@ -10,8 +10,6 @@ from k2convert.records.lock import parse_summary
 
 
 class Clock:
-    """A clock that the test sets."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -19,7 +17,6 @@ class Clock:
         return self.now
 
     def every(self, seconds: float, call: Callable[[], object], *, times: int) -> None:
-        """Let time pass and call, several times."""
         for _ in range(times):
             self.now += seconds
             call()

@@ -53,7 +53,6 @@ def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cwd(tmp_path: Path) -> Path:
-    """The folder that commands of `cli` run in."""
     (tmp_path / "cwd").mkdir()
     return tmp_path / "cwd"
 
@@ -95,7 +94,6 @@ def tiny_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
 
 @pytest.fixture
 def source(tiny_hub: LoopbackHub, hub: Hub) -> RemoteRepo:
-    """The tiny checkpoint as moon/tiny, at its first commit."""
     return resolve_source(hub, RepoRef("moon/tiny"))
 
 
@@ -107,7 +105,6 @@ def local_result(local_result: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def by_imatrix(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small checkpoint converted with the statistics."""
     folder = tmp_path_factory.mktemp("local") / "out"
     run_here("run", cut, folder, "--statistics", statistics, code=0)
     return folder

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What goes wrong with a matching request."""
-
     STATUS = "status"  # answer with `status` instead of doing the work
     RESET = "reset"  # send `after_bytes` of the body, then reset the connection
     SHORT = "short"  # send `after_bytes` of the body, then close it as if it were whole
@@ -80,14 +78,12 @@ class Traffic:
                 self._faults += [fault] * fault.times
 
     def clear(self) -> None:
-        """Forget the faults to come and the log."""
         with self._lock:
             self._faults.clear()
             self.requests.clear()
             self.injected.clear()
 
     def take(self, request: Request) -> Fault | None:
-        """Log a request, and use up the first fault that matches it."""
         with self._lock:
             self.requests.append(request)
             for fault in self._faults:
@@ -102,5 +98,4 @@ class Traffic:
             return [r for r in self.requests if r.method == method and re.search(pattern, r.path)]
 
     def bytes_sent(self, pattern: str) -> int:
-        """Body bytes sent in answer to GET requests."""
         return sum(r.sent for r in self.matching("GET", pattern))

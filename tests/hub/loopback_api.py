@@ -15,8 +15,6 @@ REGULAR_LIMIT = 10 << 20  # files above this go to LFS, like *.safetensors alway
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A JSON answer."""
-
     body: Any = field(default_factory=dict)
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -46,7 +44,6 @@ class Api:
     )
 
     def answer(self, method: str, path: str, query: dict[str, str], body: bytes, *, token: str | None) -> Reply:
-        """The reply to one request below /api, or to an LFS batch."""
         if path == "/api/whoami-v2":
             known = token is not None and (self.token is None or token == self.token)
             return Reply(self.account) if known else refused(401, "", "Invalid user token.")

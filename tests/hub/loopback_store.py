@@ -56,7 +56,6 @@ class Repo:
     history: list[tuple[str, str]] = field(default_factory=list)
 
     def find(self, revision: str) -> str | None:
-        """The commit of a branch name or commit id."""
         commit = self.refs.get(revision, revision)
         return commit if commit in self.commits else None
 
@@ -129,12 +128,10 @@ class Store:
         return Entry(size, sha256=sha256, xet_hash=xet_hash)
 
     def size_of(self, sha256: str) -> int:
-        """Size of an object that some commit already has."""
         entries = (e for r in self.repos.values() for c in r.commits.values() for e in c.values())
         return next(entry.size for entry in entries if entry.sha256 == sha256)
 
     def open(self, entry: Entry) -> BinaryIO:
-        """The bytes of an entry, read like a file."""
         if entry.data is not None:
             return io.BytesIO(entry.data)
         assert entry.sha256 is not None

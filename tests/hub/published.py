@@ -32,7 +32,6 @@ def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out", *, 
 
 
 def stop_before_main(server: LoopbackHub, cli: RunCli) -> None:
-    """Do the whole job except its last commit."""
     server.traffic.inject(Fault("POST", "/commit/main", status=403))
     cli(*JOB, code=1)
     server.traffic.clear()

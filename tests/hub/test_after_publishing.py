@@ -45,7 +45,6 @@ def hub_after(
 
 @pytest.fixture
 def done(hub_after: LoopbackHub) -> str:
-    """The commit of me/out."""
     return hub_after.store.repos["me/out"].refs["main"]
 
 

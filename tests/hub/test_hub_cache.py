@@ -33,7 +33,6 @@ def download(server: LoopbackHub, cache: Path, *files: str) -> Path:
 
 
 def fetched(server: LoopbackHub) -> set[str]:
-    """The files that were fetched from the server."""
     requests = [request for request in server.traffic.requests if "/resolve/" in request.path]
     return {request.path.rpartition("/")[2] for request in requests if request.method == "GET"}
 

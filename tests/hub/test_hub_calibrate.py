@@ -24,7 +24,6 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here(tiny: Path, ids: Path) -> bytes:
-    """The statistics made from the folder."""
     path = ids.with_name("here")
     run_here("calibrate", tiny, path, "--text", ids, *LAYERS, code=0)
     return path.read_bytes()

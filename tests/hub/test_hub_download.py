@@ -26,7 +26,6 @@ SHARD = "model-00001-of-000005.safetensors"
 
 @pytest.fixture
 def one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch a shard's segments in order, over a single connection."""
     monkeypatch.setattr("k2convert.hub.download.NUM_CONNECTIONS", 1)
 
 

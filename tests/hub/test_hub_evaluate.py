@@ -27,14 +27,12 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here(tiny: Path, local_result: Path, ids: Path) -> Evaluation:
-    """The evaluation of the folders."""
     path = ids.with_name("here.json")
     run_here("evaluate", tiny, local_result, "--text", ids, *SMALL, "--out", path, "--quiet", code=0)
     return unnamed(path)
 
 
 def unnamed(path: Path) -> Evaluation:
-    """An evaluation without the names of its checkpoints."""
     found = find_evaluation(path)
     assert found is not None
 

@@ -17,7 +17,6 @@ WORK = Path("k2convert-work/me--out")
 
 @pytest.fixture
 def evaluated(local_result: Path, tmp_path: Path) -> Path:
-    """A finished folder with an evaluation."""
     folder = Path(shutil.copytree(local_result, tmp_path / "out"))
     write_evaluation(folder, evaluation_of(folder))
     return folder
@@ -129,7 +128,6 @@ def test_a_job_from_hub_to_hub_with_a_stale_one_changes_nothing_on_main(
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A short text."""
     (tmp_path / "novel.txt").write_text("It was the best of times, it was the worst of times, and nobody knew. " * 20)
     return tmp_path / "novel.txt"
 

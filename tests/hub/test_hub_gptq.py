@@ -23,7 +23,6 @@ def local(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def source(server: LoopbackHub, short: Path) -> LoopbackHub:
-    """The loopback Hub with the short checkpoint as moon/short."""
     server.store.add_folder("moon/short", short)
     return server
 

@@ -18,7 +18,6 @@ from published import JOB, assert_published
 
 
 def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
-    """How often each object was uploaded as a whole."""
     return Counter(request.path for request in server.traffic.matching("PUT", "/_lfs/") if request.status == 200)
 
 
@@ -119,7 +118,6 @@ _PLACES = [
 
 
 def random_fault(choice: random.Random) -> Fault:
-    """A random fault at a random place of the job."""
     kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])
     after = choice.randrange(0, 1_000_000)
     if kind in ("503", "429"):

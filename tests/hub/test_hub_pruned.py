@@ -67,7 +67,6 @@ def test_a_wrong_router_row_on_the_hub_fails(server: LoopbackHub, cli: RunCli, m
 
 @pytest.fixture
 def job(server: LoopbackHub, made: Path, tmp_path: Path) -> tuple[str | Path, ...]:
-    """The command that publishes the pruned result of the source on the Hub."""
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"experts": {"1": KEPT[1]}, "chosen_by": SCORES}))
     server.store.add_folder("moon/whole", made / "source")

@@ -39,7 +39,6 @@ def opened(hub: Hub) -> Branch:
 
 
 def sent(hub: Hub, folder: Path) -> Branch:
-    """A work branch with every shard."""
     branch = opened(hub)
     for upload in uploads(folder):
         if not branch.has(upload.name, upload.sha256, upload.num_bytes):

@@ -66,7 +66,6 @@ def test_a_remote_checkpoint_opens_like_the_local_one_with_two_range_requests_a_
 
 
 def open_tiny(hub: Hub, folder: Path) -> Checkpoint:
-    """Open moon/tiny as it is now."""
     return open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=folder / "small")
 
 

@@ -19,7 +19,6 @@ NORM = "model-00002-of-000005.safetensors: model.layers.1.post_attention_layerno
 
 @pytest.fixture
 def source(server: LoopbackHub, cut: Path) -> LoopbackHub:
-    """The loopback Hub with the small checkpoint as moon/cut."""
     server.store.add_folder("moon/cut", cut)
     return server
 
@@ -84,7 +83,6 @@ def test_a_changed_exponent_is_found(source: LoopbackHub, cli: RunCli, by_imatri
 
 
 def put(server: LoopbackHub, name: str, folder: Path, statistics: Path, *, as_file: str) -> str:
-    """Put the statistics into a repository under a name; returns the commit."""
     folder.mkdir(parents=True)
     shutil.copy(statistics, folder / as_file)
     return server.store.add_folder(name, folder).refs["main"]

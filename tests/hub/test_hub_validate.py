@@ -39,7 +39,6 @@ def published(tmp_path: Path, local_result: Path) -> Path:
 
 
 def without_names(document: dict[str, Any]) -> dict[str, Any]:
-    """A validation without the names that it was asked for by."""
     contract = {key: value for key, value in document["contract"].items() if key != "folder"}
     return {key: value for key, value in document.items() if key != "folder"} | {"contract": contract}
 

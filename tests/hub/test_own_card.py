@@ -22,7 +22,6 @@ WORDS = "README.md: yours, its metadata is completed"
 
 @pytest.fixture
 def out(local_result: Path, tmp_path: Path) -> Path:
-    """A finished folder."""
     return Path(shutil.copytree(local_result, tmp_path / "out"))
 
 

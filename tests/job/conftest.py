@@ -31,5 +31,4 @@ def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(local_result: Path) -> dict[str, bytes]:
-    """The files of an undisturbed run on the tiny checkpoint."""
     return contents(local_result)

@@ -38,14 +38,11 @@ FEW_KINDS = ("write", "rename", "unlink")
 
 @dataclass(frozen=True)
 class Command:
-    """A command that works in a folder of its own."""
-
     words: list[str]
     folder: Path
 
     @property
     def walks(self) -> bool:
-        """Whether it computes the layers of a model."""
         return any(verb in word for word in self.words for verb in ("calibrate", "evaluate"))
 
     @property
@@ -72,14 +69,12 @@ class Command:
             os._exit(code)
 
     def run(self, fault: int = KILL, at: int = NEVER) -> int:
-        """One run to its end; returns its exit code."""
         return wait(self.start(fault, at))
 
     def said(self) -> list[str]:
         return (self.folder / "said").read_text().splitlines()
 
     def logged(self) -> list[str]:
-        """The calls of a whole run, in order."""
         with (self.folder / "calls").open("w+") as log:
             assert wait(self.start(out=self.folder / "whole", log=log.fileno())) == 0, self.said()
             log.seek(0)
@@ -87,7 +82,6 @@ class Command:
 
 
 def wait(child: int) -> int:
-    """The exit code of a run, or -9 if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -142,7 +136,6 @@ def try_points(command: Command, whole: dict[str, bytes], points: list[tuple[int
 
 
 def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
-    """Let a run finish, compare its files, and remove them."""
     wrong: list[str] = []
     if (code := command.run()) != 0:
         wrong.append(f"resume: exit code {code}: {command.said()[-1:]}")
@@ -185,7 +178,6 @@ def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
 
 
 def chosen_points(calls: list[str], points: str) -> list[int]:
-    """The numbers of the calls at which runs are killed."""
     return {
         "every": list(range(1, len(calls) + 1)),
         "spread": spread(calls, KINDS),
@@ -194,7 +186,6 @@ def chosen_points(calls: list[str], points: str) -> list[int]:
 
 
 def crash(command: Command, points: str) -> dict[str, object]:
-    """Crash at the calls; crash during some of the resumes too."""
     begin = time.monotonic()
     calls = command.logged()
     seconds = time.monotonic() - begin
@@ -234,7 +225,6 @@ def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[
 
 
 def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wrong: list[str]) -> int:
-    """Kill twenty runs at random moments; returns how many were still running."""
     draw = random.Random(0)
     kills = 0
     for moment in [draw.uniform(0, seconds) for _ in range(20)]:

@@ -13,12 +13,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def files_of(folder: Path, *, without: tuple[str, ...] = ()) -> dict[str, bytes]:
-    """The files of a result that are published."""
     return {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file() and path.name not in without}
 
 
 def raw_tensors(folder: Path) -> dict[str, bytes]:
-    """The bytes of every tensor by name."""
     found: dict[str, bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()

@@ -22,8 +22,6 @@ KEY = "quantization_config"
 
 
 def rest_of(folder: Path) -> str:
-    """The text of config.json without the quantization configs."""
-
     def unquantized(node: Any) -> Any:
         return (
             {key: unquantized(value) for key, value in node.items() if key != KEY} if isinstance(node, dict) else node

@@ -17,7 +17,6 @@ OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 
 @pytest.fixture(scope="module")
 def crashes(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the driver found at a call of each kind."""
     [found] = crash(tmp_path_factory.mktemp("crashes"), ["run", small, "OUT", *OPTIONS], points="spread")
     return found
 
@@ -72,7 +71,6 @@ COMMANDS = ("calibrate", "run --calibrate")
 
 
 def words(command: str, source: Path, folder: Path) -> list[object]:
-    """A calibration on 128 tokens."""
     ids = folder / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(0, 2048, (4, 32)))
     if command == "calibrate":

@@ -29,7 +29,6 @@ COPIED = {
 
 @pytest.fixture
 def damaged(cut: Path, tmp_path: Path) -> Path:
-    """A copy of a small source, to damage."""
     return shutil.copytree(cut, tmp_path / "source")
 
 

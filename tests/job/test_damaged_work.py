@@ -21,7 +21,6 @@ NAMES = (*STREAMS, *RESULTS, ".k2convert/calibration.json")
 
 @pytest.fixture(scope="module")
 def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     assert run("run", source, folder, "--calibrate", text, *OPTIONS, "--quiet") == 0
     return contents(folder)
@@ -29,7 +28,6 @@ def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def source(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source whose weights can be damaged for a while."""
     return Path(shutil.copytree(cut, tmp_path_factory.mktemp("source") / "source"))
 
 

@@ -59,7 +59,6 @@ def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict
 
 
 def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights with the experts as transformers holds them."""
     found = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
     for layer in LAYERS:
         stem = f"model.layers.{layer}.mlp.experts"

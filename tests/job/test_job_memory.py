@@ -74,7 +74,6 @@ def test_a_task_of_slurm_plans_below_its_memory(
 
 
 def planned_memory(source: Path, out: Path) -> dict[str, Any]:
-    """The plan of a dry run, its memory, and what it notes."""
     done = run_here("run", source, out, "--dry-run", "--json")  # it may be refused for lack of disk in the end
     plan = json.loads(done.stdout)
     found = plan["estimate"]

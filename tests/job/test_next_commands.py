@@ -13,7 +13,6 @@ from command import run_cli as run_process
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The command that the output names as the next one; empty if there is none."""
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("next: ") for line in said(done.stderr).splitlines() if line.startswith("next: ")]
     assert len(lines) <= 1

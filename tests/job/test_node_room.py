@@ -17,7 +17,6 @@ EARLIER = "k2convert-ray-fedcba9876543210"
 
 @pytest.fixture
 def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -33,7 +32,6 @@ def victim(tmp_path: Path) -> Path:
 
 
 def enter(rooms: str = ROOMS) -> str:
-    """Use a room as a task does; returns its real path."""
     with open_room(rooms, shard_bytes=1, max_disk=2) as folder:
         (folder / "shard").write_bytes(b"x")
         return str(folder.resolve())

@@ -56,7 +56,6 @@ def test_what_no_engine_reads_is_left_alone(name: str, small: Path, finished: Pa
 
 
 def assert_is_right(out: Path, names: Collection[str], finished: Path) -> None:
-    """A result that is equal to the finished one, with these files of others as they were."""
     files = contents(out)
     for name in names:
         assert (out / name).is_symlink() or files[name] == b"the only copy"

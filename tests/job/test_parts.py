@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def unfinished(out: Path) -> bool:
-    """Whether no file is there that makes a folder look like a result."""
     return not any((out / name).exists() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
 
 

@@ -18,8 +18,6 @@ from k2convert.job.resources import Item, least_room
 
 @dataclass
 class Disk:
-    """A simulated disk that counts what it holds and remembers the maximum."""
-
     files: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +89,6 @@ def pipeline(
 
 
 def chain(number: int) -> tuple[list[Item], dict[str, int]]:
-    """Shards of ten bytes, each from a source of its own."""
     return [Item(f"o{i}", (f"s{i}",), 10) for i in range(number)], {f"s{i}": 10 for i in range(number)}
 
 

@@ -66,7 +66,6 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, bytes]]:
-    """The files of a calibration, of a conversion with its statistics, and of its evaluation."""
     out = folder / "out"
     saved = folder / "saved.stats"
     if not out.exists():

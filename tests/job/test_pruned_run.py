@@ -36,7 +36,6 @@ def write_list(path: Path, kept: dict[int, tuple[int, ...]], **others: Any) -> P
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A list of the experts that the fixture `reap` keeps."""
     return write_list(
         tmp_path_factory.mktemp("kept") / "list.json", reap_survivors(), of=16, chosen_by="a made-up list"
     )
@@ -44,7 +43,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pruned(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint, pruned and not converted."""
     folder = tmp_path_factory.mktemp("pruned") / "int4"
     assert run("run", tiny, folder, "--keep-experts", kept, *INT4, "--quiet") == 0
     return folder
@@ -52,7 +50,6 @@ def pruned(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def converted(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint, pruned and converted at once."""
     folder = tmp_path_factory.mktemp("converted") / "out"
     assert run("run", tiny, folder, "--keep-experts", kept, "--quiet") == 0
     return folder

@@ -40,8 +40,6 @@ ZERO = 8
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of a walk, in memory."""
-
     found: Mapping[str, Nvfp4Weight]
 
     def read(self, module: str) -> Nvfp4Weight:
@@ -54,7 +52,6 @@ def plan(source: Path, folder: Path, statistics: Statistics, *, layout: Layout, 
 
 
 def with_codes(job: Job, codes: Codes) -> Job:
-    """The same job by the rule whose codes come from a walk."""
     assert job.calibration is not None
     recipe = job.plan.recipe.model_copy(update={"rule": "gptq"})
     return replace(
@@ -66,7 +63,6 @@ def with_codes(job: Job, codes: Codes) -> Job:
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """The bytes of each tensor, and its shape."""
     shapes = {n: t.shape for path in folder.glob("*.safetensors") for n, t in read_header(path).tensors.items()}
     return {name: (np.frombuffer(data, np.uint8), shapes[name]) for name, data in raw_tensors(folder).items()}
 

@@ -23,7 +23,6 @@ from k2convert.records.lock import lock_destination
 
 @pytest.fixture(scope="module")
 def seconds(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The time of a run."""
     folder = tmp_path_factory.mktemp("timed")
     assert finish("run", tiny, folder / "warm-up") == 0
     begin = time.monotonic()

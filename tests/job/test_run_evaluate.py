@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text."""
     path = tmp_path_factory.mktemp("text") / "novel.txt"
     path.write_text("".join(f"In chapter {number} the ship sails on, and nobody knows where. " for number in range(40)))
     return path
@@ -24,7 +23,6 @@ def document(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def evaluated(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A result of `run --evaluate`."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     done = run_here("run", short, out, "--evaluate", text, code=0)
     assert "evaluation at the end, on " in done.stderr

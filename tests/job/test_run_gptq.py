@@ -27,7 +27,6 @@ SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
 
 @pytest.fixture(scope="module")
 def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished conversion `out` and its statistics `saved`."""
     folder = tmp_path_factory.mktemp("done")
     options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={folder / 'saved'}", "--quiet")
     assert run("run", short, folder / "out", *options) == 0

@@ -68,7 +68,6 @@ class Expected:
         return Int4Weight(packed, np.frombuffer(self.raw[f"{module}.weight_scale"], np.uint16).reshape(rows, -1))
 
     def mlp(self, module: str) -> dict[str, Nvfp4Weight]:
-        """The three projections of an MLP, quantized."""
         layer = self.layers[int(module.removeprefix(f"{self.prefix}layers.").split(".")[0])]
         sources = {kind: self.weight(f"{module}.{kind}_proj") for kind in ("gate", "up", "down")}
         if self.is_scaled and layer.num_experts > 1:
@@ -99,7 +98,6 @@ class Expected:
         return importance(steadied.astype(np.float32).reshape(-1))
 
     def copied(self, name: str) -> bytes:
-        """A tensor that is not converted: as it is, or with scaled columns."""
         raw, (layer, _, rest) = self.raw[name], name.removeprefix(f"{self.prefix}layers.").partition(".")
         signs = {"post_attention_layernorm": 1, "mlp.gate": -1}
         signs |= {f"mlp.shared_experts.{kind}_proj": -1 for kind in ("gate", "up")}
@@ -113,7 +111,6 @@ class Expected:
         return (np.ldexp(values, steps).view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
     def mlps(self, *, roles: str) -> dict[str, dict[str, Nvfp4Weight]]:
-        """The MLPs that a recipe with these roles converts."""
         modules = {name.rpartition(".")[0].rpartition(".")[0] for name in self.raw if "_proj.weight" in name}
         found = sorted(module for module in modules if module.startswith(self.prefix) and ".mlp" in module)
         return {module: self.mlp(module) for module in found if roles == "all" or ".experts." in module}
@@ -158,7 +155,6 @@ def assert_equal(found: Result, expected: Result) -> None:
 
 
 def unconverted(raw: Result) -> Result:
-    """The tensors that the default recipe copies."""
     return {name: data for name, data in raw.items() if ".mlp.experts." not in name}
 
 

@@ -71,14 +71,7 @@ def cut_tokenizer(source: Path) -> str:
     return "tokenizer.json: not a JSON object: engines need the tokenizer"
 
 
-DAMAGES = [
-    without_tokenizer,
-    without_code,
-    without_tokenizer_code,
-    empty_tokenizer,
-    page_as_tokenizer,
-    cut_tokenizer,
-]
+DAMAGES = [without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -53,15 +53,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """An interrupted command: its exit code, stderr, and the ticks until its end."""
-
     code: int
     errors: str
     ticks: int
 
 
 def interrupt(case: Case, number: signal.Signals, is_due: Callable[[], bool]) -> Ended:
-    """Start a command, and interrupt it when it `is_due`."""
     process = start_cli(*case.words, stderr=subprocess.PIPE, env=cli_environment() | {"OMP_NUM_THREADS": "1"})
     while process.poll() is None and not is_due():
         time.sleep(TICK / 10)
@@ -96,14 +93,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A conversion, to evaluate and to validate."""
     out = tmp_path_factory.mktemp("converted") / "out"
     run_here("run", short, out, "--device", "cpu", code=0)
     return out
 
 
 def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> Case:
-    """The command of a verb, and what shows that it computes."""
     folder.mkdir(exist_ok=True)
     out = folder / "out"
     cpu = ("--device", "cpu")
@@ -136,7 +131,6 @@ def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> C
 
 
 def finish(case: Case) -> dict[str, bytes]:
-    """Let a command end; returns the bytes of all files."""
     run_here(*case.words, code=0)
     assert not list(case.folder.rglob("*.tmp"))
     assert not list(case.folder.rglob("*.work"))

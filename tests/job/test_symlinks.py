@@ -23,7 +23,6 @@ FILES += [f"{name}.tmp" for name in (*WRITTEN, *RECORDS, *LATE)]
 
 
 def plant(path: Path, target: Path) -> None:
-    """Put a link in place of whatever is there."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -32,7 +31,6 @@ def plant(path: Path, target: Path) -> None:
 
 
 def refusal(source: Path, destination: Path) -> str:
-    """Run a job that must fail; returns its one error."""
     shown = said(run_here("run", source, destination, code=1).stderr)
     [error] = [line for line in shown.splitlines() if line.startswith("error: ")]
     return error

@@ -146,7 +146,6 @@ def test_a_source_with_one_wrong_tensor_is_refused(family: str, name: str, damag
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensors]]:
-    """For each family: a folder with config.json, and the tensors of the result."""
     made: dict[str, tuple[Path, Tensors]] = {}
     for family, (specs, config) in SMALL.items():
         found = plan(checkpoint(infos(specs), config), family)

@@ -46,10 +46,7 @@ EMPTY_LAYER = GptqLayer(None, (None, None), (None, None), OutputErrors(0.0, 0.0,
 GPTQ_RECORD = replace(
     RECORD,
     held_out_windows=4,
-    layers={
-        1: replace(RECORD.layers[1], gptq=GPTQ_LAYER),
-        10: replace(RECORD.layers[10], gptq=EMPTY_LAYER),
-    },
+    layers={1: replace(RECORD.layers[1], gptq=GPTQ_LAYER), 10: replace(RECORD.layers[10], gptq=EMPTY_LAYER)},
 )
 
 
@@ -68,7 +65,6 @@ def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, rec
 
 
 def in_layer(**fields: Any) -> dict[str, Any]:
-    """The record with other fields in the first layer's gptq."""
     document = plain(GPTQ_RECORD)
     document["layers"]["1"]["gptq"] |= fields
     return document

@@ -30,12 +30,10 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def result(finished: Path, tmp_path: Path) -> Path:
-    """A finished conversion, free to be damaged."""
     return Path(shutil.copytree(finished, tmp_path / "result"))
 
 
 def messages(result: Path, tiny: Path) -> list[str]:
-    """What `run` and `status` say to a damaged folder."""
     lines: list[str] = []
     for words in (["run", tiny, result], ["status", result]):
         done = run_here(*words)

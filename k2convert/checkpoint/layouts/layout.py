@@ -26,15 +26,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """Description of a layout: the parameter names of a converted projection, and what depends on the layout.
-
-    is_divisor           scalars are stored as 1/g with shape [1]
-    library              its loader in an engine reads the config, and it decodes the tensors for `validate --reference`
-    quantization_config  (declaration, version of k2convert) -> entry of config.json; `declared_keys` must be so
-    read_activations     activations that an entry states; None if the entry is not of this layout
-    exclude_entry        (name part, whether more may follow) -> entry of the list of excluded modules
-    hf_quant_config      content of hf_quant_config.json, if the layout has it
-    """
+    """Description of a layout: the parameter names of a converted projection, and what depends on the layout."""
 
     name: Layout
     title: str
@@ -42,12 +34,12 @@ class CheckpointLayout:
     block_scale: str
     global_scale: str
     input_scale: str
-    is_divisor: bool
-    library: Literal["modelopt", "compressed-tensors"]
-    declared_keys: tuple[str, ...]
-    quantization_config: Callable[[Quantization, str], dict[str, Any]]
-    read_activations: Callable[[Mapping[str, Any]], Activations | None]
-    exclude_entry: Callable[[str, bool], str]
+    is_divisor: bool  # scalars are stored as 1/g with shape [1]
+    library: Literal["modelopt", "compressed-tensors"]  # its loader in an engine reads the config; it decodes, too
+    declared_keys: tuple[str, ...]  # of the entry of config.json, which must be so
+    quantization_config: Callable[[Quantization, str], dict[str, Any]]  # (declaration, version) -> entry of config.json
+    read_activations: Callable[[Mapping[str, Any]], Activations | None]  # None if an entry is of another layout
+    exclude_entry: Callable[[str, bool], str]  # (name part, whether more may follow) -> excluded modules
     hf_quant_config: Callable[[Quantization, str], dict[str, Any]] | None = None
     needs_marlin: bool = False  # SGLang, left to choose, would quantize the activations of a weight-only checkpoint
     vllm_reads_kv_cache: bool = True
