@@ -25,10 +25,6 @@ def publish(options: PublishOptions) -> None:
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
     folder = options.folder
-    base_model = None if options.base_model is None else _parse_repo(options.base_model)
-    if base_model is not None and base_model.revision is not None:
-        advice = f"Leave out @{base_model.revision}."
-        raise HubError(f"--base-model {base_model}: a card names the repository only. {advice}")
     ref = _parse_repo(options.repo)
     revision = target_revision(ref)
     if has_left(folder):
@@ -46,6 +42,10 @@ def publish(options: PublishOptions) -> None:
     check_endpoint()
     bound_memory()
     hub = Hub(notify=console.notifier())
+    base_model = None if options.base_model is None else _parse_repo(options.base_model)
+    if base_model is not None and base_model.revision is not None:
+        advice = f"Leave out @{base_model.revision}."
+        raise HubError(f"--base-model {base_model}: a card names the repository only. {advice}")
     publication = prepare_publication(
         folder,
         repo=ref.repo,

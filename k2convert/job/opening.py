@@ -1,6 +1,6 @@
 """Open a calibration and plan it; read a text; describe a source."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -19,7 +19,7 @@ from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import TextUse, load_recipe
 from k2convert.records.document import shown
 from k2convert.records.fingerprint import Source, job_fingerprint
-from k2convert.records.ledger import TOTAL, Ledger, find_ledger
+from k2convert.records.ledger import TOTAL, find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan, WalkText
@@ -122,35 +122,19 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
     """Describe a checkpoint in a folder or on the Hub from its headers; raises CheckpointError, PlanError, HubError."""
     from k2convert.plan.inspection import inspect_checkpoint
 
+    pruning: dict[str, object] | None = None
+    conversion: dict[str, object] | None = None
     with open_source(source, hub=hub) as opened:
-        ledger = _sound_ledger(opened.checkpoint.folder)
-        return inspect_checkpoint(
-            opened.checkpoint,
-            shown_as=source,
-            pruning=None if ledger is None else _stated_pruning(ledger),
-            conversion=None if ledger is None else _stated_conversion(ledger),
-        )
-
-
-def _sound_ledger(folder: Path) -> Ledger | None:
-    try:
-        return find_ledger(folder)
-    except CheckpointError:
-        return None
-
-
-def _stated_conversion(ledger: Ledger) -> Mapping[str, object]:
-    names = ("rule", "layout", "activations", "target")
-    found = {name: getattr(ledger.recipe, name) for name in names}
-    if (total := ledger.totals.get(TOTAL)) is not None:
-        found |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
-    return shown(found)
-
-
-def _stated_pruning(ledger: Ledger) -> Mapping[str, object] | None:
-    record = ledger.pruning
-    if record is None:
-        return None
-    shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}
-    counts = {"kept": record.kept.num_experts, "of": record.num_source_experts, "chosen_by": record.scores}
-    return counts | ({"left_out": shares} if shares else {})
+        try:
+            ledger = find_ledger(opened.checkpoint.folder)
+        except CheckpointError:
+            ledger = None
+        if ledger is not None:
+            conversion = {name: getattr(ledger.recipe, name) for name in ("rule", "layout", "activations", "target")}
+            if (total := ledger.totals.get(TOTAL)) is not None:
+                conversion |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
+        if ledger is not None and (kept := ledger.pruning) is not None:
+            pruning = {"kept": kept.kept.num_experts, "of": kept.num_source_experts, "chosen_by": kept.scores}
+            if kept.left_out:
+                pruning["left_out"] = {str(layer): asdict(part) for layer, part in kept.left_out.items()}
+        return inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=pruning, conversion=shown(conversion))

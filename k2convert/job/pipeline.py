@@ -207,7 +207,14 @@ class Pipeline:
                     else:
                         self._num_uploading += 1
                 if item is None or self._upload(uploads, item):
-                    self._drop_outputs(uploads.commit())
+                    names = uploads.commit()
+                    for name in names:
+                        self._stages.drop_output(name)
+                    with self._changed:
+                        self._disk.used -= sum(self._sizes[name] for name in names)
+                        queue.num_left -= len(names)
+                        self._is_committing = False
+                        self._changed.notify_all()
 
     def _upload(self, uploads: UploadStage, item: Item) -> bool:
         """Send one shard; returns whether this thread has to commit now."""
@@ -225,12 +232,3 @@ class Pipeline:
         is_last = self._conversions.num_left == 0 and self._num_uploading == 0
         is_wanted = self._disk.is_blocked or is_last or uploads.is_group_due()
         return not self._is_committing and uploads.num_pending > 0 and is_wanted
-
-    def _drop_outputs(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._stages.drop_output(name)
-        with self._changed:
-            self._disk.used -= sum(self._sizes[name] for name in names)
-            self._uploads.num_left -= len(names)
-            self._is_committing = False
-            self._changed.notify_all()

@@ -23,7 +23,7 @@ from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.own_card import card_words, check_card, find_card, published_card, settle_card
 from k2convert.hub.preflight import Target, check_target
-from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
+from k2convert.hub.source import matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
@@ -49,7 +49,15 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     if job.source.remote is None:
         source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
     else:
-        _check_small_files(source.folder, job.source.remote)
+        copies = source.folder
+        own = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (copies / name).exists()]
+        for relative in [*own, *list_sidecars(copies)]:
+            file = job.source.remote.files.get(relative.as_posix())
+            if file is None or not matches(copies / relative, file):
+                raise HubError(
+                    f"{copies / relative}: differs from the file of {job.source.remote.repo}, so main was not changed. "
+                    "Run the same command again: the file is fetched again."
+                )
     headers = output_headers(job.plan)
     records = uploads.records.values()
     validation = validate_sent(folder, headers=headers, source=source, records=records)
@@ -95,18 +103,6 @@ def settle_published(job: Job, target: Target) -> str:
     return str(target.head)
 
 
-def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
-    """Compare the copies of a remote source's small files with the hashes that the Hub lists (HubError)."""
-    own = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (folder / name).exists()]
-    for relative in [*own, *list_sidecars(folder)]:
-        file = remote.files.get(relative.as_posix())
-        if file is None or not matches(folder / relative, file):
-            raise HubError(
-                f"{folder / relative}: differs from the file of {remote.repo}, so main was not changed. Run the same "
-                "command again: the file is fetched again."
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Publication:
     """A finished local folder and its repository, checked. `others` are files next to the shards, with their sha256."""
@@ -146,11 +142,17 @@ def prepare_publication(
         )
     base, commit = (base_model, None) if base_model else (ledger.source.repo, ledger.source.revision)
     source = None if base is None else resolve_source(hub, RepoRef(base, commit))
-    card = SourceCard() if source is None else _fetch_card(hub, source)
+    card = SourceCard()
+    if source is not None and CARD_NAME in source.files:
+        data = read_file(hub, source.repo, source.commit, source.files[CARD_NAME])
+        card = read_source_card(data.decode(errors="replace"))
     file_bytes = {name: shard.num_bytes for name, shard in ledger.shards.items()}
     target = check_target(
         hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source, revision=revision
     )
+    evaluation = folder / EVALUATION_NAME  # it may be newer than the result
+    there = target.files.get(EVALUATION_NAME)
+    has_evaluation = not evaluation.exists() or (there is not None and matches(evaluation, there))
     own_card = find_card(folder)
     check_card(hub, own_card, where=folder / CARD_NAME)
     return Publication(
@@ -164,21 +166,8 @@ def prepare_publication(
         made=[CARD_NAME, *([] if current_report(folder) else report_names(folder))],
         own_card=own_card,
         their_card=published_card(hub, target),
-        is_published=is_published(hub, target, ledger.fingerprint) and _has_evaluation(target, folder),
+        is_published=is_published(hub, target, ledger.fingerprint) and has_evaluation,
     )
-
-
-def _has_evaluation(target: Target, folder: Path) -> bool:
-    path = folder / EVALUATION_NAME
-    file = target.files.get(EVALUATION_NAME)
-    return not path.exists() or (file is not None and matches(path, file))
-
-
-def _fetch_card(hub: Hub, source: RemoteRepo) -> SourceCard:
-    file = source.files.get(CARD_NAME)
-    if file is None:
-        return SourceCard()
-    return read_source_card(read_file(hub, source.repo, source.commit, file).decode(errors="replace"))
 
 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:

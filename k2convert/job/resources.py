@@ -116,28 +116,24 @@ def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, 
 
         if torch.cuda.is_available():
             devices = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
-            return _checked(devices, device) if rounds else (devices, None)
+            if not rounds:
+                return devices, None
+            from k2convert.quantize.gptq.device_kernel import check_device
+
+            try:
+                for name in devices:
+                    check_device(name)
+            except PlanError as error:
+                if device == "cuda":
+                    raise
+                return ("cpu",), f"{str(error).removesuffix(' Use --device cpu.')} So {_cores()} are used"
+            names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(name) for name in devices))
+            return devices, f"rule gptq runs on {names}, which rounds as the CPU does. --device cpu uses {_cores()}"
     if device == "cuda":
         raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
     if device == "auto" and has_driver() and missing_module("torch") is None:
         return ("cpu",), f"torch sees no CUDA device, so {_cores()} are used. A CUDA build of torch uses the GPU"
     return ("cpu",), None
-
-
-def _checked(devices: tuple[str, ...], device: Device) -> tuple[tuple[str, ...], str | None]:
-    import torch
-
-    from k2convert.quantize.gptq.device_kernel import check_device
-
-    try:
-        for name in devices:
-            check_device(name)
-    except PlanError as error:
-        if device == "cuda":
-            raise
-        return ("cpu",), f"{str(error).removesuffix(' Use --device cpu.')} So {_cores()} are used"
-    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(name) for name in devices))
-    return devices, f"rule gptq runs on {names}, which rounds as the CPU does. --device cpu uses {_cores()}"
 
 
 def _cores() -> str:

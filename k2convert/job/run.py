@@ -132,7 +132,13 @@ def execute(
         check_job_memory(job)
     resources.settle_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
     with _opened(job, part, verify, events) as run:
-        walk = _open_walk(run)
+        walk = None
+        if run.job.gptq is not None:
+            from k2convert.calibration.conversion import open_walk
+
+            names = [item.name for item in run.items]
+            smoothing = bool(job.plan.recipe.smoothing)
+            walk = open_walk(run.job.gptq, names, smoothing=smoothing, calibrated=run.job.calibrated, events=run.events)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
             Pipeline(
@@ -266,17 +272,6 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
         elif uploads is not None:
             to_upload.append(item)
     return items, to_upload
-
-
-def _open_walk(run: _Run) -> "OpenWalk | None":
-    job = run.job
-    if job.gptq is None:
-        return None
-    from k2convert.calibration.conversion import open_walk
-
-    names = [item.name for item in run.items]
-    is_scaled = bool(job.plan.recipe.smoothing)
-    return open_walk(job.gptq, names, smoothing=is_scaled, calibrated=job.calibrated, events=run.events)
 
 
 def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:

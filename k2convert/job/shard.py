@@ -35,7 +35,7 @@ from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, is_weight
+from k2convert.records.shard_record import ProjectionRecord, ShardRecord, is_weight
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -135,7 +135,22 @@ def convert_shard(
     )
     if not task.for_upload:
         return record
-    return replace(record, checked=_validated(task, record))
+    from k2convert.validation.finished_shard import check_finished_shard
+
+    try:
+        checked = check_finished_shard(
+            path,
+            record,
+            source_folder=task.source_folder,
+            recipe=recipe,
+            calibration=task.calibration,
+            kept=task.kept,
+            family=find_family(task.family),
+        )
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return replace(record, checked=checked)
 
 
 def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
@@ -173,25 +188,6 @@ def _opened(task: ShardTask, threads: Threads | None, stop: Event) -> Generator[
     ):
         quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule)
         yield _Work(task, quantizer, reader, pools, stop, source_hash)
-
-
-def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
-    from k2convert.validation.finished_shard import check_finished_shard
-
-    path = task.destination / record.shard
-    try:
-        return check_finished_shard(
-            path,
-            record,
-            source_folder=task.source_folder,
-            recipe=task.recipe,
-            calibration=task.calibration,
-            kept=task.kept,
-            family=find_family(task.family),
-        )
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]

@@ -105,18 +105,13 @@ def why_foreign(name: str) -> str:
 class Inventory:
     """The tensors of a family's models, except for routed experts: names and shapes from config.json.
 
-    outer    (config.json) -> shapes of the tensors outside the layers
-    layer    (config.json, number, whether the layer has experts) -> shapes, by names below the layer
-    vision   (config.json) -> shapes of vision tower and projector, which a checkpoint has whole or not at all; empty
-             if config.json does not describe them
-
     A shape is text, as `num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank`: dimensions, each a
     product of sums of fields and numbers. `F32: ` begins the shape of a tensor that is published in FP32, not BF16.
     """
 
-    outer: Callable[[Mapping[str, Any]], dict[str, str]]
-    layer: Callable[[Mapping[str, Any], int, bool], dict[str, str]]
-    vision: Callable[[Mapping[str, Any]], dict[str, str]]
+    outer: Callable[[Mapping[str, Any]], dict[str, str]]  # outside the layers
+    layer: Callable[[Mapping[str, Any], int, bool], dict[str, str]]  # with its number, and whether it has experts
+    vision: Callable[[Mapping[str, Any]], dict[str, str]]  # tower and projector, whole or not there; empty if not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,14 +76,10 @@ class TextUse(_Part):
 
 
 class Recipe(_Part):
-    """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept.
-
-    `purpose` is one sentence for people: whom the recipe serves. The result does not depend on it.
-    `keep_experts` is the path of a file that lists or scores the experts, `experts` how many to keep by scores.
-    """
+    """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-    purpose: str = ""
+    purpose: str = ""  # whom the recipe serves, one sentence; the result does not depend on it
     family: Annotated[str, AfterValidator(_is_family)] | None = None
     target: Target = "nvfp4"
     layout: Layout = "modelopt"
@@ -95,8 +91,8 @@ class Recipe(_Part):
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
     budget: Budget = Budget()
-    keep_experts: Annotated[str, Field(min_length=1)] | None = None
-    experts: Annotated[int, Field(ge=1)] | None = None
+    keep_experts: Annotated[str, Field(min_length=1)] | None = None  # a file that lists or scores them
+    experts: Annotated[int, Field(ge=1)] | None = None  # how many to keep, by scores
     calibration: TextUse = TextUse()
 
     @property

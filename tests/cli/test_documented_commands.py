@@ -21,8 +21,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "recipes" / "README.md", *ROOT.glob(".github/*.md"), *ROOT.glob("k2convert/guide/*.md")]
 )
 COMMANDS: Any = typer.main.get_command(app)
-OTHERS = {"--peers", "--with", "--wrap"}
-"""Options of other programs that the pages name in a sentence."""
+OTHERS = {"--peers", "--with", "--wrap"}  # options of other programs that the pages name in a sentence
 
 
 def code_lines(text: str) -> Iterator[str]:

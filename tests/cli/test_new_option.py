@@ -9,8 +9,7 @@ from house import ROOT
 from k2convert.job.prepare import JobOptions
 
 OPTIONS = ("JobOptions", "RunOptions")
-FLAGS = {"text": "calibrate", "private": "public"}
-"""Options that the command line calls differently."""
+FLAGS = {"text": "calibrate", "private": "public"}  # options that the command line calls differently
 
 
 def named_options(module: ast.Module) -> set[str]:

@@ -160,6 +160,10 @@ def test_status_of_a_moved_calibration_resumes_it_where_it_lies(run_cli: RunCli,
     assert words[words.index("calibrate") + 2] == str(moved)
 
 
+def interrupted(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "novel.txt"
@@ -170,9 +174,6 @@ def text(tmp_path: Path) -> Path:
 def test_status_knows_evaluations_with_a_file_and_in_a_result(
     short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_arguments: object) -> None:
-        raise KeyboardInterrupt
-
     result = tmp_path / "result"
     rows = tmp_path / "all.json"
     run_here("run", short, result, code=0)
@@ -198,9 +199,6 @@ def test_status_knows_evaluations_with_a_file_and_in_a_result(
 def test_status_of_a_run_does_not_forget_its_evaluation(
     short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_arguments: object) -> None:
-        raise KeyboardInterrupt
-
     out = tmp_path / "out"
     for step in ("job.final_evaluation._reference", "evaluation.streamed._score"):
         with monkeypatch.context() as patch:

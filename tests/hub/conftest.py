@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -108,3 +109,10 @@ def by_imatrix(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("local") / "out"
     run_here("run", cut, folder, "--statistics", statistics, code=0)
     return folder
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.arange(200) * 7)
+    return path

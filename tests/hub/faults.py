@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 
 class Kind(StrEnum):
@@ -99,3 +100,17 @@ class Traffic:
 
     def bytes_sent(self, pattern: str) -> int:
         return sum(r.sent for r in self.matching("GET", pattern))
+
+
+def refused_after(path: Path, traffic: Traffic) -> threading.Thread:
+    """Refuse the last shards of the tiny checkpoint when a file is there; on a slow line they are not fetched then."""
+    traffic.down = Line(3_000_000)
+
+    def refuse() -> None:
+        while not path.exists():
+            time.sleep(0.001)
+        traffic.inject(Fault("GET", r"model-0000[45]-of-000005\.safetensors$", status=403, times=1000))
+
+    thread = threading.Thread(target=refuse, daemon=True)
+    thread.start()
+    return thread

@@ -1,25 +1,15 @@
 """A pass over a source on the Hub: layer by layer in bounded disk, with the statistics of the same files here."""
 
 import json
-import threading
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command import RunCli, run_here, said
 from disk import Watched
-from faults import Fault, Line
+from faults import refused_after
 from loopback import LoopbackHub
 
 LAYERS = ("--tokens", "64", "--window", "32", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ids") / "ids.npy"
-    np.save(path, np.arange(200) * 7)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +51,12 @@ def test_too_little_disk_is_refused_at_the_start(tiny_hub: LoopbackHub, cli: Run
 def test_a_pass_that_the_hub_ended_goes_on_with_the_commit_it_began_with(
     tiny_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: bytes
 ) -> None:
-    traffic = tiny_hub.traffic
-    first = cwd / "there.work" / "layer-000.safetensors"
-    traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done
-
-    def refuse() -> None:
-        while not first.exists():
-            time.sleep(0.001)
-        traffic.inject(Fault("GET", r"model-0000[45]-of-000005\.safetensors$", status=403, times=1000))
-
+    refused = refused_after(cwd / "there.work" / "layer-000.safetensors", tiny_hub.traffic)
     options = ("--text", ids, *LAYERS)
-    thread = threading.Thread(target=refuse, daemon=True)
-    thread.start()
     done = cli("calibrate", "hf://moon/tiny", "there", *options, code=1)
     assert "Traceback" not in done.stderr
-    thread.join()
-    traffic.clear()
+    refused.join()
+    tiny_hub.traffic.clear()
     tiny_hub.store.repos["moon/tiny"].commit("main", {})
     done = cli("calibrate", "hf://moon/tiny", "there", *options, code=0)
     assert "there: resuming: " in done.stderr

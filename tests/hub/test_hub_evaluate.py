@@ -1,28 +1,18 @@
 """An evaluation of checkpoints on the Hub: layer by layer in bounded disk, with the figures of the same files here."""
 
 import json
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command import RunCli, run_here, said
 from disk import Watched
-from faults import Fault, Line
+from faults import refused_after
 from loopback import LoopbackHub
 
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, find_evaluation
 
 SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu", "--activations", "both")
-
-
-@pytest.fixture(scope="module")
-def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ids") / "ids.npy"
-    np.save(path, np.arange(200) * 7)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +84,12 @@ def test_without_a_folder_to_write_to_a_file_is_asked_for(
 def test_an_evaluation_that_the_hub_ended_goes_on_with_the_commits_it_began_with(
     both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: Evaluation
 ) -> None:
-    traffic = both_on_hub.traffic
-    first = cwd / "found.json.work" / "layer-000.safetensors"
-    traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done
-
-    def refuse() -> None:
-        while not first.exists():
-            time.sleep(0.001)
-        traffic.inject(Fault("GET", r"model-0000[45]-of-000005\.safetensors$", status=403, times=1000))
-
+    refused = refused_after(cwd / "found.json.work" / "layer-000.safetensors", both_on_hub.traffic)
     words = ("evaluate", *ENDS, "--text", ids, *SMALL, "--out", "found.json")
-    thread = threading.Thread(target=refuse, daemon=True)
-    thread.start()
     done = cli(*words, code=1)
     assert "Traceback" not in done.stderr
-    thread.join()
-    traffic.clear()
+    refused.join()
+    both_on_hub.traffic.clear()
     for name in ("moon/tiny", "me/ours"):
         both_on_hub.store.repos[name].commit("main", {})
     done = cli(*words, code=0)

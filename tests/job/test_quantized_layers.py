@@ -34,8 +34,7 @@ from k2convert.validation.validate import validate_checkpoint
 
 ROLES = ("experts", "shared_experts", "dense_mlp")
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj"
-ZERO = 8
-"""An E2M1 nibble that no walk writes: minus zero."""
+ZERO = 8  # an E2M1 nibble that no walk writes: minus zero
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.folder import read_small, write_small
 
 MLP = "kimi-k2-thinking-nvfp4-mlp"
-Result = dict[str, bytes]
-"""The bytes of every tensor of a result by name."""
+Result = dict[str, bytes]  # the bytes of every tensor of a result by name
 
 
 def importance(mean_square: NDArray[Any]) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run, run_here, said
+from command import run_here, said
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint.files import write_atomically
@@ -21,16 +21,9 @@ RECORD = Path(".k2convert") / "shards" / "model-00002-of-000005.safetensors.json
 Change = Callable[[dict[str, Any]], object]
 
 
-@pytest.fixture(scope="module")
-def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "result"
-    assert run("run", tiny, folder, "--json") == 0
-    return folder
-
-
 @pytest.fixture
-def result(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "result"))
+def result(local_result: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(local_result, tmp_path / "result"))
 
 
 def messages(result: Path, tiny: Path) -> list[str]:

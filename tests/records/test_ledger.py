@@ -7,24 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run
 
 from k2convert.errors import CheckpointError
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
 
 
-@pytest.fixture(scope="module")
-def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ledger") / "result"
-    assert run("run", tiny, folder, "--json") == 0
-    return folder
-
-
-def test_a_ledger_read_back_gives_its_own_bytes(finished: Path) -> None:
-    ledger = read_ledger(finished)
-    assert encode(ledger) == (finished / "k2convert.json").read_bytes()
-    assert ledger.num_bytes == sum(path.stat().st_size for path in finished.glob("*.safetensors"))
+def test_a_ledger_read_back_gives_its_own_bytes(local_result: Path) -> None:
+    ledger = read_ledger(local_result)
+    assert encode(ledger) == (local_result / "k2convert.json").read_bytes()
+    assert ledger.num_bytes == sum(path.stat().st_size for path in local_result.glob("*.safetensors"))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -46,8 +38,8 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("part", DAMAGE)
-def test_a_damaged_part_is_named_with_the_remedy(part: str, finished: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(finished, tmp_path / "copy"))
+def test_a_damaged_part_is_named_with_the_remedy(part: str, local_result: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
     document = json.loads((folder / "k2convert.json").read_text())
     DAMAGE[part](document)
     (folder / "k2convert.json").write_text(json.dumps(document))
@@ -55,7 +47,7 @@ def test_a_damaged_part_is_named_with_the_remedy(part: str, finished: Path, tmp_
         read_ledger(folder)
 
 
-def test_what_is_not_json_or_not_there_is_refused_with_the_remedy(finished: Path, tmp_path: Path) -> None:
+def test_what_is_not_json_or_not_there_is_refused_with_the_remedy(local_result: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a finished conversion \(no k2convert\.json\)"):
         read_ledger(tmp_path)
     (tmp_path / "k2convert.json").write_text("{")
