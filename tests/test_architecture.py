@@ -43,7 +43,6 @@ OWNERS = {
         "validation",
         "evaluation/head.py",
         "evaluation/comparison.py",
-        "evaluation/needs.py",
         "evaluation/streamed.py",
         "job/resources.py",
         "calibration/accumulate.py",

@@ -194,9 +194,8 @@ class ShardWalk:
             self._stop.set()
 
     def _walk(self) -> None:
-        from k2convert.calibration.cost import walk_shares
+        from k2convert.calibration.cost import read_sizes, walk_shares
         from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
-        from k2convert.calibration.sizes import read_sizes
 
         plan = self._plan
         with plan.walk.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:

@@ -31,7 +31,10 @@ from k2convert.calibration.chat import ChatTemplate
 from k2convert.calibration.tokenizer_process import TokenizerProcess
 from k2convert.calibration.tokenizers import Tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
+from k2convert.models import read_architecture
+from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
 
 MAX_LINE_BYTES: Final = 16 << 20
@@ -212,6 +215,30 @@ HELD_OUT_EVERY: Final = 16
 """One window in so many is kept out of a fit, to measure what the fit is worth on other tokens."""
 
 LINES: Final = ".jsonl"
+
+TOKENS_PER_INPUT: Final = 2
+"""Tokens that an expert needs for each input of its down projection."""
+
+_LEAST_TOKENS: Final = 131_072
+_MOST_TOKENS: Final = 1 << 20  # no config asks for more by default
+
+
+def experts_per_token(source: Checkpoint) -> int:
+    """Return how many experts a token chooses, 1 if the config does not say."""
+    value = text_config(source.config).get("num_experts_per_tok")
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def default_tokens(source: Checkpoint, *, window: int) -> int:
+    """Return the tokens with which the median expert has TOKENS_PER_INPUT for each input if all experts get the same.
+
+    They fill whole windows, and are never few. Raises PlanError if the config has no counts.
+    """
+    architecture = read_architecture(source)
+    inputs = architecture.moe_intermediate_size * architecture.num_experts
+    needed = -(-TOKENS_PER_INPUT * inputs // experts_per_token(source))
+    tokens = min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
+    return -(-tokens // window) * window
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ def plan_statistics(
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
+    from k2convert.calibration.cost import chunk_windows
     from k2convert.calibration.plan import WalkText
-    from k2convert.calibration.sizes import chunk_windows
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in (*([text.note] if text.note else []), *windows.notes):
@@ -132,7 +132,7 @@ def _window(source: Checkpoint, use: TextUse) -> int:
 
 
 def _tokens(source: Checkpoint, use: TextUse) -> int:
-    from k2convert.calibration.token_counts import default_tokens
+    from k2convert.calibration.text import default_tokens
 
     return use.tokens or default_tokens(source, window=_window(source, use))
 

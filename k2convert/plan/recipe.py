@@ -69,7 +69,7 @@ class Budget(_Part):
 class TextUse(_Part):
     """Use of the text of `run --calibrate`: how many tokens of it, in windows drawn by a seed.
 
-    Without `tokens` there are as many as the model's experts need (calibration/token_counts.py). `save_statistics` is
+    Without `tokens` there are as many as the model's experts need (calibration/text.py). `save_statistics` is
     the path of a statistics file to write.
     """
 
