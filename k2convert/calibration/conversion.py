@@ -100,11 +100,17 @@ def open_walk(
 ) -> OpenWalk | None:
     """Begin or resume the walk of a job that has `shards` to convert; None if it is done: `calibrated` says so.
 
-    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
+    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError, CalibrationError
+    for statistics that are asked for and were not kept.
     """
     work = plan.walk.work
     if not shards and calibrated is not None:
-        _check_kept(plan, calibrated)
+        saved = plan.walk.text.saved
+        if saved is not None and not (saved.exists() and open_statistics(saved).digest == calibrated.statistics):
+            raise CalibrationError(
+                f"{saved}: the conversion is complete, and its statistics were not kept. Leave out "
+                "calibration.save_statistics; `k2convert calibrate` makes them."
+            )
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
@@ -118,16 +124,6 @@ def open_walk(
     for layer in set(range(first)) - needed:
         drop_quantized(work, layer)
     return OpenWalk(plan, smoothing, begun.chunk, first, shards)
-
-
-def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
-    """Refuse to save statistics that a finished job did not keep; raises CalibrationError."""
-    path = plan.walk.text.saved
-    if path is not None and not (path.exists() and open_statistics(path).digest == calibrated.statistics):
-        raise CalibrationError(
-            f"{path}: the conversion is complete, and its statistics were not kept. Leave out "
-            "calibration.save_statistics; `k2convert calibrate` makes them."
-        )
 
 
 class ShardWalk:

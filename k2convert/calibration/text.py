@@ -281,10 +281,20 @@ def read_windows(
     on every machine. Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing
     holds a token.
     """
+    sources: dict[Path, Source] = {}
     for path in files:
-        _check_file(path)
+        suffix = path.suffix.lower()
+        if not path.exists():
+            raise CalibrationError(f"{path}: there is no such file.")
+        if not path.is_file():
+            raise CalibrationError(f"{path}: is a folder or a device, not a file.")
+        if suffix not in (".txt", ".npy", LINES):
+            raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
+        if suffix == ".npy":
+            sources[path] = TokenArray(path)
+        elif suffix == LINES and has_ids(path):
+            sources[path] = LineFile(path, ids_of_line)
     with ExitStack() as stack:
-        sources = {path: source for path in files if (source := _ids_source(path)) is not None}
         if texts := [path for path in files if path not in sources]:
             if tokenizer is None:
                 raise CalibrationError(
@@ -311,7 +321,11 @@ def read_windows(
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
     texts = tuple(zip(names, map(file_digest, files), strict=True))
-    return Windows(ids, texts, _notes(ids, tokens=tokens, window=window), tokens, window, seed)
+    notes: tuple[str, ...] = ()
+    if ids.size < tokens - tokens % min(window, tokens):
+        given = f"{counted(len(ids), 'window')} of {length:,} tokens, {ids.size:,} in all"
+        notes = (f"The text gives {given}; {tokens:,} were asked for.",)
+    return Windows(ids, texts, notes, tokens, window, seed)
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:
@@ -334,33 +348,6 @@ def held_out_tokens(shape: tuple[int, int]) -> NDArray[np.bool_]:
     if num_windows == 1:
         return np.arange(length) >= length - length // 4
     return held_out(num_windows).repeat(length)
-
-
-def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:
-    count, length = ids.shape
-    if count * length >= tokens - tokens % min(window, tokens):
-        return ()
-    return (
-        f"The text gives {count} {'window' if count == 1 else 'windows'} of {length:,} tokens, {count * length:,} in "
-        f"all; {tokens:,} were asked for.",
-    )
-
-
-def _check_file(path: Path) -> None:
-    if not path.exists():
-        raise CalibrationError(f"{path}: there is no such file.")
-    if not path.is_file():
-        raise CalibrationError(f"{path}: is a folder or a device, not a file.")
-    if path.suffix.lower() not in (".txt", ".npy", LINES):
-        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
-
-
-def _ids_source(path: Path) -> Source | None:
-    """Return a file of token ids; None if it holds text."""
-    suffix = path.suffix.lower()
-    if suffix == ".npy":
-        return TokenArray(path)
-    return LineFile(path, ids_of_line) if suffix == LINES and has_ids(path) else None
 
 
 def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:

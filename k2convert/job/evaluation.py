@@ -78,20 +78,27 @@ def open_evaluation(
 
     outputs = _outputs(reference, checkpoints, options.out)
     for path in outputs:
-        _check_output(path, reference, text)
-    work_folder = _work_folder(outputs)
+        check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
+        if any(path.exists() and file.exists() and path.samefile(file) for file in text.files):
+            raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
+    path, place = next(iter(outputs.items()))
+    work_folder = path.with_name(path.name + WORK_SUFFIX)
+    if place is not None:
+        work_folder = path.parent / WORK_FOLDER / WORK_NAME
     begun = _work(work_folder, 1).job()
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
     with ExitStack() as stack:
         places = (reference, *dict.fromkeys(checkpoints))
-        names = _names(places)
+        names = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
+        counts = Counter(names.values())  # two folders may have the same name: then their paths tell them apart
         found: list[EvaluatedCheckpoint] = []
         for place in places:
             revision = pinned.get(_REVISION.format(place))
             opened = stack.enter_context(
                 open_source(place, hub=hub, pinned=None if revision is None else str(revision))
             )
-            found.append(EvaluatedCheckpoint(names[place], place, opened, _ledger(opened.checkpoint.folder)))
+            name = names[place] if counts[names[place]] == 1 else place
+            found.append(EvaluatedCheckpoint(name, place, opened, _ledger(opened.checkpoint.folder)))
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
             check_config(found[-1].checkpoint)
@@ -128,20 +135,6 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
     return {Path(place) / EVALUATION_NAME: place for place in local}
 
 
-def _check_output(path: Path, reference: str, text: TextFiles) -> None:
-    """Refuse a file to write that cannot be written, or that is read here (DestinationError)."""
-    check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
-    for file in text.files:
-        if path.exists() and file.exists() and path.samefile(file):
-            raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
-
-
-def _work_folder(outputs: Mapping[Path, str | None]) -> Path:
-    """Return OUT.work, or the work folder of the first checkpoint that the evaluation is written to."""
-    path, place = next(iter(outputs.items()))
-    return path.with_name(path.name + WORK_SUFFIX) if place is None else path.parent / WORK_FOLDER / WORK_NAME
-
-
 def evaluation_works(path: Path) -> "tuple[WorkFolder, WorkFolder]":
     """Return the work folders of an evaluation whose rows go into a file, and of one that is kept in a result."""
     from k2convert.forward.work import WorkFolder
@@ -156,13 +149,6 @@ def _work(folder: Path, models: int) -> "WorkFolder":
     from k2convert.forward.work import WorkFolder
 
     return WorkFolder(folder, streams=tuple(map(stream_of, range(models))), purpose="evaluation")
-
-
-def _names(places: Sequence[str]) -> dict[str, str]:
-    """Return a name for every place: of a folder its own, unless two folders have the same."""
-    own = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
-    counts = Counter(own.values())
-    return {place: name if counts[name] == 1 else place for place, name in own.items()}
 
 
 def _ledger(folder: Path) -> Ledger | None:

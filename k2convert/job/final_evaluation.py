@@ -5,6 +5,7 @@ so `main` gets result and evaluation in one commit. A run that is interrupted he
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from k2convert.calibration.plan import WalkText
 from k2convert.checkpoint.index import open_checkpoint
@@ -87,25 +88,24 @@ def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Eve
 
 def _reference(job: Job) -> EvaluatedCheckpoint:
     """Return the source as it is, with every expert."""
-    remote = job.source.remote
     checkpoint = job.source.whole or job.source.checkpoint
-    if remote is None:
-        checkpoint = open_checkpoint(checkpoint.folder)
-    place = str(checkpoint.folder) if remote is None else str(RepoRef(remote.repo, remote.commit))
-    return _evaluated(Source(checkpoint, remote), place, None)
+    if (remote := job.source.remote) is None:
+        return _local(checkpoint.folder, None)
+    place = str(RepoRef(remote.repo, remote.commit))
+    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), None)
 
 
 def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
     folder = job.destination.folder
-    ledger = read_ledger(job.destination.folder)
+    ledger = read_ledger(folder)
     if branch is None or job.target is None:
-        return _evaluated(Source(open_checkpoint(folder)), str(folder), ledger)
+        return _local(folder, ledger)
     headers = output_headers(job.plan)
     checkpoint = open_checkpoint(folder, read=lambda path: headers[path.name])
     remote = resolve_source(job.hub, RepoRef(job.target.repo, branch))
-    return _evaluated(Source(checkpoint, remote), str(job.destination), ledger)
+    place = str(job.destination)
+    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), ledger)
 
 
-def _evaluated(opened: Source, place: str, ledger: Ledger | None) -> EvaluatedCheckpoint:
-    name = model_name(opened.checkpoint.folder) if opened.remote is None else place
-    return EvaluatedCheckpoint(name, place, opened, ledger)
+def _local(folder: Path, ledger: Ledger | None) -> EvaluatedCheckpoint:
+    return EvaluatedCheckpoint(model_name(folder), str(folder), Source(open_checkpoint(folder)), ledger)
