@@ -50,7 +50,6 @@ OWNERS = {
         "calibration/imatrix_gain.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
-        "calibration/gptq_weights.py",
         "calibration/layer_tokens.py",
         "calibration/smoothing.py",
     },

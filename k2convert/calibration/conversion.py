@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from threading import Condition, Event
 from typing import Final
 
-from k2convert.calibration.channels import Calibration
-from k2convert.calibration.fitting import calibration_record
+from k2convert.calibration.channels import Calibration, calibration_record
 from k2convert.calibration.layer_files import (
     LayerFiles,
     QuantizedLayers,
@@ -210,7 +209,6 @@ class ShardWalk:
             walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
-        """Declare a layer done."""
         write_layer(self._plan.walk.work, layer, replace(self._plan.header, dropped=dropped))
         with self._changed:
             self._num_done = layer.layer + 1

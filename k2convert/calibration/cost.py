@@ -34,7 +34,6 @@ import torch
 
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
-from k2convert.calibration.plan import PassSize
 from k2convert.calibration.smoothing import STEPS
 from k2convert.calibration.text import HELD_OUT_EVERY, experts_per_token
 from k2convert.checkpoint.index import Checkpoint
@@ -72,9 +71,6 @@ MOST_SHARE: Final = 1.5
 CUDA_BYTES: Final = 3 << 30
 """Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
 
-CHUNK_TOKENS: Final = 4096
-MEMORY_SHARE: Final = 0.4
-_HIDDEN_COPIES: Final = 6
 _LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
 _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
 _SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
@@ -89,6 +85,41 @@ _MOST_TOKENS: Final = 2048
 _MOST_COLUMNS: Final = 512
 _ROWS: Final = 64
 _CUDA_ROWS: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
+
+    `workers` threads compute. Only the first of `devices` is measured.
+    """
+
+    num_windows: int
+    window: int
+    chunk: int
+    devices: tuple[str, ...]
+    workers: int
+    num_layers: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.num_windows * self.window
+
+    @property
+    def chunk_windows(self) -> int:
+        """The windows of a chunk: fewer if there are no more."""
+        return min(self.chunk, self.num_windows)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk."""
+        return self.chunk_windows * self.window
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the CPU computes."""
+        return self.devices == ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +196,6 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
 def _field(text: Mapping[str, Any], name: str) -> int:
     value = text.get(name)
     return value if isinstance(value, int) else 0
-
-
-def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
-    """Return how many windows to compute at once: every expert is decoded once for them.
-
-    On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of `gpu_bytes`, the smallest device's
-    memory, counted as a few hidden states and the inner activations of every expert that a token chooses.
-    """
-    model = read_sizes(source)
-    token_bytes = 4 * (_HIDDEN_COPIES * model.hidden + (model.experts_per_token + 1) * model.width)
-    return max(1, max(CHUNK_TOKENS, int(MEMORY_SHARE * gpu_bytes / token_bytes)) // window)
 
 
 def pass_memory(model: ModelSizes, size: PassSize) -> tuple[int, int]:
@@ -391,8 +411,7 @@ def _row_seconds(columns: int, device: str, rate: float) -> float:
     few = min(columns, _MOST_COLUMNS)
     target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, few, device=device)
     curvature = make_curvature(torch.eye(few, device=device), 0.5)
-    kernel = kernel_for(device)
-    seconds = _seconds(lambda: round_gptq(target, 1.0, curvature, kernel), device) / target.shape[0]
+    seconds = _seconds(lambda: round_gptq(target, 1.0, curvature, kernel_for(device)), device) / target.shape[0]
     return seconds * columns / few + 6 * columns * (columns - few) / rate
 
 

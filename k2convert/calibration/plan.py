@@ -36,6 +36,7 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
+    from k2convert.calibration.cost import PassSize
     from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
@@ -50,41 +51,6 @@ _UNEVEN: Final = 4  # the busiest experts have so many times the even share
 
 Around = Callable[[int], AbstractContextManager[Checkpoint]]
 """Makes the context in which a layer of a checkpoint can be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassSize:
-    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
-
-    `workers` threads compute. Only the first of `devices` is measured.
-    """
-
-    num_windows: int
-    window: int
-    chunk: int
-    devices: tuple[str, ...]
-    workers: int
-    num_layers: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.num_windows * self.window
-
-    @property
-    def chunk_windows(self) -> int:
-        """The windows of a chunk: fewer if there are no more."""
-        return min(self.chunk, self.num_windows)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens of a chunk."""
-        return self.chunk_windows * self.window
-
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the CPU computes."""
-        return self.devices == ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +82,10 @@ class WalkText:
             "torch": version("torch"),
         }
 
-    def size(self, num_layers: int) -> PassSize:
+    def size(self, num_layers: int) -> "PassSize":
         """Return the size of a pass over the last `num_layers` layers."""
+        from k2convert.calibration.cost import PassSize
+
         windows, length = self.windows.ids.shape
         return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
 
@@ -336,7 +304,9 @@ def plan_calibration(
     ids = text.windows.ids
     needs = None if shards is None else {shard.name: shard_needs(shard) for shard in shards}
     states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
-    disk_bytes = (1 if needs is None else 2) * states + 2 * _statistics_bytes(architecture)
+    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
+    statistics = num_layers * (4 * floats + _LAYER_SLACK_BYTES)
+    disk_bytes = (1 if needs is None else 2) * states + 2 * statistics
     if needs is not None:
         disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
@@ -367,24 +337,16 @@ def plan_calibration(
             windows=windows,
             dropped=0,
             seed=text.windows.seed,
-            versions=_versions(),
+            versions={
+                "k2convert": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in _LIBRARIES},
+            },
             kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
         needs=needs,
     )
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of k2convert, of Python, and of the libraries that compute and read the text."""
-    own = {"k2convert": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in _LIBRARIES}
-
-
-def _statistics_bytes(architecture: Architecture) -> int:
-    """Return about how many bytes the statistics of all layers have."""
-    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
-    return architecture.num_layers * (4 * floats + _LAYER_SLACK_BYTES)
 
 
 def _scratch_bytes(source: Checkpoint, *, tokens: int, workers: int) -> int:

@@ -28,8 +28,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibration.chat import ChatTemplate
-from k2convert.calibration.tokenizer_process import TokenizerProcess
-from k2convert.calibration.tokenizers import Tokenizer
+from k2convert.calibration.tokenizers import TokenizerProcess
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
@@ -50,7 +49,7 @@ class PlainFile:
     """A .txt file: one document in UTF-8."""
 
     path: Path
-    tokenizer: Tokenizer
+    tokenizer: TokenizerProcess
 
     def read(self, start: int, stop: int) -> Ids:
         """Return the ids of the characters that begin in a range of bytes."""
@@ -99,7 +98,6 @@ class LineFile:
             raise _unreadable(self.path, error) from None
 
     def _number_of(self, offset: int) -> int:
-        """The number of the line that begins at an offset."""
         with self.path.open("rb") as file:
             sizes = [min(PIECE_BYTES, offset - at) for at in range(0, offset, PIECE_BYTES)]
             return 1 + sum(file.read(size).count(b"\n") for size in sizes)
@@ -131,7 +129,7 @@ Source = PlainFile | LineFile | TokenArray
 """A file that gives token ids."""
 
 
-def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids:
+def text_of_line(line: str, tokenizer: TokenizerProcess, template: ChatTemplate) -> Ids:
     """Return the ids of a .jsonl line with "text" or "messages"; raises CalibrationError without a place."""
     try:
         document = parse_json_object(line, where="")
@@ -382,5 +380,4 @@ def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    """Return range(count) in the order of a seed."""
     return sorted(range(count), key=lambda index: blake3(f"{seed}/{index}".encode()).digest())

@@ -43,9 +43,15 @@ def evaluate(options: EvaluateOptions) -> None:
             options.checkpoints,
             text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
-            EvaluationOptions(options.activations, options.kv_cache, options.out, options.any_text, options.replace),
+            EvaluationOptions(
+                options.activations,
+                options.kv_cache,
+                options.out,
+                options.any_text,
+                options.replace,
+                None if options.max_disk is None else parse_size(options.max_disk),
+            ),
             hub=Hub(notify=console.notifier()),
-            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):
         waiting.end()
@@ -113,7 +119,6 @@ def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
 
 
 def _show_unkept(plan: "EvaluationPlan") -> None:
-    """Name the checkpoints whose rows are in no file."""
     kept = {number for output in plan.outputs for number in output.checkpoints}
     for number, checkpoint in enumerate(plan.checkpoints):
         if number and number not in kept:

@@ -23,8 +23,8 @@ from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import Time
-    from k2convert.calibration.plan import CalibrationPlan, PassSize, WalkPlan, WalkText
+    from k2convert.calibration.cost import PassSize, Time
+    from k2convert.calibration.plan import CalibrationPlan, WalkPlan, WalkText
     from k2convert.evaluation.streamed import EvaluationPlan
 
 MAX_HOURS: Final = 12

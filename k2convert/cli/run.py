@@ -85,7 +85,7 @@ def run(options: RunOptions) -> None:
         open_job(_job_options(options), hub=Hub(notify=console.notifier())) as job,
     ):
         if options.evaluate:
-            from k2convert.job.final_evaluation import with_evaluation
+            from k2convert.job.evaluation import with_evaluation
 
             text = text_files(options.evaluate, device=options.device)
             job = with_evaluation(job, text, any_text=options.any_text)

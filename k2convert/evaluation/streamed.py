@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from k2convert import __version__
-from k2convert.calibration.cost import ModelSizes, layer_operations, pass_memory, read_sizes
-from k2convert.calibration.plan import PassSize, WalkPlan
+from k2convert.calibration.cost import ModelSizes, PassSize, layer_operations, pass_memory, read_sizes
+from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.index import Checkpoint
@@ -128,18 +128,6 @@ class EvaluationPlan:
         size = self.walk.text.size(self.walk.num_layers)
         return *layer_operations(read_sizes(source), size, is_walk=False), head_flops(source, size)
 
-    def walked_models(self) -> tuple[WalkedModel, ...]:
-        """Return the models as a walk has them."""
-        return tuple(
-            WalkedModel(
-                stream=stream_of(number),
-                checkpoint=planned.checkpoint,
-                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
-                name=self.checkpoints[planned.checkpoint].place if number else "",
-            )
-            for number, planned in enumerate(self.models)
-        )
-
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
         work = self.walk.work
@@ -203,7 +191,16 @@ def evaluate(
     K2ConvertError.
     """
     with plan.walk.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as walk:
-        walk = replace(walk, models=plan.walked_models(), keeps_last=True)
+        models = tuple(
+            WalkedModel(
+                stream=stream_of(number),
+                checkpoint=planned.checkpoint,
+                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
+                name=plan.checkpoints[planned.checkpoint].place if number else "",
+            )
+            for number, planned in enumerate(plan.models)
+        )
+        walk = replace(walk, models=models, keeps_last=True)
         _compare_layers(plan, walk, events)
         if plan.walk.work.num_finished() == walk.num_layers:
             _score(plan, walk, events)
@@ -252,7 +249,8 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
         for start in range(0, walk.shape[0], step):
             stop = min(start + step, walk.shape[0])
             if (chosen := kept[start:stop]).any():
-                states = [_predicting(read(start, stop), chosen) for read in reads]
+                # the hidden states [T, K] that predict a token: all but the last of each window
+                states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
                 targets = torch.as_tensor(walk.ids[start:stop, 1:][chosen]).flatten()
                 scored = score_tokens(heads, of_models, states, targets, devices=walk.devices, workers=walk.workers)
                 found.append(scored.windows(int(chosen.sum())))
@@ -265,11 +263,6 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
                 "matrix is damaged: download it again."
             )
     work.write(work.path(CLAIM, last), encode_arrays(scores.arrays()))
-
-
-def _predicting(states: NDArray[np.float32], kept: NDArray[np.bool_]) -> torch.Tensor:
-    """Return the hidden states f32 [T, K] of some windows that predict a token: all but the last of each."""
-    return torch.as_tensor(states[kept][:, :-1]).flatten(0, 1)
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:

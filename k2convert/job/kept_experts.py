@@ -83,7 +83,7 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
     if _is_safetensors(path):
         if family.not_computed:
             raise PlanError(f"{path}: statistics, but {family.title} has none: {family.not_computed}. {_REMEDY}")
-        from k2convert.calibration.fitting import check_statistics_source
+        from k2convert.calibration.channels import check_statistics_source
         from k2convert.calibration.statistics import open_statistics
 
         found = open_statistics(path).keep_experts(None)
@@ -191,7 +191,7 @@ def _statistics_phrase(found: "Statistics") -> str:
 
 def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
     """Compare the norms of a source with those of its statistics; fetches them from the Hub."""
-    from k2convert.calibration.fitting import check_norms, norm_tensors
+    from k2convert.calibration.channels import check_norms, norm_tensors
 
     if source.remote is None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)

@@ -17,6 +17,7 @@ import torch
 
 from k2convert.calibration.cost import (
     ModelSizes,
+    PassSize,
     Work,
     made_up_expert,
     made_up_weight,
@@ -26,7 +27,6 @@ from k2convert.calibration.cost import (
     walk_steps,
 )
 from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
-from k2convert.calibration.plan import PassSize
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import BLOCK_SIZE

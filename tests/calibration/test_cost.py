@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from k2convert.calibration import cost
-from k2convert.calibration.cost import layer_operations, other_flops, pass_flops, read_sizes, walk_steps
-from k2convert.calibration.plan import PassSize
+from k2convert.calibration.cost import PassSize, layer_operations, other_flops, pass_flops, read_sizes, walk_steps
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.walk import DENSE_TOKENS, Walk
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from k2convert.calibration.cost import read_sizes, walk_memory
+from k2convert.calibration.cost import PassSize, read_sizes, walk_memory
 from k2convert.calibration.layer_tokens import Scratch
-from k2convert.calibration.plan import PassSize
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from scripts.fixture_maker import K2Shape, make_k2_shaped
