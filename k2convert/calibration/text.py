@@ -362,21 +362,18 @@ def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int)
     count = 0
     for index in _shuffled(len(sections), seed):
         source, start, stop = sections[index]
-        found[index] = _checked(source.read(start, stop), source.path, vocab_size)
+        ids = source.read(start, stop)
+        for extreme in (ids.min(), ids.max()) if ids.size else ():
+            if not 0 <= int(extreme) < vocab_size:
+                raise CalibrationError(
+                    f"{source.path}: holds the token id {int(extreme)}, but the model's vocabulary is "
+                    f"[0, {vocab_size}). Use the tokenizer of the same checkpoint."
+                )
+        found[index] = ids.astype(np.int32)
         count += found[index].size
         if count >= enough and not is_small:
             break
     return np.concatenate([np.zeros(0, dtype=np.int32), *(found[index] for index in sorted(found))])
-
-
-def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
-    for extreme in (ids.min(), ids.max()) if ids.size else ():
-        if not 0 <= int(extreme) < vocab_size:
-            raise CalibrationError(
-                f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is [0, {vocab_size}). "
-                "Use the tokenizer of the same checkpoint."
-            )
-    return ids.astype(np.int32)
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
