@@ -279,9 +279,15 @@ def evaluate(
             read_places("checkpoints", checkpoints),
             text_files(read_places("text", text), device=device),
             text_use(tokens=tokens, window=window, seed=seed),
-            EvaluationOptions(activations, kv_cache, None if path is None else Path(path), any_text, replace),
+            EvaluationOptions(
+                activations,
+                kv_cache,
+                None if path is None else Path(path),
+                any_text,
+                replace,
+                read_size("max_disk", max_disk),
+            ),
             hub=Hub(),
-            max_disk=read_size("max_disk", max_disk),
         ) as plan:
             if (finished := plan.finished()) is not None:
                 plan.remove_work()

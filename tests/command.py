@@ -81,6 +81,12 @@ def said(errors: str) -> str:
     return re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ .*\n?", "", errors, flags=re.MULTILINE)
 
 
+def assert_refused(done: subprocess.CompletedProcess[str], says: str) -> None:
+    """Refused in one line."""
+    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1), done.stderr
+    assert says in done.stderr
+
+
 def run(*args: object) -> int:
     """Run the command in this process and return its exit code."""
     from k2convert.cli.app import main

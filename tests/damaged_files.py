@@ -19,6 +19,17 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+NAN: Final = 0x7FC0
+
+
+def plant(source: Path, tensor: str, element: int, bits: int) -> None:
+    """Set one BF16 of a checkpoint."""
+    info = open_checkpoint(source).tensors[tensor]
+    with (source / info.shard).open("r+b") as file:
+        file.seek(info.begin + 2 * element)
+        file.write(bits.to_bytes(2, "little"))
+
+
 def damage_file(path: Path, damage: str, *, foreign: Path) -> None:
     """Damage a file in one of these ways. `foreign` is a file of something else."""
     content = bytearray(path.read_bytes())

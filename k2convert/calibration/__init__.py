@@ -1,15 +1,15 @@
 """Calibration: statistics of a checkpoint's activations, as one file, and what a conversion uses of them. With
 gptq, the experts are converted in the same walk.
 
-tokenizers, chat              a source's own tokenizer and chat template; ..._process: in processes of their own
+tokenizers, chat              a source's own tokenizer and chat template, in processes of their own
 text                          texts and token ids as windows
 calibration                   a calibration, planned, with or without a conversion
 accumulate                    a calibration, done: each layer's statistics, summed while it runs
 smoothing                     the exponents of smoothing
 layer_statistics, statistics  the file
 layer_files                   what a walk keeps of each layer, and what it fetches for it
-fitting, channels             statistics for a conversion: do they fit, importance and exponents
+channels                      statistics for a conversion: do they fit, importance and exponents
 gptq_walk, gptq_layer         rule `gptq`: both streams, layer by layer, and one layer's experts
 conversion                    its walk, next to the pipeline of a job
-sizes, cost                   memory and time, before it starts
+cost                          memory and time, before it starts
 """

@@ -1,4 +1,8 @@
-"""Parts of statistics that a conversion uses: the importance and the smoothing exponents of a weight's input columns.
+"""Statistics for a conversion: whether they fit the source and the recipe, and what it uses of them, the importance and
+the smoothing exponents of a weight's input columns.
+
+Headers and the statistics file decide here, before anything is written. The digests of the norms' bytes are compared
+too: before the start if the source is a folder, and after each download if it is on the Hub.
 
 Smoothing multiplies channel j of the input of gate and up by 2^a_j, so its mean square is multiplied by 4^a_j. It is
 exact, or an error that names the tensor.
@@ -17,9 +21,10 @@ Where the statistics say that the mean squares of a layer gained nothing (imatri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,16 +33,23 @@ from numpy.typing import NDArray
 
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.reader import Bytes
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CalibrationError, FormatError
-from k2convert.models import locate_module
-from k2convert.models.names import ColumnScaling, ModulePlace, Role, TensorName, reads_norm
+from k2convert.models import detect_family, locate_module
+from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, ModulePlace, Role, TensorName, reads_norm
 from k2convert.models.projections import Projection
+from k2convert.plan.plan import Plan
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits, scale_fp32
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.search_bf16 import block_importance
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
+from k2convert.records.calibration import CalibrationRecord, LayerCalibration
+from k2convert.records.fingerprint import source_digest
+from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers
@@ -51,6 +63,7 @@ MIN_LAYER_TOKENS: Final = 1024
 
 PRIOR_TOKENS: Final = 8
 
+_ANEW: Final = "Make statistics of this source with `k2convert calibrate`."
 _REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set smoothing=false."
 
 
@@ -216,3 +229,118 @@ def _exactly() -> Generator[None]:
         yield
     except FormatError as error:
         raise CalibrationError(f"{error} {_REMEDY}") from None
+
+
+def choose_calibration(
+    statistics: Statistics, *, recipe: Recipe, source: Checkpoint, pruning: PruningRecord | None
+) -> Calibration:
+    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source.
+
+    Statistics are of all experts of the source, whichever are kept, or of the same ones.
+    """
+    check_statistics_source(statistics, source)
+    weighted = RULES[recipe.rule].uses_importance
+    return Calibration(statistics.keep_experts(pruning), weighted=weighted, smoothing=bool(recipe.smoothing))
+
+
+def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
+    """Refuse statistics of a source whose shards have other headers (CalibrationError)."""
+    if statistics.source_headers != source_digest(source):
+        raise CalibrationError(f"{statistics.path}: was made from a source with other shard headers. {_ANEW}")
+
+
+def scaled_layers(calibration: Calibration, architecture: Architecture) -> list[int]:
+    """Return the MoE layers in which a channel is scaled; raises CalibrationError for a layer that does not fit."""
+    scaled: list[int] = []
+    for number in architecture.moe_layers:
+        layer = calibration.statistics.layer(number)
+        found = (layer.gate_up_mean_square.size, *layer.down_mean_square.shape)
+        expected = (architecture.hidden_size, architecture.num_experts, architecture.moe_intermediate_size)
+        if found != expected:
+            raise CalibrationError(
+                f"{calibration.statistics.path}: layer {number} is of {found[1]} experts of {found[0]} x {found[2]}, "
+                f"but the source has {expected[1]} of {expected[0]} x {expected[2]}. {_ANEW}"
+            )
+        if calibration.exponents(number) is not None:
+            scaled.append(number)
+    for number in set(calibration.statistics.layers) - set(architecture.moe_layers):
+        if calibration.statistics.layer(number).smoothing_exponents.any():
+            raise CalibrationError(
+                f"{calibration.statistics.path}: layer {number} is scaled, but it has no experts. {_ANEW}"
+            )
+    return scaled
+
+
+def check_widths(calibration: Calibration, plan: Plan) -> None:
+    """Check that every kind of projection has importance for each of its columns; raises CalibrationError."""
+    seen: set[tuple[object, ...]] = set()
+    for projection in plan.projections:
+        place = locate_module(projection.module)
+        assert place is not None
+        kind = (place.layer, place.role, place.projection)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        importance = calibration.importance(place)
+        if importance is not None and importance.size != projection.num_columns:
+            raise CalibrationError(
+                f"{calibration.statistics.path}: has {importance.size} columns for {projection.module}, which has "
+                f"{projection.num_columns}. {_ANEW}"
+            )
+
+
+def norm_tensors(statistics: Statistics | LayerFiles, source: Checkpoint) -> dict[int, TensorInfo]:
+    """Return the norms before the MLPs of the statistics' layers, by layer, as far as the source has them."""
+    family = detect_family(source)
+    named = {layer: f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}" for layer in statistics.layers}
+    return {layer: source.tensors[name] for layer, name in named.items() if name in source.tensors}
+
+
+def check_norms(
+    statistics: Statistics | LayerFiles, source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
+) -> None:
+    """Compare the bytes of the norms before the MLPs with the statistics; raises CalibrationError naming one.
+
+    `folder` has the shards. Only norms in `shards` are read, if that is given.
+    """
+    with ShardReader(lambda name: folder / name) as reader:
+        for layer, tensor in norm_tensors(statistics, source).items():
+            if shards is not None and tensor.shard not in shards:
+                continue
+            if blake3(reader.read(tensor).data).hexdigest() != statistics.layer(layer).norm_digest:
+                raise CalibrationError(
+                    f"{statistics.path}: was made from a source with other norms: {tensor.shard}: {tensor.name} "
+                    f"differs. {_ANEW}"
+                )
+
+
+def calibration_record(found: Statistics, calibration: Calibration, architecture: Architecture) -> CalibrationRecord:
+    """Return the ledger's entry of the calibration with these statistics."""
+    return CalibrationRecord(
+        statistics=found.digest,
+        texts=found.texts,
+        tokens=found.tokens,
+        window=found.window,
+        windows=found.windows,
+        dropped_windows=found.dropped,
+        seed=found.seed,
+        imatrix=calibration.weighted,
+        smoothing=calibration.smoothing,
+        exponents_digest=calibration.exponents_digest(),
+        layers={number: _layer_record(calibration, number) for number in architecture.moe_layers},
+        statistics_from=found.origin,
+    )
+
+
+def _layer_record(calibration: Calibration, number: int) -> LayerCalibration:
+    layer = calibration.statistics.layer(number)
+    counts: dict[int, int] = {}
+    if calibration.smoothing:
+        values, numbers = np.unique(layer.smoothing_exponents, return_counts=True)
+        counts = dict(zip(values.tolist(), numbers.tolist(), strict=True))
+    return LayerCalibration(
+        tokens=tuple(layer.tokens.tolist()),
+        fallback=calibration.fallback_experts(number),
+        exponents=counts,
+        without=layer.without_imatrix if calibration.weighted else (),
+    )

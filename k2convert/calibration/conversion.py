@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from threading import Condition, Event
 from typing import Final
 
-from k2convert.calibration.channels import Calibration
-from k2convert.calibration.fitting import calibration_record
+from k2convert.calibration.channels import Calibration, calibration_record
 from k2convert.calibration.layer_files import (
     LayerFiles,
     QuantizedLayers,
@@ -100,11 +99,17 @@ def open_walk(
 ) -> OpenWalk | None:
     """Begin or resume the walk of a job that has `shards` to convert; None if it is done: `calibrated` says so.
 
-    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
+    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError, CalibrationError
+    for statistics that are asked for and were not kept.
     """
     work = plan.walk.work
     if not shards and calibrated is not None:
-        _check_kept(plan, calibrated)
+        saved = plan.walk.text.saved
+        if saved is not None and not (saved.exists() and open_statistics(saved).digest == calibrated.statistics):
+            raise CalibrationError(
+                f"{saved}: the conversion is complete, and its statistics were not kept. Leave out "
+                "calibration.save_statistics; `k2convert calibrate` makes them."
+            )
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
@@ -118,16 +123,6 @@ def open_walk(
     for layer in set(range(first)) - needed:
         drop_quantized(work, layer)
     return OpenWalk(plan, smoothing, begun.chunk, first, shards)
-
-
-def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
-    """Refuse to save statistics that a finished job did not keep; raises CalibrationError."""
-    path = plan.walk.text.saved
-    if path is not None and not (path.exists() and open_statistics(path).digest == calibrated.statistics):
-        raise CalibrationError(
-            f"{path}: the conversion is complete, and its statistics were not kept. Leave out "
-            "calibration.save_statistics; `k2convert calibrate` makes them."
-        )
 
 
 class ShardWalk:
@@ -194,9 +189,8 @@ class ShardWalk:
             self._stop.set()
 
     def _walk(self) -> None:
-        from k2convert.calibration.cost import walk_shares
+        from k2convert.calibration.cost import read_sizes, walk_shares
         from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
-        from k2convert.calibration.sizes import read_sizes
 
         plan = self._plan
         with plan.walk.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
@@ -215,7 +209,6 @@ class ShardWalk:
             walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
-        """Declare a layer done."""
         write_layer(self._plan.walk.work, layer, replace(self._plan.header, dropped=dropped))
         with self._changed:
             self._num_done = layer.layer + 1

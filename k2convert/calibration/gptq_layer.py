@@ -15,7 +15,7 @@ gate and up, as in the streams, and in FP32 for everything that is summed over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,30 +23,23 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.gptq_weights import (
-    DOWN,
-    GATE,
-    UP,
-    ExpertWeights,
-    SourceProjection,
-    by_mse,
-    decoded,
-    round_together,
-    shared_scale,
-)
 from k2convert.calibration.layer_files import Write
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch, output_errors
 from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, run_in_order
-from k2convert.forward.weights import DenseWeight, LinearLayer
+from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.models import read_architecture
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import Codes, RoundingKernel, choose_shrinkage, round_gptq
+from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_shrinkage, round_gptq
 from k2convert.quantize.gptq.tiles import CheckStop, Team, cut
+from k2convert.quantize.kernels import cpu
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
 
 SAMPLED_EXPERTS: Final = 16
@@ -61,6 +54,84 @@ MIN_TOKENS: Final = 64
 of k2-tiny 12 % more error on other tokens."""
 
 _TOKENS: Final = 256  # that a thread computes at a time
+
+GATE = "gate_proj"
+UP = "up_proj"
+DOWN = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceProjection:
+    """One projection: as the source has it, with smoothing, and its values f32 [N, K] on a device."""
+
+    module: str
+    source: SourceWeight
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The experts of the block `mlp`. The columns of gate and up are divided by 2**exponents, int8 [K], if given."""
+
+    reader: WeightReader
+    mlp: str
+    exponents: NDArray[np.int8] | None
+
+    def module(self, expert: int, projection: str) -> str:
+        """Return the name of a projection's module."""
+        return f"{self.mlp}.experts.{expert}.{projection}"
+
+    def read(self, expert: int, projection: str, device: str) -> SourceProjection:
+        """Read a projection; raises what reading the source raises, FormatError if it cannot be divided exactly."""
+        module = self.module(expert, projection)
+        found = self.reader.read_source(module)
+        source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
+        values = exact_weight(found).to(device).decode()
+        if self.exponents is not None and projection != DOWN:
+            source = source.divide_columns(self.exponents, name=module)
+            values /= torch.exp2(torch.as_tensor(self.exponents).to(values))
+        return SourceProjection(module, source, values)
+
+
+def shared_scale(weights: Sequence[SourceProjection]) -> float:
+    """Return the global scale that projections share."""
+    quantizer = NativeQuantizer("mse")
+    magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
+    shared = magnitudes[0]
+    for magnitude in magnitudes[1:]:
+        shared = shared.merge(magnitude)
+    return quantizer.global_scale(shared)
+
+
+def by_mse(weight: SourceProjection, global_scale: float) -> Codes:
+    """Convert a projection by rule `mse`, without data; the codes are on the projection's device."""
+    found = cpu.convert(weight.source, rule="mse", global_scale=global_scale).weight
+    packed, scales = (torch.as_tensor(p).to(weight.values.device) for p in (found.packed, found.block_scales))
+    return Codes(packed, scales, global_scale)
+
+
+def decoded(codes: Codes) -> LinearLayer:
+    """Return a converted projection as a layer, its inputs not quantized."""
+    return LinearLayer(nvfp4_weight(codes.packed, codes.block_scales, codes.global_scale))
+
+
+def round_together(
+    weights: Sequence[tuple[SourceProjection, float]],
+    curvature: Curvature,
+    kernel: RoundingKernel,
+    *,
+    sweeps: int = SWEEPS,
+) -> list[Codes]:
+    """Round projections that read one input, each with its global scale."""
+    targets = torch.cat([weight.values / global_scale for weight, global_scale in weights])
+    codes = round_gptq(targets, 1.0, curvature, kernel, sweeps=sweeps)
+    found = list[Codes]()
+    done = 0
+    for weight, global_scale in weights:
+        stop = done + weight.values.shape[0]
+        found.append(codes.rows(done, stop, global_scale))
+        done = stop
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +203,9 @@ class LayerConverter:
         Raises what reading the source raises.
         """
         residual_TK = inputs.residual
-        moments = inputs.take_gate_up()
+        moments = inputs.gate_up
+        inputs.gate_up = None  # 0.4 GB for K2
+        assert moments is not None
         if (exponents := self.weights.exponents) is not None:
             factors_K = torch.exp2(torch.as_tensor(exponents).to(moments.forms))
             for rows in self.scratch.pieces(inputs.x.shape[0]):

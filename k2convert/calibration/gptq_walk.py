@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens, Save, token_weights
-from k2convert.calibration.gptq_layer import LayerConverter
-from k2convert.calibration.gptq_weights import DOWN, GATE, UP, ExpertWeights
+from k2convert.calibration.gptq_layer import DOWN, GATE, UP, ExpertWeights, LayerConverter
 from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
@@ -100,7 +99,12 @@ class _LayerConversion:
             return self._accumulator.finish()
         self._layer.progress.share = self._options.shares[0]
         kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
-        collected = self._collect(kept)
+        walk = self._walk
+        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
+        with self._layer.writing() as write:
+            for first, states, converted in self._chunks():
+                kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
+                write(states)
         statistics = self._accumulator.finish()
         residual_TK = self._convert(collected.finish(), statistics)
         if not self._layer.is_last:
@@ -130,20 +134,13 @@ class _LayerConversion:
                 write_missing(states - converted)  # NaN where a window is dropped
         layer.progress.reach(self._walk.ids.size)
 
-    def _collect(self, kept: NDArray[np.bool_]) -> _CollectedTokens:
-        """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
-        walk = self._walk
-        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
-        with self._layer.writing() as write:
-            for first, states, converted in self._chunks():
-                kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
-                write(states)
-        return collected
-
     def _collect_chunk(
         self, first: int, states: HiddenStates, converted: HiddenStates, collected: _CollectedTokens
     ) -> NDArray[np.bool_]:
-        """Run a chunk and collect its tokens; returns which windows are kept. Its tensors are gone before the next."""
+        """Run the INT4 stream of a chunk through the layer, the other one up to its experts, and collect its tokens.
+
+        Returns which windows are kept. Its tensors are gone before the next.
+        """
         layer = self._layer
         tee = self._tee(first)
         layer.run(first, states, tee)

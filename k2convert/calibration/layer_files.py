@@ -31,7 +31,7 @@ from k2convert.calibration.statistics import (
     open_statistics,
     write_statistics,
 )
-from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.header import TensorInfo, encode_header, read_header
 from k2convert.checkpoint.names import WALK_NAME, WORK_FOLDER, WORK_SUFFIX
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
@@ -93,11 +93,14 @@ def gather_statistics(work: WorkFolder, path: Path, header: StatisticsHeader, *,
 
 def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Path]]:
     """Return what is needed of each layer besides its statistics: what was decided, and `codes` of some layers."""
+    job = work.job()
+    written = {} if job is None else job.files
     paths: dict[int, list[Path]] = {}
     for layer in range(work.num_finished()):
-        path = work.path(GPTQ, layer)
-        gptq = [path] if work.has_kept(path) else []
-        paths[layer] = [*gptq, *([work.path(CODES, layer)] if layer in codes else [])]
+        decided = work.path(GPTQ, layer)
+        paths[layer] = [decided] if decided.name in written else []
+        if layer in codes:
+            paths[layer].append(work.path(CODES, layer))
     return paths
 
 
@@ -145,32 +148,6 @@ def writing_quantized_layers(
         writer.commit(accept=partial(record, path))
 
 
-class _QuantizedLayer:
-    """The open codes of one layer; any thread may read."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file, which must be whole."""
-        self._path = path
-        self._tensors = read_header(path).tensors
-        self._reader = ShardReader(lambda _: path)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
-
-    def read(self, module: str) -> Nvfp4Weight:
-        """Return one projection; raises CheckpointError if the file does not have it."""
-        found = [self._tensors.get(f"{module}.{name}") for name in (_PACKED, _SCALES, _GLOBAL)]
-        packed, scales, scalar = found
-        if packed is None or scales is None or scalar is None:
-            raise CheckpointError(f"{self._path}: has no codes of {module}. Delete the file and repeat the command.")
-        return Nvfp4Weight(
-            self._reader.read(packed).reshape(packed.shape),
-            self._reader.read(scales).reshape(scales.shape),
-            float(self._reader.read(scalar).view(np.float32)[0]),
-        )
-
-
 class LayerFiles:
     """Statistics of the layers that are done so far, as calibration.channels.Calibration reads them. Thread-safe."""
 
@@ -199,11 +176,11 @@ class LayerFiles:
 
 
 class QuantizedLayers:
-    """The converted experts of the layers that are done so far. Thread-safe; close it when the shards are written."""
+    """The converted experts of the layers that are done so far. Thread-safe; a context manager, which closes files."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
-        self._open: dict[int, _QuantizedLayer] = {}
+        self._open: dict[int, tuple[Mapping[str, TensorInfo], ShardReader]] = {}
         self._lock = Lock()
 
     def read(self, module: str) -> Nvfp4Weight:
@@ -211,30 +188,33 @@ class QuantizedLayers:
         place = locate_module(module)
         assert place is not None
         assert place.layer is not None
+        path = self._work.path(CODES, place.layer)
         with self._lock:
             if place.layer not in self._open:
-                path = self._work.path(CODES, place.layer)
                 self._work.check(path)
-                self._open[place.layer] = _QuantizedLayer(path)
-            codes = self._open[place.layer]
-        return codes.read(module)
+                self._open[place.layer] = (read_header(path).tensors, ShardReader(lambda _: path))
+            tensors, reader = self._open[place.layer]
+        packed, scales, scalar = (tensors.get(f"{module}.{name}") for name in (_PACKED, _SCALES, _GLOBAL))
+        if packed is None or scales is None or scalar is None:
+            raise CheckpointError(f"{path}: has no codes of {module}. Delete the file and repeat the command.")
+        return Nvfp4Weight(
+            reader.read(packed).reshape(packed.shape),
+            reader.read(scales).reshape(scales.shape),
+            float(reader.read(scalar).view(np.float32)[0]),
+        )
 
     def drop(self, layer: int) -> None:
         """Close and remove a layer's codes. No shard may need them any more."""
         with self._lock:
-            if (codes := self._open.pop(layer, None)) is not None:
-                codes.close()
+            if layer in self._open:
+                self._open.pop(layer)[1].close()
         drop_quantized(self._work, layer)
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for codes in self._open.values():
-                codes.close()
-            self._open.clear()
 
     def __enter__(self) -> QuantizedLayers:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close()
+        with self._lock:
+            for _tensors, reader in self._open.values():
+                reader.close()
+            self._open.clear()

@@ -27,8 +27,7 @@ layer. Saliency, as REAP defines it, is not. A dense MLP is one expert that gets
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -108,18 +107,6 @@ class LayerStatistics:
         gains = (1, 1) if self.imatrix is None else self.imatrix
         return tuple(part for part, gain in zip(IMATRIX_PARTS, gains, strict=True) if not gain)
 
-    def of_experts(self, experts: Sequence[int]) -> LayerStatistics:
-        """Return the statistics of a layer that has only these experts, numbered 0, 1, 2, ... in this order."""
-        rows = list(experts)
-        return replace(
-            self,
-            down_mean_square=self.down_mean_square[rows],
-            down_amax=self.down_amax[rows],
-            tokens=self.tokens[rows],
-            saliency=self.saliency[rows],
-            router_weight=self.router_weight[rows],
-        )
-
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their names in the file (without the layer), in the order of the file."""
         found = {name: getattr(self, field) for field, (name, _, _) in TENSORS.items()}
@@ -127,7 +114,6 @@ class LayerStatistics:
 
 
 def _problem(layer: LayerStatistics) -> str | None:
-    """Return what is wrong with the arrays of a layer, or None."""
     for field, (name, dtype, rank) in TENSORS.items():
         array: NDArray[Any] | None = getattr(layer, field)
         if array is None:

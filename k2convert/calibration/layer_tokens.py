@@ -119,13 +119,6 @@ class LayerInputs:
         held_out = self.x.shape[0] - fitted
         return max(0, fitted - held_out) if held_out else 0
 
-    def take_gate_up(self) -> Moments:
-        """Return the moments of gate and up, which are not kept: 0.4 GB for K2."""
-        taken = self.gate_up
-        self.gate_up = None
-        assert taken is not None
-        return taken
-
 
 def output_errors(residual_mK: Tensor, inputs: LayerInputs, scratch: Scratch) -> tuple[float, float]:
     """Return the mean of ||R||^2 / ||h||^2 over the measured tokens that were fitted to, and over the others."""

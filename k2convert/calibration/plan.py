@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k2convert import __version__
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
-from k2convert.calibration.text import Windows, held_out
-from k2convert.calibration.token_counts import scratch_bytes
+from k2convert.calibration.text import Windows, experts_per_token, held_out
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, check_disk, quoted
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
@@ -37,7 +36,7 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
-    from k2convert.calibration.sizes import PassSize
+    from k2convert.calibration.cost import PassSize
     from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
@@ -47,6 +46,8 @@ _STATE_BYTES: Final = 2
 _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
 _EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
 _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
+_TOKEN_TENSORS: Final = 3  # f32 [tokens, hidden] of a layer
+_UNEVEN: Final = 4  # the busiest experts have so many times the even share
 
 Around = Callable[[int], AbstractContextManager[Checkpoint]]
 """Makes the context in which a layer of a checkpoint can be read."""
@@ -83,7 +84,7 @@ class WalkText:
 
     def size(self, num_layers: int) -> "PassSize":
         """Return the size of a pass over the last `num_layers` layers."""
-        from k2convert.calibration.sizes import PassSize
+        from k2convert.calibration.cost import PassSize
 
         windows, length = self.windows.ids.shape
         return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
@@ -254,8 +255,7 @@ class CalibrationPlan:
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the operations of each layer."""
-        from k2convert.calibration.cost import layer_operations
-        from k2convert.calibration.sizes import read_sizes
+        from k2convert.calibration.cost import layer_operations, read_sizes
 
         size = self.walk.text.size(self.walk.num_layers)
         return layer_operations(read_sizes(self.source), size, is_walk=self.needs is not None)
@@ -304,12 +304,14 @@ def plan_calibration(
     ids = text.windows.ids
     needs = None if shards is None else {shard.name: shard_needs(shard) for shard in shards}
     states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
-    disk_bytes = (1 if needs is None else 2) * states + 2 * _statistics_bytes(architecture)
+    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
+    statistics = num_layers * (4 * floats + _LAYER_SLACK_BYTES)
+    disk_bytes = (1 if needs is None else 2) * states + 2 * statistics
     if needs is not None:
         disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
         disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
         if text.devices == ("cpu",):
-            disk_bytes += scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
+            disk_bytes += _scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
     parts = [LayerPart(source.checkpoint, None, {})] * num_layers
     if source.remote is not None:
         remote = RemoteShards(hub, source.remote, work.downloads)
@@ -335,7 +337,11 @@ def plan_calibration(
             windows=windows,
             dropped=0,
             seed=text.windows.seed,
-            versions=_versions(),
+            versions={
+                "k2convert": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in _LIBRARIES},
+            },
             kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
@@ -343,16 +349,14 @@ def plan_calibration(
     )
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions of k2convert, of Python, and of the libraries that compute and read the text."""
-    own = {"k2convert": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in _LIBRARIES}
-
-
-def _statistics_bytes(architecture: Architecture) -> int:
-    """Return about how many bytes the statistics of all layers have."""
-    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
-    return architecture.num_layers * (4 * floats + _LAYER_SLACK_BYTES)
+def _scratch_bytes(source: Checkpoint, *, tokens: int, workers: int) -> int:
+    """Return the disk that layer_tokens.py uses for a layer next to a CPU; an estimate for very uneven experts."""
+    architecture = read_architecture(source)
+    chosen = tokens * experts_per_token(source)
+    at_once = (workers + 1) * _UNEVEN * chosen // max(architecture.num_experts, 1)
+    outputs = min(at_once, chosen) * architecture.hidden_size
+    inner = chosen * architecture.moe_intermediate_size
+    return 4 * (_TOKEN_TENSORS * tokens * architecture.hidden_size + inner + outputs)
 
 
 def source_fields(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

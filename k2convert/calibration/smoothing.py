@@ -220,26 +220,19 @@ class Proxy:
     def errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
         """Return the error of each block of 16 channels, f64 [K/16], for exponents int8 [K]."""
         squares = np.ldexp(1.0, 2 * exponents.astype(np.int64))
-        channels = self._input_errors(exponents) * self.weights.mean_square / squares
+        inputs = self.inputs * torch.as_tensor(np.ldexp(np.float32(1), exponents))
+        of_inputs = quantize_activations(inputs, _INPUT_SCALE).sub_(inputs).double().square_().mean(dim=0).numpy()
         scaled = (self.mean_square + _FLOOR_SHARE * self.mean_square.mean(dtype=np.float64)) * squares
-        channels += WEIGHT_SHARE * scaled * self._weight_errors(exponents, scaled.astype(np.float32))
-        return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)
-
-    def _input_errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Return the mean square f64 [K] of s x - fp4(s x)."""
-        scaled = self.inputs * torch.as_tensor(np.ldexp(np.float32(1), exponents))
-        errors = quantize_activations(scaled, _INPUT_SCALE).sub_(scaled)
-        return errors.double().square_().mean(dim=0).numpy()
-
-    def _weight_errors(self, exponents: NDArray[np.int8], mean_square: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the mean square f64 [K] of W/s - nvfp4(W/s)."""
-        importance = block_importance(mean_square)
-        errors = np.zeros(exponents.size)
+        importance = block_importance(scaled.astype(np.float32))
+        of_weights = np.zeros(exponents.size)
         for weight in self.weights.rows:
             divided = weight.divide_columns(exponents, name="rows of gate and up")
             result = dequantize_nvfp4(quantize_by_imatrix(divided, importance))
-            errors += np.square(result - np.ldexp(weight.values(), -exponents.astype(np.int32))).sum(axis=0)
-        return errors / sum(weight.shape[0] for weight in self.weights.rows)
+            of_weights += np.square(result - np.ldexp(weight.values(), -exponents.astype(np.int32))).sum(axis=0)
+        of_weights /= sum(weight.shape[0] for weight in self.weights.rows)
+        channels = of_inputs * self.weights.mean_square / squares
+        channels += WEIGHT_SHARE * scaled * of_weights
+        return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)
 
 
 def quantize_by_imatrix(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:

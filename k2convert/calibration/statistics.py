@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -83,12 +83,12 @@ class Statistics:
         self,
         path: Path,
         digest: str,
-        header: StatisticsHeader,
-        norms: dict[int, str],
+        about: _About,
         shard: ShardHeader,
         identity: tuple[int, ...],
         pruning: PruningRecord | None = None,
     ) -> None:
+        header = about.header
         self.path = path
         self.digest = digest
         self.origin: str | None = None
@@ -101,10 +101,9 @@ class Statistics:
         self.seed = header.seed
         self.versions = header.versions
         self.kept_experts = header.kept_experts
-        self.layers = tuple(sorted(norms))
-        self._norms = norms
+        self.layers = tuple(sorted(about.norms))
+        self._about = about
         self._shard = shard
-        self._header = header
         self._identity = identity
         self._pruning = pruning
         self._read_once = lru_cache(_CACHED_LAYERS)(self._read)
@@ -125,11 +124,11 @@ class Statistics:
             )
         if pruning is None or own is not None:
             return self
-        return Statistics(self.path, self.digest, self._header, self._norms, self._shard, self._identity, pruning)
+        return Statistics(self.path, self.digest, self._about, self._shard, self._identity, pruning)
 
     def layer(self, number: int) -> LayerStatistics:
         """Return one layer; CalibrationError if the file does not have it or its values cannot be used."""
-        if number not in self._norms:
+        if number not in self._about.norms:
             raise CalibrationError(
                 f"{self.path}: has no layer {number}: these statistics are of a different model. "
                 "Make them for this source with `k2convert calibrate`."
@@ -149,14 +148,12 @@ class Statistics:
         except ValueError:
             raise CalibrationError(f"{self.path}: changed while it was used. {REMEDY}") from None
         try:
-            layer = LayerStatistics(number, self._norms[number], **arrays)
+            layer = LayerStatistics(number, self._about.norms[number], **arrays)
         except CalibrationError as error:
             raise CalibrationError(f"{self.path}: {error}. {REMEDY}") from None
-        return layer if self._pruning is None else self._pruned(layer, self._pruning)
-
-    def _pruned(self, layer: LayerStatistics, pruning: PruningRecord) -> LayerStatistics:
-        kept = pruning.kept.layers.get(layer.layer)
-        if kept is None:
+        pruning = self._pruning
+        kept = None if pruning is None else pruning.kept.layers.get(number)
+        if pruning is None or kept is None:
             return layer
         if layer.num_experts != pruning.num_source_experts:
             raise CalibrationError(
@@ -164,7 +161,15 @@ class Statistics:
                 f"{pruning.num_source_experts}: these statistics are of a different model. Make them for this source "
                 "with `k2convert calibrate`."
             )
-        return layer.of_experts(kept)
+        rows = list(kept)
+        return replace(
+            layer,
+            down_mean_square=layer.down_mean_square[rows],
+            down_amax=layer.down_amax[rows],
+            tokens=layer.tokens[rows],
+            saliency=layer.saliency[rows],
+            router_weight=layer.router_weight[rows],
+        )
 
 
 def _read_array(file: BinaryIO, tensor: TensorInfo) -> NDArray[Any]:
@@ -226,7 +231,7 @@ def open_statistics(path: Path) -> Statistics:
     digest, checksum = _read_digests(path, shard)
     if stated.get(_CHECKSUM) != checksum:
         raise CalibrationError(f"{path}: damaged: its checksum is wrong. {REMEDY}")
-    return Statistics(path, digest, about.header, about.norms, shard, identity)
+    return Statistics(path, digest, about, shard, identity)
 
 
 def _read_digests(path: Path, shard: ShardHeader) -> tuple[str, str]:
@@ -254,7 +259,6 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistics:
-    """Open in another process what was opened in this one."""
     found = open_statistics(path)
     if found.digest != digest:
         raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")

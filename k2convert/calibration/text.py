@@ -28,10 +28,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibration.chat import ChatTemplate
-from k2convert.calibration.tokenizer_process import TokenizerProcess
-from k2convert.calibration.tokenizers import Tokenizer
+from k2convert.calibration.tokenizers import TokenizerProcess
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
+from k2convert.models import read_architecture
+from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
 
 MAX_LINE_BYTES: Final = 16 << 20
@@ -47,7 +49,7 @@ class PlainFile:
     """A .txt file: one document in UTF-8."""
 
     path: Path
-    tokenizer: Tokenizer
+    tokenizer: TokenizerProcess
 
     def read(self, start: int, stop: int) -> Ids:
         """Return the ids of the characters that begin in a range of bytes."""
@@ -96,7 +98,6 @@ class LineFile:
             raise _unreadable(self.path, error) from None
 
     def _number_of(self, offset: int) -> int:
-        """The number of the line that begins at an offset."""
         with self.path.open("rb") as file:
             sizes = [min(PIECE_BYTES, offset - at) for at in range(0, offset, PIECE_BYTES)]
             return 1 + sum(file.read(size).count(b"\n") for size in sizes)
@@ -128,7 +129,7 @@ Source = PlainFile | LineFile | TokenArray
 """A file that gives token ids."""
 
 
-def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids:
+def text_of_line(line: str, tokenizer: TokenizerProcess, template: ChatTemplate) -> Ids:
     """Return the ids of a .jsonl line with "text" or "messages"; raises CalibrationError without a place."""
     try:
         document = parse_json_object(line, where="")
@@ -213,6 +214,30 @@ HELD_OUT_EVERY: Final = 16
 
 LINES: Final = ".jsonl"
 
+TOKENS_PER_INPUT: Final = 2
+"""Tokens that an expert needs for each input of its down projection."""
+
+_LEAST_TOKENS: Final = 131_072
+_MOST_TOKENS: Final = 1 << 20  # no config asks for more by default
+
+
+def experts_per_token(source: Checkpoint) -> int:
+    """Return how many experts a token chooses, 1 if the config does not say."""
+    value = text_config(source.config).get("num_experts_per_tok")
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def default_tokens(source: Checkpoint, *, window: int) -> int:
+    """Return the tokens with which the median expert has TOKENS_PER_INPUT for each input if all experts get the same.
+
+    They fill whole windows, and are never few. Raises PlanError if the config has no counts.
+    """
+    architecture = read_architecture(source)
+    inputs = architecture.moe_intermediate_size * architecture.num_experts
+    needed = -(-TOKENS_PER_INPUT * inputs // experts_per_token(source))
+    tokens = min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
+    return -(-tokens // window) * window
+
 
 @dataclass(frozen=True, slots=True)
 class Windows:
@@ -254,10 +279,20 @@ def read_windows(
     on every machine. Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing
     holds a token.
     """
+    sources: dict[Path, Source] = {}
     for path in files:
-        _check_file(path)
+        suffix = path.suffix.lower()
+        if not path.exists():
+            raise CalibrationError(f"{path}: there is no such file.")
+        if not path.is_file():
+            raise CalibrationError(f"{path}: is a folder or a device, not a file.")
+        if suffix not in (".txt", ".npy", LINES):
+            raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
+        if suffix == ".npy":
+            sources[path] = TokenArray(path)
+        elif suffix == LINES and has_ids(path):
+            sources[path] = LineFile(path, ids_of_line)
     with ExitStack() as stack:
-        sources = {path: source for path in files if (source := _ids_source(path)) is not None}
         if texts := [path for path in files if path not in sources]:
             if tokenizer is None:
                 raise CalibrationError(
@@ -284,7 +319,11 @@ def read_windows(
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
     texts = tuple(zip(names, map(file_digest, files), strict=True))
-    return Windows(ids, texts, _notes(ids, tokens=tokens, window=window), tokens, window, seed)
+    notes: tuple[str, ...] = ()
+    if ids.size < tokens - tokens % min(window, tokens):
+        given = f"{counted(len(ids), 'window')} of {length:,} tokens, {ids.size:,} in all"
+        notes = (f"The text gives {given}; {tokens:,} were asked for.",)
+    return Windows(ids, texts, notes, tokens, window, seed)
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:
@@ -309,33 +348,6 @@ def held_out_tokens(shape: tuple[int, int]) -> NDArray[np.bool_]:
     return held_out(num_windows).repeat(length)
 
 
-def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:
-    count, length = ids.shape
-    if count * length >= tokens - tokens % min(window, tokens):
-        return ()
-    return (
-        f"The text gives {count} {'window' if count == 1 else 'windows'} of {length:,} tokens, {count * length:,} in "
-        f"all; {tokens:,} were asked for.",
-    )
-
-
-def _check_file(path: Path) -> None:
-    if not path.exists():
-        raise CalibrationError(f"{path}: there is no such file.")
-    if not path.is_file():
-        raise CalibrationError(f"{path}: is a folder or a device, not a file.")
-    if path.suffix.lower() not in (".txt", ".npy", LINES):
-        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
-
-
-def _ids_source(path: Path) -> Source | None:
-    """Return a file of token ids; None if it holds text."""
-    suffix = path.suffix.lower()
-    if suffix == ".npy":
-        return TokenArray(path)
-    return LineFile(path, ids_of_line) if suffix == LINES and has_ids(path) else None
-
-
 def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:
     """Return the ids of all sources, or of enough sections of them, in the order of the sources."""
     sizes = [source.path.stat().st_size for source in sources]
@@ -350,23 +362,19 @@ def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int)
     count = 0
     for index in _shuffled(len(sections), seed):
         source, start, stop = sections[index]
-        found[index] = _checked(source.read(start, stop), source.path, vocab_size)
+        ids = source.read(start, stop)
+        for extreme in (ids.min(), ids.max()) if ids.size else ():
+            if not 0 <= int(extreme) < vocab_size:
+                raise CalibrationError(
+                    f"{source.path}: holds the token id {int(extreme)}, but the model's vocabulary is "
+                    f"[0, {vocab_size}). Use the tokenizer of the same checkpoint."
+                )
+        found[index] = ids.astype(np.int32)
         count += found[index].size
         if count >= enough and not is_small:
             break
     return np.concatenate([np.zeros(0, dtype=np.int32), *(found[index] for index in sorted(found))])
 
 
-def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
-    for extreme in (ids.min(), ids.max()) if ids.size else ():
-        if not 0 <= int(extreme) < vocab_size:
-            raise CalibrationError(
-                f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is [0, {vocab_size}). "
-                "Use the tokenizer of the same checkpoint."
-            )
-    return ids.astype(np.int32)
-
-
 def _shuffled(count: int, seed: int) -> list[int]:
-    """Return range(count) in the order of a seed."""
     return sorted(range(count), key=lambda index: blake3(f"{seed}/{index}".encode()).digest())

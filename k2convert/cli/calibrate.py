@@ -1,6 +1,5 @@
 """`calibrate`: plan a calibration, show what it needs, and do it."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -9,25 +8,24 @@ from k2convert.calibration.statistics import open_statistics
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
-    Forecast,
-    check_time,
+    display_walk,
     expert_tokens_line,
     forecast,
+    may_begin,
+    needs_lines,
     plan_document,
-    show_text,
+    show_start,
+    text_lines,
 )
-from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import job_command
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration, text_files
-from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import Time
     from k2convert.calibration.plan import CalibrationPlan
     from k2convert.calibration.statistics import StatisticsHeader
 
@@ -61,43 +59,16 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     """Show what the rest of a calibration needs, refuse it if that is not there, and do it unless this is a dry run."""
-    found = forecast(plan, layers=plan.walk.num_layers - plan.walk.num_finished)
-    needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
-    with Waiting("measures one expert"):
-        time = found.time()
+    found = forecast(plan)
     if options.dry_run:
-        _show_plan(plan, found, needed, time)
-    found.check(options.source, needed=needed)
-    plan.walk.check_room()
-    check_time(time, source=options.source, may_be_long=options.long)
-    if not options.dry_run:
-        _do(plan, options, time)
-    else:
-        console.print_next(console.own_command(without="--dry-run"))
-
-
-def _show_plan(plan: "CalibrationPlan", found: Forecast, needed: int, time: "Time") -> None:
-    document = plan_document(plan, finished_layers=plan.walk.num_finished) | {"disk_needed": plan.walk.disk_needed}
-    needs = format_bytes(plan.walk.disk_needed)
-    allowed = format_bytes(plan.walk.disk_allowed)
-    console.show(
-        document | found.document(time, needed),
-        partial(show_text, plan),
-        f"disk: needs {needs} at once, may use {allowed}",
-        *found.memory_lines(needed),
-        found.time_line(time),
-    )
-
-
-def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> None:
-    show_text(plan, time)
-    display = Display("calibrate", plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs()))
+        document = plan_document(plan, finished_layers=plan.walk.num_finished) | {"disk_needed": plan.walk.disk_needed}
+        console.show(document | found.document(), *text_lines(plan), *needs_lines(plan.walk, found))
+    if not may_begin(plan.walk, found, options.source, options):
+        return
+    show_start(plan, found)
+    display = display_walk(plan, "calibrate")
     from k2convert.calibration.accumulate import calibrate as do_calibration
 
-    say_when_interrupted(
-        lambda: f"{plan.walk.work.num_finished()} of {plan.walk.num_layers} layers are done. The same command resumes",
-        console.own_command(without="--dry-run"),
-    )
     with display as events:
         header = do_calibration(plan, command=job_command("calibrate", options), events=events)
     _show_result(plan, header, options)

@@ -8,21 +8,25 @@ import typer
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
-from k2convert.cli.forecast import Forecast, check_time, forecast_evaluation
-from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.forecast import (
+    Forecast,
+    display_walk,
+    forecast_evaluation,
+    may_begin,
+    needs_lines,
+    text_document,
+)
 from k2convert.cli.options import job_command
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Waiting
 from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.opening import text_files
-from k2convert.machine import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import plain
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import Time
     from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.records.evaluation import Evaluation
 
@@ -39,9 +43,15 @@ def evaluate(options: EvaluateOptions) -> None:
             options.checkpoints,
             text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
-            EvaluationOptions(options.activations, options.kv_cache, options.out, options.any_text, options.replace),
+            EvaluationOptions(
+                options.activations,
+                options.kv_cache,
+                options.out,
+                options.any_text,
+                options.replace,
+                None if options.max_disk is None else parse_size(options.max_disk),
+            ),
             hub=Hub(notify=console.notifier()),
-            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         ) as plan,
     ):
         waiting.end()
@@ -56,40 +66,33 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    left = max(plan.walk.num_layers - plan.walk.num_finished, 0)
+    walk = plan.walk
+    left = max(walk.num_layers - walk.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    found = forecast_evaluation(source, plan.walk.text, layers=left, models=len(plan.models))
-    needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
-    with Waiting("measures one expert"):
-        time = found.time()
+    found = forecast_evaluation(source, walk.text, layers=left, models=len(plan.models))
+    line = (
+        f"{counted(len(plan.models) - 1, 'model')} and the reference, {walk.num_layers} layers on {walk.text.windows}"
+    )
     if options.dry_run:
-        _show_plan(plan, found, needed, time)
-    found.check(options.reference, needed=needed)
-    plan.walk.check_room()
-    check_time(time, source=options.reference, may_be_long=options.long, what="evaluation")
-    if not options.dry_run:
-        _do(plan, options, time)
-    else:
-        console.print_next(console.own_command(without="--dry-run"))
+        _show_plan(plan, found, line)
+    if not may_begin(walk, found, options.reference, options):
+        return
+    console.print_event(f"{line}: {found.span} (an estimate from one expert on this machine)")
+    display = display_walk(plan, "evaluate")
+    from k2convert.evaluation.streamed import evaluate as do_evaluation
+
+    with display as events, opened_decoder(plan) as decode:
+        done = do_evaluation(plan, decode=decode, command=job_command("evaluate", options), events=events)
+    _show_result(plan, done)
 
 
-def plan_line(plan: "EvaluationPlan") -> str:
-    """Return models, layers and text of an evaluation, in a line."""
-    models = counted(len(plan.models) - 1, "model")
-    return f"{models} and the reference, {plan.walk.num_layers} layers on {plan.walk.text.windows}"
+def _show_plan(plan: "EvaluationPlan", found: Forecast, line: str) -> None:
+    from k2convert.calibration.cost import pass_flops, read_sizes
+    from k2convert.evaluation.streamed import head_flops
 
-
-def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time") -> None:
-    from k2convert.evaluation.needs import evaluation_flop
-
-    flop = evaluation_flop(found.source, found.size, models=found.num_models)
-    windows = plan.walk.text.windows
-    document: dict[str, object] = {
-        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
-        "tokens": windows.ids.size,
-        "window": windows.ids.shape[1],
-        "windows": windows.ids.shape[0],
-        "seed": windows.seed,
+    source = plan.checkpoints[0].checkpoint
+    flop = len(plan.models) * (pass_flops(read_sizes(source), found.size) + head_flops(source, found.size))
+    document = text_document(plan.walk.text) | {
         "reference": plain(plan.models[0].model),
         "models": [plain(planned.model) for planned in plan.models[1:]],
         "layers": plan.walk.num_layers,
@@ -100,37 +103,13 @@ def _show_plan(plan: "EvaluationPlan", found: Forecast, needed: int, time: "Time
     }
     fetched = sum(plan.walk.fetched)
     fetches = f", fetches {format_bytes(fetched)} from the Hub" if fetched else ""
-    needs = format_bytes(plan.walk.disk_needed)
-    allowed = format_bytes(plan.walk.disk_allowed)
     console.show(
-        document | found.document(time, needed),
-        plan_line(plan),
+        document | found.document(),
+        line,
         f"reads {format_bytes(plan.bytes_read)}{fetches}",
         f"computes about {flop:.1e} floating-point operations",
-        f"disk: needs {needs} at once, may use {allowed}",
-        *found.memory_lines(needed),
-        found.time_line(time),
+        *needs_lines(plan.walk, found),
     )
-
-
-def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
-    span = console.format_span(time.least, time.most)
-    console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
-    display = Display("evaluate", plan.walk.extent(plan.walk.num_finished, layer_costs=plan.layer_costs()))
-    from k2convert.evaluation.streamed import evaluate as do_evaluation
-
-    say_when_interrupted(
-        lambda: f"{_layers_done(plan)} of {plan.walk.num_layers} layers are done. The same command resumes",
-        console.own_command(without="--dry-run"),
-    )
-    with display as events, opened_decoder(plan) as decode:
-        found = do_evaluation(plan, decode=decode, command=job_command("evaluate", options), events=events)
-    _show_result(plan, found)
-
-
-def _layers_done(plan: "EvaluationPlan") -> int:
-    """Return how many layers are done, without the head, which counts as one too."""
-    return min(plan.walk.work.num_finished(), plan.walk.num_layers)
 
 
 def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
@@ -140,7 +119,6 @@ def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
 
 
 def _show_unkept(plan: "EvaluationPlan") -> None:
-    """Name the checkpoints whose rows are in no file."""
     kept = {number for output in plan.outputs for number in output.checkpoints}
     for number, checkpoint in enumerate(plan.checkpoints):
         if number and number not in kept:

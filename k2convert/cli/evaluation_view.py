@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from k2convert.cli.console import print_line, print_table
-from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Mean, Verdict
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Verdict
 
 _SHOWN_LAYERS = 3
 _SHOWN_TOKENS = 3
@@ -27,7 +27,11 @@ def show_evaluation(found: Evaluation) -> None:
     if any(row.layers for row in found.rows):
         _show_layers(found.rows)
     for row in found.rows:
-        _show_worst(row)
+        for token in row.worst[:_SHOWN_TOKENS]:
+            print_line(
+                f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
+                f"reference {token.reference_token!r}, model {token.model_token!r}"
+            )
 
 
 def _figures(row: EvaluationRow) -> tuple[str, ...]:
@@ -35,7 +39,7 @@ def _figures(row: EvaluationRow) -> tuple[str, ...]:
     divergence = figures.divergence
     return (
         f"{divergence.mean:.5f}",
-        _error(Mean(divergence.mean, divergence.standard_error)),
+        "" if divergence.standard_error is None else f"{divergence.standard_error:.5f}",
         f"{divergence.p999:.3f}",
         f"{divergence.maximum:.3f}",
         f"{figures.perplexity:.3f}",
@@ -49,10 +53,6 @@ def row_labels(rows: Sequence[EvaluationRow]) -> list[str]:
     short = {row.model.name: row.model.name.rstrip("/").rpartition("/")[2] for row in rows}
     is_clear = len(set(short.values())) == len(short)
     return [_called(replace(row.model, name=short[row.model.name]) if is_clear else row.model) for row in rows]
-
-
-def _error(value: Mean) -> str:
-    return "" if value.standard_error is None else f"{value.standard_error:.5f}"
 
 
 def _verdict_line(verdict: Verdict) -> str:
@@ -85,11 +85,3 @@ def _show_layers(rows: Sequence[EvaluationRow]) -> None:
         )
     columns = ("model", "error after the last layer", "grows most in layers", "least routing agreement")
     print_table("hidden states: relative squared error", columns, cells, left=(0, 2))
-
-
-def _show_worst(row: EvaluationRow) -> None:
-    for token in row.worst[:_SHOWN_TOKENS]:
-        print_line(
-            f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
-            f"reference {token.reference_token!r}, model {token.model_token!r}"
-        )

@@ -1,17 +1,21 @@
-"""Needs of a calibration or an evaluation on this machine: memory and time."""
+"""Needs of a calibration or an evaluation on this machine, memory and time, and what its verbs do alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.verbs import CalibrateOptions, EvaluateOptions
 from k2convert.cli.views import conversion_span
 from k2convert.errors import CalibrationError, format_bytes
 from k2convert.job.estimate import Estimate
-from k2convert.job.prepare import Job
+from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
 from k2convert.models import read_architecture
@@ -19,217 +23,164 @@ from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import Time
-    from k2convert.calibration.plan import CalibrationPlan, WalkText
-    from k2convert.calibration.sizes import Memory, PassSize
+    from k2convert.calibration.cost import PassSize, Time
+    from k2convert.calibration.plan import CalibrationPlan, WalkPlan, WalkText
+    from k2convert.evaluation.streamed import EvaluationPlan
 
 MAX_HOURS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The needs of a calibration of `size`, or of an evaluation of `num_models` models on it.
+    """Needs of the rest of a calibration or an evaluation (`what`): bytes of the whole process and of a GPU, time."""
 
-    `memory.main` is that of the whole process.
-    """
-
-    source: Checkpoint
+    what: str
     size: PassSize
     is_walk: bool
-    memory: Memory
-    num_models: int = 0
+    memory: int
+    gpu_memory: int
+    time: Time
 
-    def check(self, place: str, *, needed: int) -> None:
-        """Refuse if this machine lacks memory; raises PlanError."""
-        check_memory(place, needed=needed, available=available_memory() + peak_bytes())
-        check_memory(place, needed=self.memory.gpu, available=self._free_of_gpu(), of_gpu=True)
+    def check(self, place: str, *, may_be_long: bool) -> None:
+        """Refuse what this machine has no memory for (PlanError), and more than half a day that nobody asked for
+        (CalibrationError).
+        """
+        check_memory(place, needed=self.memory, available=available_memory() + peak_bytes())
+        check_memory(place, needed=self.gpu_memory, available=gpu_memory(self.size.devices)[0], of_gpu=True)
+        if self.time.middle > MAX_HOURS * 3600 and not may_be_long:
+            raise CalibrationError(
+                f"{place}: the {self.what} would take {self.span} on this machine, more than {MAX_HOURS} hours. Use a "
+                "faster machine, or fewer tokens, or repeat the command with --long."
+            )
 
-    def _free_of_gpu(self) -> int:
-        return gpu_memory(self.size.devices)[0]
+    @property
+    def span(self) -> str:
+        """The time as people say it."""
+        return console.format_span(self.time.least, self.time.most)
 
-    def time(self) -> Time:
-        """Measure this machine."""
-        from k2convert.calibration.cost import Time, measured_time
-
-        if self.size.num_layers == 0:
-            return Time(0.0, 0.0)
-        if self.num_models:
-            from k2convert.evaluation.needs import evaluation_time
-
-            return evaluation_time(self.source, self.size, models=self.num_models)
-        return measured_time(self.source, self.size, is_walk=self.is_walk)
-
-    def memory_lines(self, needed: int) -> list[str]:
+    def memory_lines(self) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
-        lines = [f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"]
-        if self.memory.gpu:
-            needs = format_bytes(self.memory.gpu)
-            free = format_bytes(self._free_of_gpu())
-            lines.append(f"memory of the GPU: needs about {needs}, free {free}")
+        lines = [f"memory: needs about {format_bytes(self.memory)}, available {format_bytes(available_memory())}"]
+        if self.gpu_memory:
+            free = format_bytes(gpu_memory(self.size.devices)[0])
+            lines.append(f"memory of the GPU: needs about {format_bytes(self.gpu_memory)}, free {free}")
         return lines
 
-    def time_line(self, time: Time, *, of: str = "") -> str:
+    def time_line(self, *, of: str = "") -> str:
         """Return the time in a line, and where the estimate comes from."""
-        span = console.format_span(time.least, time.most)
-        return f"time{of}: {span}, an estimate from one expert on this machine{self._advice(time)}"
+        advice = ""
+        if self.size.on_cpu and self.time.middle > 24 * 3600:
+            advice = "; use a server with many cores" if self.is_walk else "; use a GPU"
+        return f"time{of}: {self.span}, an estimate from one expert on this machine{advice}"
 
-    def _advice(self, time: Time) -> str:
-        if not self.size.on_cpu or time.middle <= 24 * 3600:
-            return ""
-        return "; use a server with many cores" if self.is_walk else "; use a GPU"
-
-    def document(self, time: Time, needed: int) -> dict[str, object]:
+    def document(self) -> dict[str, object]:
         """Return everything as plain data."""
         return {
-            "seconds": [round(time.least), round(time.most)],
-            "memory_bytes": needed,
-            "gpu_memory_bytes": self.memory.gpu,
+            "seconds": [round(self.time.least), round(self.time.most)],
+            "memory_bytes": self.memory,
+            "gpu_memory_bytes": self.gpu_memory,
         }
 
 
-def forecast(plan: CalibrationPlan, *, layers: int) -> Forecast:
-    """Count what the last `layers` layers of a calibration need."""
-    from k2convert.calibration.sizes import pass_memory, read_sizes, walk_memory
+def forecast(plan: CalibrationPlan, job: Job | None = None) -> Forecast:
+    """Count and measure what the rest of a calibration needs, alone or next to the conversion of a job."""
+    from k2convert.calibration.cost import measured_time, pass_memory, read_sizes, walk_memory
 
-    size = plan.walk.text.size(layers)
     is_walk = plan.needs is not None
-    held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
-    return Forecast(plan.source, size, is_walk, held)
+    model = read_sizes(plan.source)
+    size = plan.walk.text.size(layers_left(job, plan))
+    main, gpu = (walk_memory if is_walk else pass_memory)(model, size)
+    memory = peak_bytes() + main if job is None else memory_bytes(job, walk=main)  # before measuring, which needs some
+    with Waiting("measures one expert"):
+        time = measured_time(model, size, is_walk=is_walk)
+    return Forecast("calibration", size, is_walk, memory, gpu, time)
 
 
 def forecast_evaluation(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Forecast:
-    """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
-    from k2convert.calibration.sizes import read_sizes
-    from k2convert.evaluation.needs import evaluation_memory
+    """Count and measure what `layers` layers of an evaluation of `models` models need, the reference included."""
+    from k2convert.calibration.cost import measured_time, read_sizes
+    from k2convert.evaluation.streamed import evaluation_memory, head_flops
 
+    model = read_sizes(source)
     size = text.size(layers)
-    held = evaluation_memory(read_sizes(source), size, models=models)
-    return Forecast(source, size, False, held, num_models=models)
+    main, gpu = evaluation_memory(model, size, models=models)
+    memory = peak_bytes() + main
+    with Waiting("measures one expert"):
+        time = measured_time(model, size, models=models, head_flops=head_flops(source, size))
+    return Forecast("evaluation", size, False, memory, gpu, time)
 
 
-@dataclass(frozen=True, slots=True)
-class FinalEvaluation:
-    """Needs of the evaluation at the end of a job; `line` says it. `needed` is the memory of the whole process."""
-
-    found: Forecast
-    time: Time
-    needed: int
-    line: str
-
-    def check(self, source: str, *, may_be_long: bool) -> None:
-        """Refuse it if it is too long (CalibrationError) or the memory is not there (PlanError)."""
-        self.found.check(source, needed=self.needed)
-        check_time(self.time, source=source, may_be_long=may_be_long, what="evaluation")
-
-
-def final_evaluation(job: Job, text: WalkText) -> FinalEvaluation:
+def final_evaluation(job: Job, text: WalkText) -> Forecast:
     """Count and measure what the evaluation at the end of a job needs."""
     whole = job.source.whole or job.source.checkpoint
-    found = forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
-    needed = peak_bytes() + found.memory.main
-    time = found.time()
-    line = f"evaluation at the end, on {text.windows}; {found.memory_lines(needed)[0]}; {found.time_line(time)}"
-    return FinalEvaluation(found, time, needed, line)
+    return forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
 
 
-def check_time(time: Time, *, source: str, may_be_long: bool, what: str = "calibration") -> None:
-    """Refuse what would take more than half a day, unless the user asked for it; raises CalibrationError."""
-    if time.middle > MAX_HOURS * 3600 and not may_be_long:
-        raise CalibrationError(
-            f"{source}: the {what} would take {console.format_span(time.least, time.most)} on this machine, more "
-            f"than {MAX_HOURS} hours. Use a faster machine, or fewer tokens, or repeat the command with --long."
-        )
+def final_line(found: Forecast, text: WalkText) -> str:
+    """Return what the evaluation at the end of a job needs, in a line."""
+    return f"evaluation at the end, on {text.windows}; {found.memory_lines()[0]}; {found.time_line()}"
 
 
-def layers_left(job: Job, plan: CalibrationPlan) -> int:
+def layers_left(job: Job | None, plan: CalibrationPlan) -> int:
     """Return how many layers are left to calibrate, as far as that is known before the job starts."""
-    if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
+    if job is not None and job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
     return plan.walk.num_layers - plan.walk.num_finished
 
 
-def show_text(plan: CalibrationPlan, time: Time | None = None) -> None:
-    """Print layers and text of a calibration, and why there are so many tokens; at the start, with the time."""
-    lines = [_plan_line(plan), *filter(None, (_default_line(plan),))]
-    if time is not None:
-        lines[0] += f": {console.format_span(time.least, time.most)} (an estimate from one expert on this machine)"
-    for line in lines:
-        (console.print_line if time is None else console.print_event)(line)
+def needs_lines(walk: WalkPlan, found: Forecast) -> list[str]:
+    """Return disk, memory and time in lines."""
+    needs = format_bytes(walk.disk_needed)
+    allowed = format_bytes(walk.disk_allowed)
+    return [f"disk: needs {needs} at once, may use {allowed}", *found.memory_lines(), found.time_line()]
 
 
-def _plan_line(plan: CalibrationPlan) -> str:
-    """Return layers and text of a calibration, in a line."""
-    line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
-    if plan.needs is None:
-        return line
-    held_out = "with only one window, no error on other tokens"
-    if count := plan.held_out_windows:
-        verb = "is" if count == 1 else "are"
-        held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
-    return f"calibrates while it converts: {line}; {held_out} is measured"
+def may_begin(walk: WalkPlan, found: Forecast, place: str, options: CalibrateOptions | EvaluateOptions) -> bool:
+    """Refuse a walk that this machine cannot do; return whether to do it: a dry run ends here."""
+    found.check(place, may_be_long=options.long)
+    walk.check_room()
+    if options.dry_run:
+        console.print_next(console.own_command(without="--dry-run"))
+    return not options.dry_run
 
 
-def _default_line(plan: CalibrationPlan) -> str | None:
-    """Return why a calibration has its number of tokens, in a line; None if it was asked for."""
-    if not plan.walk.text.by_default:
-        return None
-    from k2convert.calibration.token_counts import TOKENS_PER_INPUT, experts_per_token
-
-    experts = plan.architecture.num_experts
-    inputs = plan.architecture.moe_intermediate_size
-    tokens = plan.walk.text.windows.tokens
-    each = tokens * experts_per_token(plan.source) // max(experts, 1)
-    return (
-        f"{tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
-        f"{inputs:,} inputs, and {TOKENS_PER_INPUT} for each input are enough"
+def display_walk(plan: CalibrationPlan | EvaluationPlan, verb: str) -> Display:
+    """Return the display of a walk that begins now, and prepare what is said if it is interrupted."""
+    walk = plan.walk
+    display = Display(verb, walk.extent(walk.num_finished, layer_costs=plan.layer_costs()))
+    say_when_interrupted(
+        lambda: (
+            f"{min(walk.work.num_finished(), walk.num_layers)} of {walk.num_layers} layers are done. "
+            "The same command resumes"
+        ),
+        console.own_command(without="--dry-run"),
     )
+    return display
 
 
-def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]], *, option: str) -> str:
-    """Return how many tokens the median expert got, in a line; if they are few, with what to give for `option`."""
-    from k2convert.calibration.token_counts import TOKENS_PER_INPUT, fewest_tokens, tokens_for
-
-    (layer, got), inputs = fewest_tokens(layers), plan.architecture.moe_intermediate_size
-    line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
-    if got >= TOKENS_PER_INPUT * inputs:
-        return line
-    used = plan.walk.num_tokens
-    window = plan.walk.text.windows.ids.shape[1]
-    enough = tokens_for(plan.architecture, used=used, got=got, window=window)
-    text = ", and a longer text" if used < plan.walk.text.windows.tokens else ""
-    return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
-
-
-def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) -> None:
-    """Print the memory and the time of a calibration, of converting beside it, and of both."""
-    for line in walk.memory_lines(needed):
-        console.print_line(line)
-    if not walk.size.num_layers:
-        console.print_line("time of the calibration: every layer is done")
-    else:
-        console.print_line(walk.time_line(time, of=" of the calibration"))
-    console.print_line(f"time of the conversion: {conversion_span(converting)}")
-    least, most = converting.seconds or (0.0, 0.0)
-    console.print_line(f"time in all: {console.format_span(max(time.least, least), time.most + most)}")
+def text_document(text: WalkText) -> dict[str, object]:
+    """Return the text of a walk as plain data."""
+    windows = text.windows
+    return {
+        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
+        "tokens": windows.ids.size,
+        "window": windows.ids.shape[1],
+        "windows": windows.ids.shape[0],
+        "seed": windows.seed,
+    }
 
 
 def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
     """Return layers and text of a calibration, as plain data."""
     text = plan.walk.text
-    windows = plan.walk.text.windows
-    return {
-        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
-        "tokens": windows.ids.size,
+    return text_document(text) | {
         "tokens_asked": text.windows.tokens,
         "tokens_reason": _default_line(plan),
-        "window": windows.ids.shape[1],
-        "windows": windows.ids.shape[0],
         "held_out_windows": plan.held_out_windows,
-        "seed": text.windows.seed,
         "layers": plan.walk.num_layers,
         "finished_layers": finished_layers,
         "statistics": None if text.saved is None else str(text.saved),
-        "devices": list(plan.walk.text.devices),
+        "devices": list(text.devices),
     }
 
 
@@ -237,6 +188,77 @@ def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
     """Return the calibration of a job, as plain data."""
     done = plan.walk.num_layers - layers_left(job, plan)
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
+
+
+def text_lines(plan: CalibrationPlan) -> list[str]:
+    """Return layers and text of a calibration in lines, and why it has its number of tokens if nobody asked for one."""
+    line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
+    if plan.needs is not None:
+        held_out = "with only one window, no error on other tokens"
+        if count := plan.held_out_windows:
+            verb = "is" if count == 1 else "are"
+            held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
+        line = f"calibrates while it converts: {line}; {held_out} is measured"
+    reason = _default_line(plan)
+    return [line] if reason is None else [line, reason]
+
+
+def show_start(plan: CalibrationPlan, found: Forecast) -> None:
+    """Print layers, text and time of a calibration that begins."""
+    line, *reason = text_lines(plan)
+    for event in (f"{line}: {found.span} (an estimate from one expert on this machine)", *reason):
+        console.print_event(event)
+
+
+def _default_line(plan: CalibrationPlan) -> str | None:
+    if not plan.walk.text.by_default:
+        return None
+    from k2convert.calibration.text import TOKENS_PER_INPUT, experts_per_token
+
+    inputs = plan.architecture.moe_intermediate_size
+    tokens = plan.walk.text.windows.tokens
+    each = tokens * experts_per_token(plan.source) // max(plan.architecture.num_experts, 1)
+    return (
+        f"{tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
+        f"{inputs:,} inputs, and {TOKENS_PER_INPUT} for each input are enough"
+    )
+
+
+def fewest_tokens(layers: Mapping[int, Sequence[int]]) -> tuple[int, int]:
+    """Return the layer in which the median expert got the fewest tokens, and how many; `layers` has those of each."""
+    medians = {layer: median_low(counts) for layer, counts in layers.items()}
+    layer = min(medians, key=lambda layer: medians[layer])
+    return layer, medians[layer]
+
+
+def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]], *, option: str) -> str:
+    """Return how many tokens the median expert got, in a line; if they are few, with what to give for `option`."""
+    from k2convert.calibration.text import TOKENS_PER_INPUT
+
+    layer, got = fewest_tokens(layers)
+    inputs = plan.architecture.moe_intermediate_size
+    line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
+    if got >= TOKENS_PER_INPUT * inputs:
+        return line
+    windows = plan.walk.text.windows
+    window = windows.ids.shape[1]
+    enough = -(-windows.ids.size * TOKENS_PER_INPUT * inputs // max(got, 1))
+    enough = -(-enough // window) * window
+    text = ", and a longer text" if windows.ids.size < windows.tokens else ""
+    return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
+
+
+def show_walk(walk: Forecast, converting: Estimate) -> None:
+    """Print the memory and the time of a calibration, of converting beside it, and of both."""
+    for line in walk.memory_lines():
+        console.print_line(line)
+    if not walk.size.num_layers:
+        console.print_line("time of the calibration: every layer is done")
+    else:
+        console.print_line(walk.time_line(of=" of the calibration"))
+    console.print_line(f"time of the conversion: {conversion_span(converting)}")
+    least, most = converting.seconds or (0.0, 0.0)
+    console.print_line(f"time in all: {console.format_span(max(walk.time.least, least), walk.time.most + most)}")
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:

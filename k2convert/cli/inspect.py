@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy as np
 from k2convert.calibration.channels import MIN_TOKENS, Calibration
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import open_statistics
-from k2convert.calibration.token_counts import median_tokens
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, print_line, print_next, print_note, print_table, show
 from k2convert.cli.verbs import InspectOptions
@@ -183,7 +183,7 @@ def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{number} dense" if layer["dense"] else number,
         f"{min(tokens):,}",
-        f"{median_tokens(tokens):,}",
+        f"{median_low(tokens):,}",
         f"{max(tokens):,}",
         f"{len(layer['fallback']):,}",
         f"{scaled:,}",

@@ -14,14 +14,14 @@ from k2convert.checkpoint.index import missing_sidecars
 from k2convert.choices import parse_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
-    check_time,
     final_evaluation,
+    final_line,
     forecast,
     job_document,
-    layers_left,
     show_outputs,
-    show_text,
+    show_start,
     show_walk,
+    text_lines,
 )
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import job_command
@@ -81,7 +81,7 @@ def run(options: RunOptions) -> None:
         open_job(_job_options(options), hub=Hub(notify=console.notifier())) as job,
     ):
         if options.evaluate:
-            from k2convert.job.final_evaluation import with_evaluation
+            from k2convert.job.evaluation import with_evaluation
 
             text = text_files(options.evaluate, device=options.device)
             job = with_evaluation(job, text, any_text=options.any_text)
@@ -173,41 +173,33 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = last = None
-    if job.gptq is not None:
-        walk = forecast(job.gptq, layers=layers_left(job, job.gptq))
-    needed = converting = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
-    if job.evaluation is not None:
-        last = final_evaluation(job, job.evaluation)
-        needed = max(converting, last.needed)
+    walk = None if job.gptq is None else forecast(job.gptq, job)
+    needed = memory_bytes(job) if walk is None else walk.memory
+    last = None if job.evaluation is None else final_evaluation(job, job.evaluation)
     with Waiting("measures the disk and the kernels"):
-        estimated = estimate(job, memory=needed)
-        time = None if walk is None else walk.time()
+        estimated = estimate(job, memory=needed if last is None else max(needed, last.memory))
     document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
     views: list[str | Callable[[], None]] = [partial(show_plan, job, document)]
-    if job.gptq is not None and walk is not None and time is not None:
-        document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
+    if job.gptq is not None and walk is not None:
+        document["calibration"] = job_document(job, job.gptq) | walk.document()
         smoothing = "on" if job.plan.recipe.smoothing else "off"
         views += [
-            partial(show_text, job.gptq),
+            *text_lines(job.gptq),
             f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)",
-            partial(show_walk, walk, time, estimated, needed=needed),
+            partial(show_walk, walk, estimated),
         ]
     else:
         views.append(partial(show_estimate, estimated))
     if last is not None:
-        document["evaluation"] = last.found.document(last.time, last.needed)
+        document["evaluation"] = last.document()
     console.show(document, *views, partial(show_network, job, estimated))
-    if last is not None:
-        console.print_line(last.line)
+    if last is not None and job.evaluation is not None:
+        console.print_line(final_line(last, job.evaluation))
     check_room(job)
     check_job_memory(job)
-    if walk is not None:
-        walk.check(options.source, needed=converting)
-    if last is not None:
-        last.check(options.source, may_be_long=options.long)
-    if time is not None:
-        check_time(time, source=options.source, may_be_long=options.long)
+    for found in (walk, last):
+        if found is not None:
+            found.check(options.source, may_be_long=options.long)
     console.print_next(console.own_command(without="--dry-run"))
 
 
@@ -267,7 +259,7 @@ def _do(job: Job, options: RunOptions) -> None:
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         last.check(options.source, may_be_long=options.long)
-        console.print_event(last.line)
+        console.print_event(final_line(last, job.evaluation))
     own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display.tally), command.line(here=command.folder))
@@ -301,14 +293,10 @@ def _how_far(job: Job, tally: Tally) -> str:
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     check_room(job)
-    walk = forecast(plan, layers=layers_left(job, plan))
-    if walk.size.num_layers == 0:
-        return
-    walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
-    with Waiting("measures one expert"):
-        time = walk.time()
-    check_time(time, source=options.source, may_be_long=options.long)
-    show_text(plan, time)
+    walk = forecast(plan, job)
+    if walk.size.num_layers:
+        walk.check(options.source, may_be_long=options.long)
+        show_start(plan, walk)
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:

@@ -5,7 +5,6 @@
     streamed     models computed from checkpoints, layer by layer (`k2convert evaluate`)
     comparison   one layer of every model against the reference's
     head         the output matrix in tiles
-    needs        memory and time
     served       models asked through two servers (`k2convert compare`)
     connection   requests to one server; its API key
     endpoints    how vLLM and SGLang are asked, and how they answer

@@ -257,9 +257,9 @@ class AnswerFolder:
         path = self._path(window, again)
         record = _Record(
             question=self._question(path),
-            ids=_packed(answer.ids),
-            log_p=_packed(answer.log_p),
-            token=_packed(answer.token),
+            ids=packed(answer.ids),
+            log_p=packed(answer.log_p),
+            token=packed(answer.token),
             words=dict(answer.words),
         )
         write_atomically(path, seal(record), root=self._root)
@@ -294,18 +294,14 @@ def _find(kind: type[Any], path: Path) -> Any:
     return found
 
 
-def _packed(array: NDArray[Any]) -> str:
+def packed(array: NDArray[Any]) -> str:
+    """Return an array as a document has it, in base64."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def _unpacked(text: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     data = base64.b64decode(text, validate=True)
     return np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype).reshape(shape)
-
-
-def pack_windows(windows: NDArray[np.int64]) -> str:
-    """Return windows of token ids as answers.json has them."""
-    return _packed(windows.astype(np.int32))
 
 
 def word(answer: Answer, token: int) -> str:

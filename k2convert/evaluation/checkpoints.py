@@ -117,19 +117,14 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             if tensor.dtype not in _NUMBERS:
                 raise _quantized(found, tensor, "Use a checkpoint in which only MLPs are quantized.")
         elif parameter in (WEIGHT, WEIGHT_PACKED):
-            _check_form(found, module, tensor)
+            is_nvfp4 = any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values())
+            packed = ("U8",) if is_nvfp4 else ("I32",)
+            known = packed if is_nvfp4 or parameter == WEIGHT_PACKED else _NUMBERS
+            if tensor.dtype not in known or len(tensor.shape) != 2:
+                raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
         check_source_config(checkpoint.config, family=family, where=found.place)
     check_whole(checkpoint)
-
-
-def _check_form(found: EvaluatedCheckpoint, module: str, tensor: TensorInfo) -> None:
-    """Refuse a weight in a form that cannot be computed (CheckpointError)."""
-    is_nvfp4 = any(f"{module}.{names.global_scale}" in found.checkpoint.tensors for names in LAYOUTS.values())
-    is_packed = tensor.name.endswith(WEIGHT_PACKED)
-    known = ("U8",) if is_nvfp4 else ("I32",) if is_packed else _NUMBERS
-    if tensor.dtype not in known or len(tensor.shape) != 2:
-        raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
 
 
 def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:

@@ -148,6 +148,9 @@ class Connection:
 
     def _once(self, path: str, body: bytes | None, limit: int) -> bytes:
         address = self.address
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         if self._tls is None:
             connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
         else:
@@ -158,8 +161,19 @@ class Connection:
         try:
             connection.connect()
             with self._watched(connection.sock, expired):
-                connection.request("GET" if body is None else "POST", address.path + path, body, self._headers(body))
-                data = self._read(connection.getresponse(), path, limit)
+                connection.request("GET" if body is None else "POST", address.path + path, body, headers)
+                response = connection.getresponse()
+                announced = response.length
+                data = response.read(limit + 1 if response.status == 200 else _MAX_ERROR_BYTES)
+                if response.status != 200:
+                    raise self._refused(response, data, path)
+                if len(data) > limit:
+                    raise RequestError(
+                        f"{address.shown}: answers with more than {limit:,} bytes, more than was asked for. Check the "
+                        "address."
+                    )
+                if announced is not None and len(data) < announced:
+                    raise ConnectionError(f"{len(data):,} of {announced:,} bytes came")
             if expired.is_set():
                 raise TimeoutError  # what came ends where it was cut off
             return data
@@ -185,24 +199,6 @@ class Connection:
         finally:
             watch.cancel()
             self._sockets.discard(opened)
-
-    def _headers(self, body: bytes | None) -> dict[str, str]:
-        kind = {} if body is None else {"Content-Type": "application/json"}
-        return kind | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
-
-    def _read(self, response: http.client.HTTPResponse, path: str, limit: int) -> bytes:
-        announced = response.length
-        data = response.read(limit + 1 if response.status == 200 else _MAX_ERROR_BYTES)
-        if response.status != 200:
-            raise self._refused(response, data, path)
-        if len(data) > limit:
-            raise RequestError(
-                f"{self.address.shown}: answers with more than {limit:,} bytes, more than was asked for. Check the "
-                "address."
-            )
-        if announced is not None and len(data) < announced:
-            raise ConnectionError(f"{len(data):,} of {announced:,} bytes came")
-        return data
 
     def _refused(self, response: http.client.HTTPResponse, data: bytes, path: str) -> RequestError:
         status = response.status

@@ -16,8 +16,9 @@ exactly 0. Tiles do not depend on the number of workers, and they are added in o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -84,13 +85,11 @@ class _Sums:
 
     @staticmethod
     def empty(tokens: int, device: str) -> _Sums:
-        """Return the sums over nothing."""
         zeros = torch.zeros(4, tokens, dtype=torch.float64, device=device)
         top = torch.full((tokens, TOP), -torch.inf, device=device)
         return _Sums(zeros[0] - torch.inf, zeros[1], zeros[2], zeros[3], top, torch.full_like(top, -1).long())
 
     def to(self, device: str) -> _Sums:
-        """Return the sums on a device."""
         return _Sums(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def add(self, tokens: slice, part: _Sums) -> tuple[Tensor, Tensor]:
@@ -112,21 +111,15 @@ class _Sums:
         return self.peak + self.total.log()
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some tokens of every model's states on one device, and rows of their output matrices from row `first` on."""
+def _compute(
+    tokens: slice, states: Sequence[Tensor], targets: Tensor, first: int, matrices: Sequence[DenseWeight]
+) -> tuple[slice, list[_Sums]]:
+    """Return the sums of every model, the reference first, over some tokens and the rows of `matrices`.
 
-    tokens: slice
-    states: Sequence[Tensor]
-    targets: Tensor
-    first: int
-    matrices: Sequence[DenseWeight]
-
-
-def _compute(piece: _Piece) -> tuple[slice, list[_Sums]]:
-    """Return the sums of every model over one piece. The reference comes first."""
-    logits = [rows.linear(states[piece.tokens]) for states, rows in zip(piece.states, piece.matrices, strict=True)]
-    targets = piece.targets[piece.tokens] - piece.first
+    The states are on one device, as the matrices, whose rows begin with row `first` of the output matrices.
+    """
+    logits = [rows.linear(own[tokens]) for own, rows in zip(states, matrices, strict=True)]
+    targets = targets[tokens] - first
     is_here = (targets >= 0) & (targets < logits[0].shape[1])
     places = torch.where(is_here, targets, 0)[:, None]
     of_reference = torch.empty(0)
@@ -143,10 +136,10 @@ def _compute(piece: _Piece) -> tuple[slice, list[_Sums]]:
                 cross=(of_reference * (logits[0] - own)).sum(dim=1, dtype=torch.float64),
                 target=torch.where(is_here, own.gather(1, places)[:, 0], 0.0).double(),
                 top=top,
-                top_ids=ids + piece.first,
+                top_ids=ids + first,
             )
         )
-    return piece.tokens, found
+    return tokens, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ def score_tokens(
     home = devices[0]
     sums = [_Sums.empty(targets.shape[0], home) for _ in models]
     pieces = _pieces(heads, models, states, targets, devices)
-    with run_in_order(_compute, pieces, workers=workers) as results:
+    with run_in_order(lambda piece: piece(), pieces, workers=workers) as results:
         for tokens, parts in results:
             found = [part.to(home) for part in parts]
             factors = [own.add(tokens, part) for own, part in zip(sums, found, strict=True)]
@@ -216,7 +209,7 @@ def score_tokens(
 
 def _pieces(
     heads: Sequence[Head], models: Sequence[int], states: Sequence[Tensor], targets: Tensor, devices: tuple[str, ...]
-) -> Iterator[_Piece]:
+) -> Iterator[Callable[[], tuple[slice, list[_Sums]]]]:
     """Yield the pieces, dealt out to the devices; a row of a matrix is read once."""
     tokens = [slice(start, start + PIECE_TOKENS) for start in range(0, targets.shape[0], PIECE_TOKENS)]
     used = devices[: len(tokens)]
@@ -227,4 +220,4 @@ def _pieces(
         moved = [[rows.to(device) for rows in read] for device in used]
         for number, part in enumerate(tokens):
             place = number % len(used)
-            yield _Piece(part, *held[place], first, [moved[place][checkpoint] for checkpoint in models])
+            yield partial(_compute, part, *held[place], first, [moved[place][checkpoint] for checkpoint in models])

@@ -183,39 +183,30 @@ def read_earlier(output: Output, made: Made, *, replaces: bool) -> Earlier:
     changed: list[EvaluationRow] = []
     lost: list[EvaluationRow] = []
     origins = _read_origins(output.path)
-    for row in () if found is None else found.rows:
-        assert found is not None
+    if found is None:
+        return Earlier({}, (), ())
+    new = made.document
+    is_same_text = found.kind == new.kind and _text_of(found.text) == _text_of(new.text)
+    is_same = is_same_text and found.tool_version == new.tool_version and found.reference == new.reference
+    for row in found.rows:
         origin = origins.get(_row_digest(found, row))
         named, now = _present(output, made, row, origin)
-        if _is_same(found, made.document) and origin is not None and now is not None:
+        is_computed = is_same_text and row_key(named.model) in map(row_key, made.models)
+        if is_same and origin is not None and now is not None:
             if origin.inputs == now.inputs:
                 holding[named] = now
             else:
                 changed.append(named)
-        elif now is None or not _is_computed(found, made, named):
+        elif now is None or not is_computed:
             lost.append(named)
     earlier = Earlier(holding, tuple(changed), tuple(lost))
-    if found is not None and not replaces:
+    if not replaces:
         earlier.check(output.path, found)
     return earlier
 
 
-def _is_same_text(found: Evaluation, new: Evaluation) -> bool:
-    return found.kind == new.kind and _text_of(found.text) == _text_of(new.text)
-
-
 def _text_of(text: EvaluationText) -> tuple[object, ...]:
     return text.texts, text.token_ids, text.window
-
-
-def _is_same(found: Evaluation, new: Evaluation) -> bool:
-    is_same_tool = found.tool_version == new.tool_version
-    return is_same_tool and found.reference == new.reference and _is_same_text(found, new)
-
-
-def _is_computed(found: Evaluation, made: Made, row: EvaluationRow) -> bool:
-    """Return whether a row is computed again, so that nothing is lost with it."""
-    return _is_same_text(found, made.document) and row_key(row.model) in map(row_key, made.models)
 
 
 def row_key(model: EvaluatedModel) -> tuple[str, str]:

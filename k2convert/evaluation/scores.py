@@ -52,8 +52,8 @@ def summarize(scores: TokenScores) -> Figures:
     """Return the figures over all tokens, of which there must be at least one."""
     return Figures(
         divergence=_divergence(scores.divergence),
-        perplexity=_perplexity(scores.loss),
-        reference_perplexity=_perplexity(scores.reference_loss),
+        perplexity=math.exp(float(scores.loss.mean())),
+        reference_perplexity=math.exp(float(scores.reference_loss.mean())),
         log_likelihood=mean_over_windows(scores.reference_loss - scores.loss),
         top1_agreement=float(scores.agrees.mean()),
         left_top5=float(scores.left_top5.mean()),
@@ -73,7 +73,8 @@ def compare_models(rows: Iterable[EvaluationRow]) -> tuple[Verdict, ...]:
     A model whose weights are not NVFP4 is compared in every mode. If no two checkpoints have a mode in common, all are
     compared as they are.
     """
-    known = sorted((row for row in rows if row.figures.divergence.by_window), key=_mean_divergence)
+    known = [row for row in rows if row.figures.divergence.by_window]
+    known.sort(key=lambda row: row.figures.divergence.mean)
     caches = {row.model.kv_cache: [one for one in known if one.model.kv_cache == row.model.kv_cache] for row in known}
     found: list[Verdict] = []
     for same_cache in caches.values():
@@ -82,17 +83,12 @@ def compare_models(rows: Iterable[EvaluationRow]) -> tuple[Verdict, ...]:
         if not any(len({row.model.name for row in group}) > 1 for group in groups):
             groups = [same_cache]
         for group in groups:
-            found += [_verdict(*pair) for pair in pairwise(group) if pair[0].model.name != pair[1].model.name]
+            for nearer, farther in pairwise(group):
+                if nearer.model.name != farther.model.name:
+                    windows = np.array([row.figures.divergence.by_window for row in (nearer, farther)])
+                    difference = mean_over_windows((windows[1] - windows[0])[:, None])
+                    found.append(Verdict(nearer.model, farther.model, difference))
     return tuple(dict.fromkeys(found))
-
-
-def _mean_divergence(row: EvaluationRow) -> float:
-    return row.figures.divergence.mean
-
-
-def _verdict(nearer: EvaluationRow, farther: EvaluationRow) -> Verdict:
-    windows = np.array([row.figures.divergence.by_window for row in (nearer, farther)])
-    return Verdict(nearer.model, farther.model, mean_over_windows((windows[1] - windows[0])[:, None]))
 
 
 def worst_tokens(divergence: NDArray[np.float64], count: int) -> list[tuple[int, int]]:
@@ -141,14 +137,12 @@ def describe_worst(
     return tuple(worst)
 
 
-def _perplexity(loss: NDArray[np.float64]) -> float:
-    return math.exp(float(loss.mean()))
-
-
 def _divergence(values: NDArray[np.float64]) -> Divergence:
     median, p99, p999 = (float(found) for found in np.quantile(values, (0.5, 0.99, 0.999)))
     counts = np.bincount(np.searchsorted(HISTOGRAM_EDGES, values.ravel(), side="right"))
     mean = mean_over_windows(values)
+    length = values.shape[1]
+    borders = [0, *(FIRST_BUCKET << power for power in range(POSITION_BUCKETS - 1)), length]
     return Divergence(
         mean=mean.mean,
         standard_error=mean.standard_error,
@@ -156,17 +150,11 @@ def _divergence(values: NDArray[np.float64]) -> Divergence:
         p99=p99,
         p999=p999,
         maximum=float(values.max()),
-        by_position=tuple(_by_position(values)),
+        by_position=tuple(
+            PositionMean(first, min(stop, length), float(values[:, first:stop].mean()))
+            for first, stop in pairwise(borders)
+            if first < length and stop > first
+        ),
         histogram=tuple(int(count) for count in np.pad(counts, (0, len(HISTOGRAM_EDGES) + 1 - counts.size))),
         by_window=tuple(values.mean(axis=1).tolist()) if len(values) <= MAX_WINDOWS else (),
     )
-
-
-def _by_position(values: NDArray[np.float64]) -> list[PositionMean]:
-    length = values.shape[1]
-    borders = [0, *(FIRST_BUCKET << power for power in range(POSITION_BUCKETS - 1)), length]
-    return [
-        PositionMean(first, min(stop, length), float(values[:, first:stop].mean()))
-        for first, stop in pairwise(borders)
-        if first < length and stop > first
-    ]

@@ -16,7 +16,7 @@ import numpy as np
 from k2convert import __version__
 from k2convert.calibration.text import Windows
 from k2convert.errors import EndpointError, quoted, shortened
-from k2convert.evaluation.answers import MAX_VALUES, AnswerFolder, Asked, pack_windows, word
+from k2convert.evaluation.answers import MAX_VALUES, AnswerFolder, Asked, packed, word
 from k2convert.evaluation.bound import lower_bound, score_window
 from k2convert.evaluation.endpoints import Endpoint
 from k2convert.evaluation.scores import TokenScores, summarize, worst_tokens
@@ -56,7 +56,7 @@ def questions(endpoint: Endpoint, windows: Windows, *, top_k: int, is_reference:
             f"{length:,} tokens with {top_k} log-probabilities each are too much for one answer. Pass a smaller "
             "--top-k or --window."
         )
-    token_ids = pack_windows(windows.ids)
+    token_ids = packed(windows.ids.astype(np.int32))
     again = min(count, NOISE_WINDOWS) if is_reference else 0
     return Asked(endpoint.name, endpoint.engine, endpoint.root, windows.described(), top_k, again, token_ids)
 
@@ -131,6 +131,10 @@ def _check_words(sides: Sequence[Side]) -> None:
 def evaluate(reference: AnswerFolder, model: AnswerFolder | None) -> Evaluation:
     """Return the figures of the answers; without a model those of the reference's noise. Raises EndpointError."""
     asked = reference.asked
+    noise = [
+        lower_bound(reference.need(i), reference.need(i, again=True), reference.windows[i][1:])
+        for i in range(asked.again)
+    ]
     return Evaluation(
         format=FORMAT,
         kind="compare",
@@ -139,17 +143,8 @@ def evaluate(reference: AnswerFolder, model: AnswerFolder | None) -> Evaluation:
         text=asked.text,
         rows=() if model is None else (_row(reference, model),),
         top_k=asked.top_k,
-        noise=_noise(reference),
+        noise=float(np.mean(noise)),
     )
-
-
-def _noise(reference: AnswerFolder) -> float:
-    windows = reference.windows
-    found = [
-        lower_bound(reference.need(i), reference.need(i, again=True), windows[i][1:])
-        for i in range(reference.asked.again)
-    ]
-    return float(np.mean(found))
 
 
 def _row(reference: AnswerFolder, model: AnswerFolder) -> EvaluationRow:

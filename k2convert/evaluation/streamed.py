@@ -21,12 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from k2convert import __version__
+from k2convert.calibration.cost import ModelSizes, PassSize, layer_operations, pass_memory, read_sizes
 from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
-from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, head_names
 from k2convert.evaluation.comparison import (
     LayerComparison,
     encode_arrays,
@@ -34,7 +36,7 @@ from k2convert.evaluation.comparison import (
     layer_figures,
     read_arrays,
 )
-from k2convert.evaluation.head import TILE_TOKENS, Head, HeadScores, score_tokens
+from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, HeadScores, score_tokens
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import Rounding
@@ -74,6 +76,25 @@ def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
     return models * tokens * (2 * hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
 
 
+def evaluation_memory(model: ModelSizes, size: PassSize, *, models: int) -> tuple[int, int]:
+    """Return what an evaluation of `models` models holds at its peak, in a layer or at the head: in main memory, beyond
+    what the process has, and in one GPU.
+    """
+    main, gpu = pass_memory(model, size)
+    states = 4 * size.chunk_tokens * model.hidden
+    tiles = 1 + -(-(size.workers + 1) * PIECE_TOKENS // TILE_TOKENS)
+    head = models * (4 * max(TILE_TOKENS, size.window) + tiles * 2 * TILE_ROWS) * model.hidden
+    if size.on_cpu:
+        return main + max(states, head - states), 0
+    return main + max(states, head), max(gpu, gpu - states + head)
+
+
+def head_flops(source: Checkpoint, size: PassSize) -> float:
+    """Return the operations of the output matrix on all tokens."""
+    rows, columns = source.tensors[head_names(source)[1]].shape
+    return 2.0 * size.num_tokens * rows * columns
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
     """A planned evaluation. Nothing has been written yet.
@@ -103,21 +124,9 @@ class EvaluationPlan:
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the operations of each layer, and of the head."""
-        from k2convert.evaluation.needs import layer_operations
-
-        return layer_operations(self.checkpoints[0].checkpoint, self.walk.text.size(self.walk.num_layers))
-
-    def walked_models(self) -> tuple[WalkedModel, ...]:
-        """Return the models as a walk has them."""
-        return tuple(
-            WalkedModel(
-                stream=stream_of(number),
-                checkpoint=planned.checkpoint,
-                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
-                name=self.checkpoints[planned.checkpoint].place if number else "",
-            )
-            for number, planned in enumerate(self.models)
-        )
+        source = self.checkpoints[0].checkpoint
+        size = self.walk.text.size(self.walk.num_layers)
+        return *layer_operations(read_sizes(source), size, is_walk=False), head_flops(source, size)
 
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
@@ -182,7 +191,16 @@ def evaluate(
     K2ConvertError.
     """
     with plan.walk.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as walk:
-        walk = replace(walk, models=plan.walked_models(), keeps_last=True)
+        models = tuple(
+            WalkedModel(
+                stream=stream_of(number),
+                checkpoint=planned.checkpoint,
+                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
+                name=plan.checkpoints[planned.checkpoint].place if number else "",
+            )
+            for number, planned in enumerate(plan.models)
+        )
+        walk = replace(walk, models=models, keeps_last=True)
         _compare_layers(plan, walk, events)
         if plan.walk.work.num_finished() == walk.num_layers:
             _score(plan, walk, events)
@@ -231,7 +249,8 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
         for start in range(0, walk.shape[0], step):
             stop = min(start + step, walk.shape[0])
             if (chosen := kept[start:stop]).any():
-                states = [_predicting(read(start, stop), chosen) for read in reads]
+                # the hidden states [T, K] that predict a token: all but the last of each window
+                states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
                 targets = torch.as_tensor(walk.ids[start:stop, 1:][chosen]).flatten()
                 scored = score_tokens(heads, of_models, states, targets, devices=walk.devices, workers=walk.workers)
                 found.append(scored.windows(int(chosen.sum())))
@@ -244,11 +263,6 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
                 "matrix is damaged: download it again."
             )
     work.write(work.path(CLAIM, last), encode_arrays(scores.arrays()))
-
-
-def _predicting(states: NDArray[np.float32], kept: NDArray[np.bool_]) -> torch.Tensor:
-    """Return the hidden states f32 [T, K] of some windows that predict a token: all but the last of each."""
-    return torch.as_tensor(states[kept][:, :-1]).flatten(0, 1)
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:

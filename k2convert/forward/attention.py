@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from k2convert.checkpoint.index import Checkpoint, thaw
+from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut, quoted
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
@@ -107,19 +107,28 @@ class _Cache:
 
 
 class Attention:
-    """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device."""
+    """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device.
+
+    `cache` measures what a KV cache holds of the windows since it was last asked.
+    """
 
     def __init__(self, reader: WeightReader, stem: str, *, device: str = "cpu", fp8_cache: bool = False) -> None:
         """Read the attention of the layer `stem` (`...layers.N`); CheckpointError if config and tensors disagree.
 
         With `fp8_cache`, everything that a KV cache holds is rounded to E4M3, as every later token reads it.
         """
-        rotary, modules = _build(reader.checkpoint.config, where=str(reader.checkpoint.folder))
+        rotary, modules = build_attention(reader.checkpoint.config, where=str(reader.checkpoint.folder))
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
         keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
         is_mla = hasattr(modules.self_attn, "kv_a_layernorm")
-        self._cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
-        _watch_cache(modules.self_attn, self._cache)
+        self.cache = cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
+        modules.self_attn.cache = self.cache
+
+        def held(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
+            return cache.hold(0, latent)
+
+        if is_mla:  # the rest goes through the cache in `_causal_attention`
+            modules.self_attn.kv_a_layernorm.register_forward_hook(held)
         self._modules: Any = modules.eval()
         self._rotary = rotary.to(device)
         self._device = device
@@ -135,14 +144,18 @@ class Attention:
         residual = hidden + attended
         return residual[0], modules.post_attention_layernorm(residual)[0]
 
-    def take_cached(self) -> CachedValues:
-        """Return what a KV cache holds of the windows since the last call."""
-        return self._cache.take()
 
+def build_attention(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
+    """Return the rotary embedding, and attention and norms without weights (on the meta device).
 
-def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
-    """Return the rotary embedding, and attention and norms without weights (on the meta device)."""
-    kernels = _attention_interface()
+    CheckpointError for a config.json from which none can be built.
+    """
+    is_set = _COMPILER_FOLDER in os.environ
+    from transformers import AttentionInterface
+
+    if not is_set:  # torch's compiler, imported with it, sets it for children
+        os.environ.pop(_COMPILER_FOLDER, None)
+    kernels: Any = AttentionInterface
     kernels.register(_KERNEL, _causal_attention)
     text = text_config(config)
     # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
@@ -172,21 +185,6 @@ def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
             "model's own config.json."
         )
     return frequencies, modules
-
-
-def check_attention(checkpoint: Checkpoint) -> None:
-    """Refuse a config.json from which no attention can be built (CheckpointError)."""
-    _build(checkpoint.config, where=str(checkpoint.folder))
-
-
-def _attention_interface() -> Any:
-    """Import transformers, and take back the variable that torch's compiler, imported with it, sets for children."""
-    is_set = _COMPILER_FOLDER in os.environ
-    from transformers import AttentionInterface
-
-    if not is_set:
-        os.environ.pop(_COMPILER_FOLDER, None)
-    return AttentionInterface
 
 
 def _config_and_modules(fields: dict[str, Any]) -> tuple[Any, tuple[Any, Any, Any]]:
@@ -233,17 +231,6 @@ def _cache_scale(reader: WeightReader, stem: str, which: str) -> float:
                 raise CheckpointError(f"{reader.checkpoint.folder}: {name} is {scale}. Use the model's own checkpoint.")
             return scale
     return 1.0
-
-
-def _watch_cache(attention: Any, cache: _Cache) -> None:
-    """Pass what attention keeps of a token through a cache: MLA's latent here, the rest in `_causal_attention`."""
-    attention.cache = cache
-    if hasattr(attention, "kv_a_layernorm"):
-
-        def held(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
-            return cache.hold(0, latent)
-
-        attention.kv_a_layernorm.register_forward_hook(held)
 
 
 def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ An observer sees the inside of the MLP: calibration takes its statistics there.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError, quoted
-from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached, check_attention
+from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached, build_attention
 from k2convert.forward.moe import (
     Mlp,
     MlpTokens,
@@ -105,7 +105,7 @@ def check_config(checkpoint: Checkpoint) -> None:
     architecture = read_architecture(checkpoint)
     where = str(checkpoint.folder)
     _check_activation(checkpoint)
-    check_attention(checkpoint)
+    build_attention(checkpoint.config, where=where)
     if architecture.moe_layers:
         read_router_config(checkpoint.config, where=where, num_experts=architecture.num_experts)
 
@@ -166,7 +166,11 @@ class DecoderLayer:
         if self.is_dense and not self._dense:
             self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
-        with closing(self._outputs(x, self._pieces(x, routing))) as outputs:
+        if routing is None:
+            mlps = [MlpTokens(self._mlp, 0, torch.arange(x.shape[0], device=x.device))]
+        else:
+            mlps = block_mlps(self._reader, self._mlp, routing)
+        with closing(self._outputs(x, mlps)) as outputs:
             for piece, inner, output in outputs:
                 if observer is not None:
                     observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
@@ -194,7 +198,7 @@ class DecoderLayer:
         with allowing_tf32(self._devices), run_in_order(attend, windows, workers=self._workers) as attended:
             for _ in attended:
                 pass
-        self.cached = add_cached(attention.take_cached() for attention in self._attentions)
+        self.cached = add_cached(attention.cache.take() for attention in self._attentions)
         routing: Routing | None = None
         if (router := self._router) is not None:
             with run_in_order(lambda window: router(x[window]), windows, workers=self._workers) as parts:
@@ -205,14 +209,12 @@ class DecoderLayer:
     def shared_output(self, x_TK: Tensor) -> Tensor:
         """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
         total = torch.zeros_like(x_TK)
-        with closing(self._outputs(x_TK, self._cut(shared_mlp(self._reader, self._mlp, x_TK)))) as outputs:
+        with closing(self._outputs(x_TK, shared_mlp(self._reader, self._mlp, x_TK))) as outputs:
             for piece, _, output in outputs:
                 total.index_add_(0, piece.tokens, output)
         return total
 
-    def _outputs(
-        self, x_TK: Tensor, pieces: Iterable[tuple[int, MlpTokens]]
-    ) -> Generator[tuple[MlpTokens, Tensor, Tensor]]:
+    def _outputs(self, x_TK: Tensor, mlps: list[MlpTokens]) -> Generator[tuple[MlpTokens, Tensor, Tensor]]:
         """Yield each piece in order, with its input f32 [t, I] of down and its output f32 [t, K] (first device)."""
         inputs = [x_TK.to(device) for device in self._devices]
         home = self._devices[0]
@@ -224,16 +226,11 @@ class DecoderLayer:
             inner = mlp.inner(inputs[place][piece.tokens.to(device)])
             return piece, inner.to(home), mlp.outer(inner).to(home)
 
-        with allowing_tf32(self._devices), run_in_order(compute, pieces, workers=self._workers) as results:
+        with allowing_tf32(self._devices), run_in_order(compute, self._cut(mlps), workers=self._workers) as results:
             yield from results
 
     def _read_mlp(self, module: str, device: str) -> Mlp:
         return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
-
-    def _pieces(self, x_TK: Tensor, routing: Routing | None) -> Iterator[tuple[int, MlpTokens]]:
-        if routing is not None:
-            return self._cut(block_mlps(self._reader, self._mlp, routing))
-        return self._cut([MlpTokens(self._mlp, 0, torch.arange(x_TK.shape[0], device=x_TK.device))])
 
     def _cut(self, mlps: list[MlpTokens]) -> Iterator[tuple[int, MlpTokens]]:
         """Yield the pieces of MLPs, each with the number of the device that it is dealt out to."""

@@ -35,6 +35,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 from k2convert.models.config import text_config
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED
 from k2convert.quantize.formats.nvfp4 import E2M1_MAX, E4M3_MAX
 
 Call = TypeVar("Call")
@@ -166,7 +167,8 @@ def block_mlps(reader: WeightReader, stem: str, routing: Routing) -> list[MlpTok
 def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
     """Return the shared experts of the block `stem` with all tokens, of which `x` has the first dimension, if any."""
     module = f"{stem}.shared_experts"
-    is_there = reader.has_layer(f"{module}.{PROJECTIONS[0]}")
+    gate = f"{module}.{PROJECTIONS[0]}"
+    is_there = reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}")
     return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))] if is_there else []
 
 

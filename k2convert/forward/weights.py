@@ -214,10 +214,6 @@ class WeightReader:
             result[place] = torch.frombuffer(values, dtype=dtype)
         return result
 
-    def has_layer(self, module: str) -> bool:
-        """Return whether the checkpoint has a linear layer of that name, INT4 or not."""
-        return self.has(f"{module}.{WEIGHT_PACKED}") or self.has(f"{module}.{WEIGHT}")
-
     def read_source(self, module: str) -> Int4Weight | Tensor:
         """Return a layer's weight as the INT4 source stores it: INT4, or bf16 [N, K]."""
         if not self.has(f"{module}.{WEIGHT_PACKED}"):

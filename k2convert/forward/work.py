@@ -190,11 +190,6 @@ class WorkFolder:
         self.record(path, blake3(content).hexdigest())
         write_atomically(path, content)
 
-    def has_kept(self, path: Path) -> bool:
-        """Return whether a file was written, whether or not it is still there."""
-        found = self.job()
-        return found is not None and path.name in found.files
-
     def check(self, path: Path) -> None:
         """Raise CheckpointError if a file is not there as it was written."""
         if damage := self._damage((path,)):

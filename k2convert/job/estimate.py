@@ -4,12 +4,14 @@ The disk that is read, the disk that is written and the kernels are measured for
 that is written has no name, so nothing can be left behind. The network is not measured.
 """
 
+import fcntl
 import mmap
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -102,61 +104,47 @@ def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) 
 
 def _read_rate(path: Path) -> float | None:
     """Read from the middle of a file past the page cache, where the filesystem allows that."""
-    descriptor = _open_first(path, (os.O_RDONLY | os.O_DIRECT, os.O_RDONLY))
-    if descriptor is None:
-        return None
     size = path.stat().st_size
     position = size // 2 // PAGE_BYTES * PAGE_BYTES
-    with mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+    try:
+        with path.open("rb") as file, mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+            _pass_cache(file.fileno())
 
-        def read() -> int:
-            nonlocal position
-            count = os.preadv(descriptor, [buffer], position) if position < size else 0
-            position += _CHUNK_BYTES
-            return count
+            def read() -> int:
+                nonlocal position
+                count = os.preadv(file.fileno(), [buffer], position) if position < size else 0
+                position += _CHUNK_BYTES
+                return count
 
-        try:
             return _rate(read)
-        except OSError:
-            return None
-        finally:
-            os.close(descriptor)
+    except OSError:
+        return None
 
 
 def _write_rate(folder: Path) -> float | None:
     """Write a file without a name in a folder, past the page cache where the filesystem allows that, and sync it."""
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     limit = min(_MAX_BYTES, int(free * MAX_FREE_SHARE))
-    descriptor = _open_first(folder, (os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, os.O_TMPFILE | os.O_RDWR))
+    position = 0
     try:
-        if descriptor is None:  # the filesystem has no such files; this one is removed before it is used
-            with tempfile.TemporaryFile(dir=folder) as file:
-                descriptor = os.dup(file.fileno())
-        position = 0
-        with mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+        with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+            _pass_cache(file.fileno())
             buffer.write(os.urandom(1 << 16) * (_CHUNK_BYTES >> 16))
 
             def write() -> int:
                 nonlocal position
-                count = os.pwrite(descriptor, buffer, position) if position + _CHUNK_BYTES <= limit else 0
+                count = os.pwrite(file.fileno(), buffer, position) if position + _CHUNK_BYTES <= limit else 0
                 position += count
                 return count
 
-            return _rate(write, finish=lambda: os.fsync(descriptor))
+            return _rate(write, finish=lambda: os.fsync(file.fileno()))
     except OSError:
         return None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
-def _open_first(path: Path, choices: tuple[int, ...]) -> int | None:
-    for flags in choices:
-        try:
-            return os.open(path, flags | os.O_CLOEXEC, 0o600)
-        except OSError:
-            continue
-    return None
+def _pass_cache(descriptor: int) -> None:
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
 
 
 def _convert_rate(job: Job) -> float | None:

@@ -1,16 +1,22 @@
-"""Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package."""
+"""Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package.
+
+Also the evaluation at the end of a run: the result that was just assembled, against its source. The shards of a result
+for the Hub have left the disk by then. They are read back from the work branch, layer by layer, so `main` gets result
+and evaluation in one commit. A run that is interrupted here resumes here.
+"""
 
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from k2convert.calibration.plan import WalkPlan, WalkText
 from k2convert.checkpoint.files import file_digest
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
-from k2convert.choices import AskedActivations, ComputedKvCache
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
 from k2convert.evaluation.checkpoints import (
     EvaluatedCheckpoint,
@@ -20,18 +26,21 @@ from k2convert.evaluation.checkpoints import (
     head_names,
     modes_of,
 )
-from k2convert.hub.client import SCHEME, Hub
+from k2convert.evaluation.kept import check_text as check_earlier_text
+from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
+from k2convert.hub.source import resolve_source
 from k2convert.job.locations import check_output_path, open_source
 from k2convert.job.opening import TextFiles, read_text
-from k2convert.job.resources import allowed_disk, device_name
-from k2convert.models import read_architecture
+from k2convert.job.prepare import Job
+from k2convert.job.resources import allowed_disk, device_name, output_headers
+from k2convert.models import check_computed, read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import JsonObject
-from k2convert.records.evaluation import EvaluatedModel
-from k2convert.records.events import SILENT
-from k2convert.records.fingerprint import source_digest
-from k2convert.records.ledger import Ledger, find_ledger, weights_digest
+from k2convert.records.evaluation import EvaluatedModel, Evaluation
+from k2convert.records.events import SILENT, Events
+from k2convert.records.fingerprint import Source, source_digest
+from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
 
 if TYPE_CHECKING:
     from k2convert.evaluation.kept import Inputs
@@ -56,6 +65,7 @@ class EvaluationOptions:
     """Set if the text may be one that a checkpoint was calibrated on."""
     replaces: bool = False
     """Set if an evaluation of something else is replaced."""
+    max_disk: int | None = None
 
 
 @contextmanager
@@ -67,7 +77,6 @@ def open_evaluation(
     options: EvaluationOptions,
     *,
     hub: Hub,
-    max_disk: int | None = None,
 ) -> "Generator[EvaluationPlan]":
     """Open reference and checkpoints of an evaluation and plan it; they stay open for the block.
 
@@ -78,20 +87,30 @@ def open_evaluation(
 
     outputs = _outputs(reference, checkpoints, options.out)
     for path in outputs:
-        _check_output(path, reference, text)
-    work_folder = _work_folder(outputs)
+        check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
+        if any(path.exists() and file.exists() and path.samefile(file) for file in text.files):
+            raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
+    path, place = next(iter(outputs.items()))
+    work_folder = path.with_name(path.name + WORK_SUFFIX)
+    if place is not None:
+        work_folder = path.parent / WORK_FOLDER / WORK_NAME
     begun = _work(work_folder, 1).job()
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
     with ExitStack() as stack:
         places = (reference, *dict.fromkeys(checkpoints))
-        names = _names(places)
+        names = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
+        counts = Counter(names.values())  # two folders may have the same name: then their paths tell them apart
         found: list[EvaluatedCheckpoint] = []
         for place in places:
             revision = pinned.get(_REVISION.format(place))
             opened = stack.enter_context(
                 open_source(place, hub=hub, pinned=None if revision is None else str(revision))
             )
-            found.append(EvaluatedCheckpoint(names[place], place, opened, _ledger(opened.checkpoint.folder)))
+            name = names[place] if counts[names[place]] == 1 else place
+            ledger = None
+            with suppress(CheckpointError):  # without one that can be read, it is anybody's checkpoint
+                ledger = find_ledger(opened.checkpoint.folder)
+            found.append(EvaluatedCheckpoint(name, place, opened, ledger))
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
             check_config(found[-1].checkpoint)
@@ -99,7 +118,7 @@ def open_evaluation(
         check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, hub=hub, max_disk=max_disk)
+        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, hub=hub)
 
 
 def check_windows(text: WalkText) -> None:
@@ -128,20 +147,6 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
     return {Path(place) / EVALUATION_NAME: place for place in local}
 
 
-def _check_output(path: Path, reference: str, text: TextFiles) -> None:
-    """Refuse a file to write that cannot be written, or that is read here (DestinationError)."""
-    check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
-    for file in text.files:
-        if path.exists() and file.exists() and path.samefile(file):
-            raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
-
-
-def _work_folder(outputs: Mapping[Path, str | None]) -> Path:
-    """Return OUT.work, or the work folder of the first checkpoint that the evaluation is written to."""
-    path, place = next(iter(outputs.items()))
-    return path.with_name(path.name + WORK_SUFFIX) if place is None else path.parent / WORK_FOLDER / WORK_NAME
-
-
 def evaluation_works(path: Path) -> "tuple[WorkFolder, WorkFolder]":
     """Return the work folders of an evaluation whose rows go into a file, and of one that is kept in a result."""
     from k2convert.forward.work import WorkFolder
@@ -158,21 +163,6 @@ def _work(folder: Path, models: int) -> "WorkFolder":
     return WorkFolder(folder, streams=tuple(map(stream_of, range(models))), purpose="evaluation")
 
 
-def _names(places: Sequence[str]) -> dict[str, str]:
-    """Return a name for every place: of a folder its own, unless two folders have the same."""
-    own = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
-    counts = Counter(own.values())
-    return {place: name if counts[name] == 1 else place for place, name in own.items()}
-
-
-def _ledger(folder: Path) -> Ledger | None:
-    """Return a checkpoint's ledger; None without one that can be read, as anybody's checkpoint."""
-    try:
-        return find_ledger(folder)
-    except CheckpointError:
-        return None
-
-
 def plan_evaluation(
     found: tuple[EvaluatedCheckpoint, ...],
     text: WalkText,
@@ -181,11 +171,10 @@ def plan_evaluation(
     work_folder: Path,
     *,
     hub: Hub,
-    max_disk: int | None,
 ) -> "EvaluationPlan":
     """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
-    place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError for a `max_disk` that
-    is not there.
+    place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError if less disk is
+    there than the options allow.
     """
     from k2convert.evaluation.kept import Output
     from k2convert.evaluation.streamed import EvaluationPlan, states_bytes
@@ -208,7 +197,7 @@ def plan_evaluation(
             job=WalkJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
             shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
             disk_bytes=states_bytes(text.windows.ids.size, architecture.hidden_size, models=len(models)),
-            disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
+            disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=options.max_disk),
             num_checkpoints=len(found),
             num_models=len(models),
         ),
@@ -286,7 +275,7 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
 @contextmanager
 def opened_decoder(plan: "EvaluationPlan") -> "Generator[Decode | None]":
     """Yield what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
-    from k2convert.calibration.tokenizer_process import TokenizerProcess
+    from k2convert.calibration.tokenizers import TokenizerProcess
 
     try:
         process = TokenizerProcess(plan.checkpoints[0].checkpoint.folder)
@@ -295,3 +284,85 @@ def opened_decoder(plan: "EvaluationPlan") -> "Generator[Decode | None]":
         return
     with process:
         yield process.decode
+
+
+def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
+    """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
+
+    Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`; PlanError for a model
+    whose forward pass is not computed; DestinationError if the destination holds an evaluation on a different text.
+    """
+    check_computed(job.source.checkpoint)
+    text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
+    check_windows(text)
+    used = [] if job.calibrated is None else list(job.calibrated.texts)
+    used += () if job.gptq is None else job.gptq.walk.text.windows.texts
+    for name, digest in text.windows.texts:
+        if not any_text and digest in {found for _, found in used}:
+            raise CalibrationError(
+                f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
+                "text with --evaluate, or repeat the command with --any-text."
+            )
+    from k2convert.evaluation.streamed import states_bytes
+
+    check_earlier_text(job.destination.folder / EVALUATION_NAME, text.windows.described())
+    hidden = read_architecture(job.source.checkpoint).hidden_size
+    states = states_bytes(text.windows.ids.size, hidden, models=2)
+    before = 0  # gone when the evaluation begins
+    if job.gptq is not None:
+        before = job.gptq.walk.disk_bytes + job.limits.layer_room
+    disk_small = job.limits.disk_small + max(states - before, 0)
+    return replace(job, evaluation=text, limits=replace(job.limits, disk_small=disk_small))
+
+
+def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Events) -> Evaluation:
+    """Evaluate a job's assembled result and write its evaluation.json; `branch` is where the shards are, if not here.
+
+    Raises any K2ConvertError; what was converted stays.
+    """
+    from k2convert.evaluation.streamed import evaluate
+
+    path = job.destination.folder / EVALUATION_NAME
+    reference = _reference(job)
+    result = _result(job, branch)
+    check_computable(result)
+    plan = plan_evaluation(
+        (reference, result),
+        text,
+        EvaluationOptions(kv_cache=job.plan.recipe.kv_cache),
+        {path: result.place},
+        path.parent / WORK_FOLDER / WORK_NAME,
+        hub=job.hub,
+    )
+    allowed = min(plan.walk.disk_allowed, job.limits.disk_allowed)
+    plan = replace(plan, walk=replace(plan.walk, disk_allowed=allowed))
+    if (finished := plan.finished()) is not None:
+        plan.remove_work()
+        return finished
+    with opened_decoder(plan) as decode:
+        return evaluate(plan, decode=decode, events=events)
+
+
+def _reference(job: Job) -> EvaluatedCheckpoint:
+    """Return the source as it is, with every expert."""
+    checkpoint = job.source.whole or job.source.checkpoint
+    if (remote := job.source.remote) is None:
+        return _local(checkpoint.folder, None)
+    place = str(RepoRef(remote.repo, remote.commit))
+    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), None)
+
+
+def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
+    folder = job.destination.folder
+    ledger = read_ledger(folder)
+    if branch is None or job.target is None:
+        return _local(folder, ledger)
+    headers = output_headers(job.plan)
+    checkpoint = open_checkpoint(folder, read=lambda path: headers[path.name])
+    remote = resolve_source(job.hub, RepoRef(job.target.repo, branch))
+    place = str(job.destination)
+    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), ledger)
+
+
+def _local(folder: Path, ledger: Ledger | None) -> EvaluatedCheckpoint:
+    return EvaluatedCheckpoint(model_name(folder), str(folder), Source(open_checkpoint(folder)), ledger)

@@ -87,7 +87,7 @@ def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
     if len(begin) == 8 and int.from_bytes(begin, "little") <= path.stat().st_size:
         if family.not_computed:
             raise PlanError(f"{path}: statistics, but {family.title} has none: {family.not_computed}. {_REMEDY}")
-        from k2convert.calibration.fitting import check_statistics_source
+        from k2convert.calibration.channels import check_statistics_source
         from k2convert.calibration.statistics import open_statistics
 
         found = open_statistics(path).keep_experts(None)
@@ -178,7 +178,7 @@ def _per_expert(found: "Statistics", architecture: Architecture) -> tuple[_PerEx
 
 
 def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
-    from k2convert.calibration.fitting import check_norms, norm_tensors
+    from k2convert.calibration.channels import check_norms, norm_tensors
 
     if source.remote is None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)

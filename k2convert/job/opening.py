@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
@@ -27,21 +27,26 @@ if TYPE_CHECKING:
     from k2convert.plan.inspection import Inspection
 
 
+CHUNK_TOKENS: Final = 4096
+MEMORY_SHARE: Final = 0.4
+"""Tokens that are computed at once on a CPU, for which every expert is decoded once. On CUDA they take a share of the
+smallest device's memory."""
+_HIDDEN_COPIES: Final = 6
+
+
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a text, devices and threads that compute it, and bytes of the smallest GPU, 0 without."""
+    """The files of a text, and the devices that compute it, with a word on their choice."""
 
     files: Sequence[Path]
     devices: tuple[str, ...]
-    threads: int
-    gpu_bytes: int
     note: str | None = None
 
 
 def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: bool = False) -> TextFiles:
     """Return a text that this machine's devices compute; with `rounds`, one for rule gptq."""
     devices, note = choose_devices(device, rounds=rounds)
-    return TextFiles([Path(file) for file in files], devices, layer_threads(devices), gpu_memory(devices)[1], note)
+    return TextFiles([Path(file) for file in files], devices, note)
 
 
 @contextmanager
@@ -88,15 +93,20 @@ def plan_statistics(
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
+    from k2convert.calibration.cost import read_sizes
     from k2convert.calibration.plan import WalkText
-    from k2convert.calibration.sizes import chunk_windows
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in (*([text.note] if text.note else []), *windows.notes):
         hub.notify(f"note: {note}")
-    chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
+    model = read_sizes(source.checkpoint)
+    # a few hidden states, and the inner activations of every expert that a token chooses
+    token_bytes = 4 * (_HIDDEN_COPIES * model.hidden + (model.experts_per_token + 1) * model.width)
+    tokens = max(CHUNK_TOKENS, int(MEMORY_SHARE * gpu_memory(text.devices)[1] / token_bytes))
+    chunk = max(1, tokens // windows.ids.shape[1])
     windows = replace(windows, window=use.window)  # a job is known by what was asked for
-    return WalkText(windows, chunk, text.devices, text.threads, use.save_statistics, by_default=use.tokens is None)
+    threads = layer_threads(text.devices)
+    return WalkText(windows, chunk, text.devices, threads, use.save_statistics, by_default=use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
@@ -116,6 +126,12 @@ def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> 
 
 def _window(source: Checkpoint, use: TextUse) -> int:
     return min(use.window, max_positions(source.config) or use.window)
+
+
+def _tokens(source: Checkpoint, use: TextUse) -> int:
+    from k2convert.calibration.text import default_tokens
+
+    return use.tokens or default_tokens(source, window=_window(source, use))
 
 
 def inspect_source(source: str, *, hub: Hub) -> "Inspection":

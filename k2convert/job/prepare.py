@@ -221,16 +221,16 @@ def _plan(
         is_scaled = has_text and recipe.smoothing
         layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
         return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers), None, None
-    from k2convert.calibration import fitting
+    from k2convert.calibration import channels
 
     architecture = read_architecture(checkpoint)
-    calibration = fitting.choose_calibration(statistics, recipe=recipe, source=checkpoint, pruning=source.pruning)
-    layers = fitting.scaled_layers(calibration, architecture)
+    calibration = channels.choose_calibration(statistics, recipe=recipe, source=checkpoint, pruning=source.pruning)
+    layers = channels.scaled_layers(calibration, architecture)
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
-    fitting.check_widths(calibration, plan)
+    channels.check_widths(calibration, plan)
     if source.remote is None:
-        fitting.check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
-    return plan, calibration, fitting.calibration_record(statistics, calibration, architecture)
+        channels.check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
+    return plan, calibration, channels.calibration_record(statistics, calibration, architecture)
 
 
 def _plan_limits(

@@ -163,7 +163,7 @@ def execute(
             walk.plan.walk.work.remove()
         outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
         if job.evaluation is not None:
-            from k2convert.job.final_evaluation import evaluate_result
+            from k2convert.job.evaluation import evaluate_result
 
             branch = None if run.uploads is None else run.uploads.branch.name
             found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
@@ -325,7 +325,7 @@ def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item:
     job = run.job
     calibration = job.calibration if walk is None else walk.wait_for(item.name)
     if job.source.remote is not None and calibration is not None:
-        from k2convert.calibration.fitting import check_norms
+        from k2convert.calibration.channels import check_norms
 
         check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
     task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)

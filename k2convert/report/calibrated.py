@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from statistics import median_low
 from typing import Final
 
 from k2convert.calibration.channels import MIN_TOKENS
-from k2convert.calibration.token_counts import median_tokens
 from k2convert.errors import counted
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
@@ -112,7 +112,7 @@ def _calibration_row(number: int, layer: LayerCalibration) -> tuple[str, ...]:
     return (
         str(number),
         f"{min(tokens):,}",
-        f"{median_tokens(tokens):,}",
+        f"{median_low(tokens):,}",
         f"{max(tokens):,}",
         listed([expert for expert, count in enumerate(layer.tokens) if count < MIN_TOKENS]),
         with_exponents(", ".join(scaled)) or "none",

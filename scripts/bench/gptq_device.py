@@ -20,7 +20,7 @@ import torch
 
 import k2convert
 from k2convert.calibration import accumulate, gptq_layer, gptq_walk
-from k2convert.calibration.gptq_weights import ExpertWeights
+from k2convert.calibration.gptq_layer import ExpertWeights
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.rounding import Codes
 

@@ -3,8 +3,7 @@
 `python -m scripts.bench.gptq_steps HEADERS --tokens N`: HEADERS is a folder with the headers of the model
 (`scripts/fixtures k2-thinking-headers`). Each step runs on the model's own shapes in one thread, once to warm up and
 once to be timed in processor seconds. A pass of `calibrate` is timed by one expert, one product and one try of
-smoothing exponents. A GPU is not measured: its time is computed from its data sheet (gpu_rates.py). Reading is counted
-for GPUs only.
+smoothing exponents. A GPU is not measured: its time, with reading, is computed from its data sheet (gpu_rates.py).
 """
 
 import argparse
@@ -13,19 +12,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from k2convert.calibration.cost import (
+    ModelSizes,
+    PassSize,
     Work,
-    exponent_search,
     made_up_expert,
+    made_up_weight,
     other_flops,
     pass_flops,
+    read_sizes,
     walk_steps,
 )
-from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
-from k2convert.calibration.smoothing import STEPS
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
+from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.choices import BLOCK_SIZE
 from k2convert.fit.gpus import find_gpu
 from k2convert.forward.moe import one_torch_thread
 from k2convert.job.resources import THREADS_PER_GPU
@@ -37,6 +41,7 @@ from scripts.bench.gpu_rates import FLOPS, gpu_time, pass_work, walk_work
 
 TOKENS = 1024
 WINDOW = 2048
+COLUMNS = 512
 CORES = (16, 64, 192)
 GPU = "h200"
 NUM_GPUS = (1, 8)
@@ -99,8 +104,11 @@ def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[flo
     tokens = -(-size.chunk_windows * size.window * model.experts_per_token // model.num_experts)
     expert = seconds_of(made_up_expert(model, tokens, "cpu"))
     experts = model.num_moe(size) * model.num_experts * -(-size.num_windows // size.chunk) * expert
-    search, tries = exponent_search(model.hidden)
-    return experts + other_flops(model, size) / product, model.num_moe(size) * seconds_of(search) * tries
+    rows = GateUpRows(np.ones(COLUMNS), (made_up_weight(SAMPLED_ROWS, COLUMNS),))
+    proxy = Proxy(torch.ones(SAMPLED_TOKENS, COLUMNS), np.ones(COLUMNS, dtype=np.float32), rows)
+    search = seconds_of(lambda: proxy.errors((np.arange(COLUMNS) % 2).astype(np.int8)))
+    search *= (1 + BLOCK_SIZE * len(STEPS)) * model.hidden / COLUMNS
+    return experts + other_flops(model, size) / product, model.num_moe(size) * search
 
 
 def duration(seconds: float) -> str:
@@ -137,12 +145,11 @@ def main() -> None:
         rates = measured_rates(model)
         one, search = pass_seconds(model, size, rates["experts, converted"])
     steps = walk_steps(model, size)
-    num_moe = model.num_moe(size)
     product = rates["experts, converted"]
     streams = pass_flops(model, size) + other_flops(model, size)
     print("| step | operations per layer | GFLOP/s of one core | core-hours, all layers | share |")
     print("|---|---:|---:|---:|---:|")
-    hours = {name: num_moe * operations(step) / rates[name] / 3600 for name, step in steps.items()}
+    hours = {name: model.num_moe(size) * operations(step) / rates[name] / 3600 for name, step in steps.items()}
     hours["both streams: attention, experts once"] = streams / product / 3600
     total = sum(hours.values())
     for name, spent in hours.items():

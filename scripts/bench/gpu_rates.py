@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from k2convert.calibration.cost import Time, other_flops, pass_flops, shrinkage_tries, walk_steps
+from k2convert.calibration.cost import ModelSizes, PassSize, Time, other_flops, pass_flops, shrinkage_tries, walk_steps
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
-from k2convert.calibration.sizes import ModelSizes, PassSize
 from k2convert.fit.gpus import Gpu
 from k2convert.quantize.gptq.device_kernel import PANEL
 

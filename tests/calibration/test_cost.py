@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from k2convert.calibration import cost
-from k2convert.calibration.cost import layer_operations, other_flops, pass_flops, walk_steps
-from k2convert.calibration.sizes import PassSize, read_sizes
+from k2convert.calibration.cost import PassSize, layer_operations, other_flops, pass_flops, read_sizes, walk_steps
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.walk import DENSE_TOKENS, Walk
 
@@ -26,8 +25,8 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cost, "_seconds", seconds)
     sizes = [PassSize(4, 64, 4, (device,), 1, 4) for device in ("cpu", "meta")]
-    estimates = [cost.measured_time(open_checkpoint(tiny), size, is_walk=False).least for size in sizes]
-    assert measured == ["cpu", "cpu", "cpu", "meta", "meta", "cpu"], "the search of exponents is the CPUs'"
+    estimates = [cost.measured_time(read_sizes(open_checkpoint(tiny)), size).least for size in sizes]
+    assert measured == ["cpu", "cpu", "meta", "meta"]
     assert all(estimate > 0 for estimate in estimates)
 
 
@@ -45,14 +44,12 @@ def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
     assert sum(walk) == pytest.approx(sum(one) + other_flops(model, size) + more)
 
 
-def test_all_work_but_the_search_of_exponents_gets_faster_with_every_core(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost, "walk_cost", lambda *_: cost.Cost(experts=600, others=40, search=8))
+@pytest.mark.parametrize("is_walk", [False, True])
+def test_all_work_gets_faster_with_every_core(tiny: Path, monkeypatch: pytest.MonkeyPatch, is_walk: bool) -> None:
+    monkeypatch.setattr(cost, "_seconds", lambda *_: 0.5)
     sizes = (PassSize(4, 64, 4, ("cpu",), cores, 4) for cores in (1, 64))
-    one, many = (cost.measured_time(open_checkpoint(tiny), size, is_walk=True) for size in sizes)
-    assert one.least / cost.LEAST_SHARE == pytest.approx(648)
-    assert many.most / cost.MOST_SHARE == pytest.approx(10 + 2), "four candidates are searched at a time"
+    one, many = (cost.measured_time(read_sizes(open_checkpoint(tiny)), size, is_walk=is_walk) for size in sizes)
+    assert one.least / cost.LEAST_SHARE == pytest.approx(64 * many.most / cost.MOST_SHARE)
 
 
 def walk(*, window: int, chunk: int, device: str) -> Walk:

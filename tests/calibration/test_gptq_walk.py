@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from k2convert.calibration.accumulate import collect_statistics
 from k2convert.calibration.channels import Calibration
+from k2convert.calibration.gptq_layer import ExpertWeights, SourceProjection
 from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
-from k2convert.calibration.gptq_weights import ExpertWeights, SourceProjection
 from k2convert.calibration.layer_files import (
     LayerFiles,
     QuantizedLayers,

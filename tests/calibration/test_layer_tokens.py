@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from k2convert.calibration.cost import PassSize, read_sizes, walk_memory
 from k2convert.calibration.layer_tokens import Scratch
-from k2convert.calibration.sizes import PassSize, read_sizes, walk_memory
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from scripts.fixture_maker import K2Shape, make_k2_shaped
@@ -71,7 +71,7 @@ def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path)
     few, many = (PassSize(windows, 2048, 2, ("cpu",), 2, 4) for windows in (64, 1024))
     assert walk_memory(model, few) == walk_memory(model, many)
     few, many = (PassSize(windows, 2048, 2, ("cuda:0",), 2, 4) for windows in (64, 1024))
-    assert walk_memory(model, many).gpu - walk_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
+    assert walk_memory(model, many)[1] - walk_memory(model, few)[1] > 960 * 2048 * 4 * 3 * model.hidden
 
 
 WALK = """

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from command import run_here, said
-from damaged_files import DAMAGES, damage_file, damaged_weight, flip
+from command import assert_refused, run_here, said
+from damaged_files import DAMAGES, NAN, damage_file, damaged_weight, flip, plant
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer
@@ -31,12 +31,6 @@ SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
 
 def calibrate(*words: object) -> CompletedProcess[str]:
     return run_here("calibrate", *words)
-
-
-def assert_refused(done: CompletedProcess[str], says: str) -> None:
-    """Refused in one line."""
-    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1), done.stderr
-    assert says in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +55,6 @@ def whole(cut: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("whole") / "out.safetensors"
     calibrated(cut, path, text)
     return path
-
-
-def plant(source: Path, tensor: str, element: int, bits: int) -> None:
-    """Set one BF16 of a checkpoint."""
-    info = open_checkpoint(source).tensors[tensor]
-    with (source / info.shard).open("r+b") as file:
-        file.seek(info.begin + 2 * element)
-        file.write(bits.to_bytes(2, "little"))
-
-
-NAN = 0x7FC0
 
 
 def test_every_layer_is_in_the_file_and_the_work_folder_is_gone(

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k2convert.calibration import tokenizer_process
+from k2convert.calibration import tokenizers
 from k2convert.calibration.text import read_windows
-from k2convert.calibration.tokenizer_process import TokenizerProcess
-from k2convert.calibration.tokenizers import open_tokenizer
+from k2convert.calibration.tokenizers import TokenizerProcess, open_tokenizer
 from k2convert.errors import CalibrationError
 from tests.calibration.kimi_files import write_kimi_files
 
@@ -92,11 +91,11 @@ def test_a_tokenizer_cannot_take_the_machines_memory(tiny: Path, tmp_path: Path)
         "except CalibrationError: print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < tokenizer_process.MAX_MEMORY_BYTES * 1.2
+    assert int(done.stdout) * 1024 < tokenizers.MAX_MEMORY_BYTES * 1.2
 
 
 def test_a_tokenizer_that_takes_too_long_is_stopped(tiny: Path) -> None:
-    program = "from k2convert.calibration import tokenizer_process as t; t.MAX_SECONDS = 0.3; t.main()"
+    program = "from k2convert.calibration import tokenizers as t; t.MAX_SECONDS = 0.3; t.main()"
     done = subprocess.run(
         [sys.executable, "-c", program, str(tiny)],
         input=json.dumps({"text": "long " * 2_000_000, "special": False}).encode() + b"\n",

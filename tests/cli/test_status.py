@@ -200,7 +200,7 @@ def test_status_of_a_run_does_not_forget_its_evaluation(
     short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    for step in ("job.final_evaluation._reference", "evaluation.streamed._score"):
+    for step in ("job.evaluation._reference", "evaluation.streamed._score"):
         with monkeypatch.context() as patch:
             patch.setattr(f"k2convert.{step}", interrupted)
             run_here("run", short, out, "--evaluate", text, code=130)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import run_here, said
+from command import assert_refused, run_here, said
 from conversions import convert
-from damaged_files import damage_file
+from damaged_files import NAN, damage_file, plant
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "job"))
 
@@ -22,7 +22,6 @@ from crash_runs import crash
 import k2convert
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.evaluation.streamed import EvaluationPlan
 from k2convert.evaluation.streamed import evaluate as do_evaluation
 from k2convert.hub.client import Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation
@@ -60,30 +59,20 @@ def evaluate(*words: object) -> CompletedProcess[str]:
     return run_here("evaluate", *words)
 
 
-def assert_refused(done: CompletedProcess[str], says: str) -> None:
-    """Refused in one line."""
-    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1), done.stderr
-    assert says in done.stderr
-
-
 def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
     """The file of an evaluation with these threads and windows at once."""
     with open_evaluation(
         str(cut),
         [str(result)],
-        TextFiles([ids], ("cpu",), workers, 0),
+        TextFiles([ids], ("cpu",)),
         TextUse(tokens=128, window=32),
         EvaluationOptions("both", "fp8", out),
         hub=Hub(),
     ) as plan:
-        do_evaluation(with_chunk(plan, chunk))
+        walk = plan.walk
+        text = replace(walk.text, chunk=chunk, threads=workers)
+        do_evaluation(replace(plan, walk=replace(walk, job=replace(walk.job, chunk=chunk), text=text)))
     return out.read_bytes()
-
-
-def with_chunk(plan: EvaluationPlan, chunk: int) -> EvaluationPlan:
-    walk = plan.walk
-    walk = replace(walk, job=replace(walk.job, chunk=chunk), text=replace(walk.text, chunk=chunk))
-    return replace(plan, walk=walk)
 
 
 def test_neither_threads_nor_windows_at_once_change_the_figures(
@@ -208,17 +197,6 @@ def test_a_damaged_work_file_is_named_and_computed_again(
     assert done.returncode == 0, done.stderr
     assert f"{path}: damaged: the evaluation starts again at the beginning" in done.stderr
     assert out.read_bytes() == whole
-
-
-def plant(folder: Path, tensor: str, element: int, bits: int) -> None:
-    """Set one BF16 of a checkpoint."""
-    info = open_checkpoint(folder).tensors[tensor]
-    with (folder / info.shard).open("r+b") as file:
-        file.seek(info.begin + 2 * element)
-        file.write(bits.to_bytes(2, "little"))
-
-
-NAN = 0x7FC0
 
 
 def test_windows_that_the_reference_drops_count_nowhere(cut: Path, ids: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def yarn_frequencies(text: dict[str, Any]) -> list[float]:
 def test_the_attention_of_published_configs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((CONFIGS / name).read_text())
     text = config.get("text_config", config)
-    rotary, modules = attention._build(config, where=name)
+    rotary, modules = attention.build_attention(config, where=name)
     assert rotary.inv_freq.tolist() == pytest.approx(yarn_frequencies(text), rel=1e-5)
     assert rotary.attention_scaling == 1, "mscale and mscale_all_dim are equal"
     mscale = 0.1 * math.log(text["rope_scaling"]["factor"]) + 1
@@ -55,5 +55,7 @@ def test_the_attention_of_published_configs(name: str, capfd: pytest.CaptureFixt
 
 @pytest.mark.parametrize("mla", [{"kv_lora_rank": 512}, {}])
 def test_a_small_vocabulary_is_nothing_to_warn_of(mla: dict[str, int], capfd: pytest.CaptureFixture[str]) -> None:
-    attention._build({"vocab_size": 1, "bos_token_id": 163584, "eos_token_id": 163586, **mla}, where="config.json")
+    attention.build_attention(
+        {"vocab_size": 1, "bos_token_id": 163584, "eos_token_id": 163586, **mla}, where="config.json"
+    )
     assert capfd.readouterr() == ("", "")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from k2convert.calibration.cost import Time, walk_steps
-from k2convert.calibration.sizes import PassSize, read_sizes
+from k2convert.calibration.cost import PassSize, Time, read_sizes, walk_steps
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import GPUS, find_gpu
 from scripts.bench.gpu_rates import FLOPS, PANEL_FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
