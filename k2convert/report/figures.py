@@ -156,21 +156,7 @@ def collect_report(
         assert job is not None
         planned = len(job.shards)
         finished = len(records)
-        headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
-        shards = {
-            name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
-            for name, record in sorted(records.items())
-        }
-        ledger = Ledger(
-            tool_version="",
-            source=LedgerSource(job.recipe.family, None, job.source_revision, dict(sorted(headers.items()))),
-            recipe=job.recipe,
-            fingerprint=job.fingerprint,
-            versions={},
-            shards=shards,
-            totals=summarize(records.values()),
-            pruning=job.pruning,
-        )
+        ledger = _ledger_so_far(job, records)
         figures = _recorded(records)
         if not figures:
             raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
@@ -250,6 +236,23 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
             "the weights with the source."
         )
     return ledger, job
+
+
+def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:
+    headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
+    return Ledger(
+        tool_version="",
+        source=LedgerSource(job.recipe.family, None, job.source_revision, dict(sorted(headers.items()))),
+        recipe=job.recipe,
+        fingerprint=job.fingerprint,
+        versions={},
+        shards={
+            name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
+            for name, record in sorted(records.items())
+        },
+        totals=summarize(records.values()),
+        pruning=job.pruning,
+    )
 
 
 def can_be_validated(folder: Path) -> bool:
