@@ -35,7 +35,7 @@ from k2convert.validation.shards import num_kept
 from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
-    from k2convert.validation.layers.cost import LayersCost
+    from k2convert.validation.layers.check import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
@@ -136,7 +136,7 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
 
 def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | None":
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
-    from k2convert.validation.layers.cost import layers_cost
+    from k2convert.validation.layers.check import layers_cost
 
     if (source := opened.seen) is None or opened.source is None:
         return None

@@ -5,7 +5,7 @@ inside by tensor parallelism, or whole ones are given to each GPU (`expert`). A 
 names the number it does not divide and the nearest that works.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -49,32 +49,26 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
         known = f" and be one of {', '.join(map(str, shape.tensor_sizes))}" if shape.tensor_sizes else ""
         reason = f"it must divide the {shape.num_heads} attention heads{known}"
         _check("tp", layout.tensor, _tensor_sizes(shape), reason)
-    _check_experts(layout, shape)
+    choices = _expert_sizes(layout.tensor, shape)
+    if layout.expert not in choices:  # experts are dealt out evenly, and kernels accept their pieces
+        if layout.tensor % layout.expert:
+            reason = f"it must divide the {layout.tensor} GPUs that hold a layer"
+        elif shape.num_experts % layout.expert:
+            reason = f"it must divide the {shape.num_experts} experts"
+        else:
+            reason = (
+                f"{layout.tensor // layout.expert} GPUs would split an expert, but pieces of its {shape.expert_width} "
+                f"columns must be multiples of {WIDTH_ALIGNMENT}"
+            )
+        nearest = _nearest("ep", layout.expert, choices)
+        if not choices:
+            sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
+            nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
+        raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
     _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
     if layout.decode_context > 1 and layout.data_attention:
         raise FitError("--dcp splits the KV cache of --tp, and --dp-attention has one for each GPU. Leave out one.")
-
-
-def _check_experts(layout: Parallelism, shape: ModelShape) -> None:
-    """Refuse experts that cannot be dealt out evenly, or whose pieces no kernel accepts."""
-    choices = _expert_sizes(layout.tensor, shape)
-    if layout.expert in choices:
-        return
-    if layout.tensor % layout.expert:
-        reason = f"it must divide the {layout.tensor} GPUs that hold a layer"
-    elif shape.num_experts % layout.expert:
-        reason = f"it must divide the {shape.num_experts} experts"
-    else:
-        reason = (
-            f"{layout.tensor // layout.expert} GPUs would split an expert, but pieces of its {shape.expert_width} "
-            f"columns must be multiples of {WIDTH_ALIGNMENT}"
-        )
-    if choices:
-        _check("ep", layout.expert, choices, reason)
-    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
-    nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
-    raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
@@ -93,17 +87,14 @@ def _widths(shape: ModelShape) -> list[int]:
     return [n for n in _divisors(shape.expert_width) if shape.expert_width % (n * WIDTH_ALIGNMENT) == 0] or [1]
 
 
-def _check(option: str, value: int, allowed: Iterable[int], reason: str) -> None:
-    choices = list(allowed)
-    if value in choices:
-        return
-    raise FitError(f"--{option} {value}: {reason}. Nearest: {_nearest(option, value, choices)}.")
+def _check(option: str, value: int, allowed: Sequence[int], reason: str) -> None:
+    if value not in allowed:
+        raise FitError(f"--{option} {value}: {reason}. Nearest: {_nearest(option, value, allowed)}.")
 
 
-def _nearest(option: str, value: int, choices: Iterable[int]) -> str:
-    ordered = list(choices)
-    below = [n for n in ordered if n < value][-1:]
-    above = [n for n in ordered if n > value][:1]
+def _nearest(option: str, value: int, choices: Sequence[int]) -> str:
+    below = [n for n in choices if n < value][-1:]
+    above = [n for n in choices if n > value][:1]
     return " or ".join(f"--{option} {n}" for n in (*below, *above))
 
 

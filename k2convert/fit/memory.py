@@ -25,7 +25,7 @@ from typing import Final
 
 from k2convert.choices import ServedKvCache
 from k2convert.fit.layouts import Parallelism, stage_layers
-from k2convert.fit.model import ModelShape, Part, Weights
+from k2convert.fit.model import ModelShape, Weights
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
@@ -148,17 +148,30 @@ class Fit:
         return self.request_slots >= self.requests
 
 
+_LAST_STAGE: Final = frozenset((Role.LM_HEAD, Role.NORM, Role.RESIDUAL))
+"""Roles outside the layers that are on the last stage; all others are on the first."""
+
+
 def fit_layout(
     weights: Weights, shape: ModelShape, layout: Parallelism, *, memory_bytes: int, settings: Settings
 ) -> Fit:
     """Return the memory of the fullest GPU of a layout that `check_layout` accepts."""
     usable = int(settings.utilization * memory_bytes)
     stages = stage_layers(shape.num_layers, layout.pipeline)
+    pieces = layout.tensor // layout.expert
+    padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
     found: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
-        by_role = _stage_bytes(weights.parts, layers, layout, is_first=i == 0, is_last=i == len(stages) - 1)
+        sums: dict[Role, int] = defaultdict(int)
+        for part in weights.parts:
+            is_outer_here = i == (len(stages) - 1 if part.role in _LAST_STAGE else 0)
+            if is_outer_here if part.layer is None else part.layer in layers:
+                # Experts are divided, whole or split, whatever attention does.
+                is_divided = part.role == Role.EXPERTS or (part.is_split and not layout.data_attention)
+                sums[part.role] += -(-part.num_bytes // (layout.tensor if is_divided else 1))
+        by_role = dict(sorted(sums.items(), key=lambda entry: -entry[1]))
         if Role.EXPERTS in by_role:
-            by_role[Role.EXPERTS] = _padded(by_role[Role.EXPERTS], shape, layout)
+            by_role[Role.EXPERTS] = by_role[Role.EXPERTS] * padded // shape.expert_width
         kv_layers = shape.kv_layers(layers)
         states = shape.state_bytes * (len(layers) - kv_layers)
         pool = Pool(
@@ -178,33 +191,3 @@ def fit_layout(
         context=settings.context,
         requests=settings.requests,
     )
-
-
-_LAST_STAGE: Final = frozenset(
-    (Role.LM_HEAD, Role.NORM, Role.RESIDUAL)
-)  # outside the layers; all else there is on the first stage
-
-
-def _stage_bytes(
-    parts: tuple[Part, ...], layers: range, layout: Parallelism, *, is_first: bool, is_last: bool
-) -> dict[Role, int]:
-    sums: dict[Role, int] = defaultdict(int)
-    for part in parts:
-        is_outer_here = is_last if part.role in _LAST_STAGE else is_first
-        if is_outer_here if part.layer is None else part.layer in layers:
-            sums[part.role] += -(-part.num_bytes // _share(part, layout))
-    return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
-
-
-def _padded(num_bytes: int, shape: ModelShape, layout: Parallelism) -> int:
-    """Return the bytes of experts with the columns that pad pieces of split ones."""
-    pieces = layout.tensor // layout.expert
-    padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
-    return num_bytes * padded // shape.expert_width
-
-
-def _share(part: Part, layout: Parallelism) -> int:
-    """Return among how many GPUs a part is divided. Experts are, whole or split, whatever attention does."""
-    if part.role == Role.EXPERTS:
-        return layout.tensor
-    return layout.tensor if part.is_split and not layout.data_attention else 1

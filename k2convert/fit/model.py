@@ -83,6 +83,13 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
             f"{where}: config.json: a token uses {experts_per_token:,} of {counts.num_experts:,} experts in "
             f"{num_groups:,} groups, which no router can choose. Use the model's own config.json."
         )
+    state_bytes = 0
+    if layers:
+        linear = mapping_or_empty(text.get("linear_attn_config"))
+        linear_size = partial(_size, linear, where=f"{where}: linear_attn_config")
+        width = linear_size("head_dim")
+        inputs = _CONVOLUTIONS * (linear_size("short_conv_kernel_size") - 1)
+        state_bytes = linear_size("num_heads") * width * (width * _FP32_BYTES + inputs * _BF16_BYTES)
     return ModelShape(
         num_layers=counts.num_layers,
         num_dense_layers=counts.num_dense_layers,
@@ -94,7 +101,7 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
         kv_values=size("kv_lora_rank") + size("qk_rope_head_dim"),
         max_context=max_positions(config),
         linear_layers=layers,
-        state_bytes=_state_bytes(mapping_or_empty(text.get("linear_attn_config")), where) if layers else 0,
+        state_bytes=state_bytes,
         tensor_sizes=family.tensor_parallel_sizes,
         least_expert_piece=family.least_expert_piece,
     )
@@ -108,15 +115,6 @@ def _size(fields: Mapping[str, Any], key: str, *, where: str, default: int | Non
             "with multi-head latent attention (MLA) only, or with it and Kimi Delta Attention (KDA)."
         )
     return value
-
-
-def _state_bytes(linear: Mapping[str, Any], where: str) -> int:
-    """Return what one request keeps in one layer."""
-    size = partial(_size, linear, where=f"{where}: linear_attn_config")
-    heads = size("num_heads")
-    width = size("head_dim")
-    kernel = size("short_conv_kernel_size")
-    return heads * width * (width * _FP32_BYTES + _CONVOLUTIONS * (kernel - 1) * _BF16_BYTES)
 
 
 _FP32_BYTES = 4
@@ -194,29 +192,20 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
             continue
         module, _, parameter = name.rpartition(".")
         if module not in places:
-            places[module] = _place(name, module, family)
+            known = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
+            is_whole = module.rpartition(".")[2] in family.unsplit_attention
+            places[module] = known.role, known.layer, known.role in _SPLIT_ROLES and not is_whole
         place = places[module]
-        sums[place] += (
-            tensor.num_bytes if recipe is None else _converted_bytes(tensor, parameter, family, place[0], recipe)
-        )
+        is_packed = parameter == WEIGHT_PACKED
+        if recipe is None or not (is_packed or (parameter == WEIGHT and place[0] in recipe.roles)):
+            sums[place] += tensor.num_bytes
+            continue
+        if len(tensor.shape) != 2:
+            raise PlanError(f"tensor {name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
+        rows, columns = tensor.shape
+        columns *= family.source_format.columns_per_element if is_packed else 1
+        sums[place] += _projection_bytes(recipe.layout, rows, columns, recipe.activations)
     return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
-
-
-def _place(name: str, module: str, family: Family) -> tuple[Role, int | None, bool]:
-    place = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
-    is_whole = module.rpartition(".")[2] in family.unsplit_attention
-    return place.role, place.layer, place.role in _SPLIT_ROLES and not is_whole
-
-
-def _converted_bytes(tensor: Tensor, parameter: str, family: Family, role: Role, recipe: Recipe) -> int:
-    is_packed = parameter == WEIGHT_PACKED
-    if not is_packed and not (parameter == WEIGHT and role in recipe.roles):
-        return tensor.num_bytes
-    if len(tensor.shape) != 2:
-        raise PlanError(f"tensor {tensor.name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
-    rows, columns = tensor.shape
-    columns *= family.source_format.columns_per_element if is_packed else 1
-    return _projection_bytes(recipe.layout, rows, columns, recipe.activations)
 
 
 @lru_cache(maxsize=64)
@@ -257,20 +246,13 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """Weigh an opened checkpoint; raises PlanError for one of no known family, FitError for one that is not MLA."""
     family = detect_family(checkpoint)
     shape = read_shape(checkpoint.config, family=family, where=str(checkpoint.folder))
-    tensors = checkpoint.tensors.values()
-    recipe = load_recipe(family.recipe) if _is_source(checkpoint, family) else None
-    weights = weigh(tensors, family=family, recipe=recipe)
-    return Model(family, shape, weights, recipe, _declared_kv(checkpoint.config))
-
-
-def _is_source(checkpoint: Checkpoint, family: Family) -> bool:
-    """Return whether a projection is stored as the family's sources have it. An NVFP4 result may have U8 codes too."""
-    known = family.source_format
     tensors = checkpoint.tensors
-    ending = f".{WEIGHT_PACKED}"
-    packed = (tensor for name, tensor in tensors.items() if name.endswith(ending))
-    scale_of = (tensors.get(f"{tensor.name.removesuffix(ending)}.{WEIGHT_SCALE}") for tensor in packed)
-    return any(scale is not None and scale.dtype in known.scale_dtypes for scale in scale_of)
+    stems = (name.removesuffix(WEIGHT_PACKED) for name in tensors if name.endswith(f".{WEIGHT_PACKED}"))
+    scales = (tensors.get(f"{stem}{WEIGHT_SCALE}") for stem in stems)  # an NVFP4 result may have U8 codes too
+    is_source = any(s is not None and s.dtype in family.source_format.scale_dtypes for s in scales)
+    recipe = load_recipe(family.recipe) if is_source else None
+    weights = weigh(tensors.values(), family=family, recipe=recipe)
+    return Model(family, shape, weights, recipe, _declared_kv(checkpoint.config))
 
 
 def read_result(tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str) -> Model:

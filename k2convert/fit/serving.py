@@ -8,6 +8,7 @@ option names it.
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -103,23 +104,15 @@ class ServeCommand:
     def block(self) -> str:
         """Lines for a shell, broken between options."""
         lines = [""]
-        for part in _options(self.words):
+        options = [i for i, word in enumerate(self.words) if word.startswith("--")]
+        for begin, end in pairwise([0, *(i for i in options if i), len(self.words)]):
+            part = shlex.join(self.words[begin:end])
             joined = f"{lines[-1]} {part}" if lines[-1] else part
             if lines[-1] and len(joined) > _COLUMNS:
                 lines.append(f"    {part}")
             else:
                 lines[-1] = joined
         return " \\\n".join(lines)
-
-
-def _options(words: tuple[str, ...]) -> Iterator[str]:
-    part: list[str] = []
-    for word in words:
-        if word.startswith("--") and part:
-            yield shlex.join(part)
-            part = []
-        part.append(word)
-    yield shlex.join(part)
 
 
 def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
@@ -153,7 +146,7 @@ def serve_command(engine: Engine, deployment: Deployment) -> ServeCommand:
     if refusal is not None:
         return ServeCommand((), (refusal,))
     words = {"vllm": _vllm_words, "sglang": _sglang_words, "tensorrt-llm": _tensorrt_llm_words}[engine]
-    return ServeCommand(tuple(words(deployment)), (*_engine_notes(engine, deployment), *_general_notes(deployment)))
+    return ServeCommand(tuple(words(deployment)), tuple(_notes(engine, deployment)))
 
 
 def _refusal(engine: Engine, deployment: Deployment) -> str | None:
@@ -240,7 +233,7 @@ def _kv_cache(name: str, deployment: Deployment, values: Mapping[ServedKvCache, 
     return _option(name, values.get(deployment.kv_cache) if deployment.kv_cache is not None else None)
 
 
-def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
+def _notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
     if engine == "sglang" and deployment.needs_marlin:
         yield (
             "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 "
@@ -262,26 +255,18 @@ def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
     if engine == "tensorrt-llm" and deployment.utilization is not None:
         yield "`--free_gpu_memory_fraction` of trtllm-serve is the share of what the weights leave free (0.9)."
-    if deployment.num_machines > 1:
-        yield _machines(engine, deployment.num_machines)
-
-
-def _machines(engine: Engine, count: int) -> str:
-    start = f"{ENGINE_NAMES[engine]}: start the command on all {count} machines"
-    if engine == "tensorrt-llm":
-        return f"{start} with mpirun. `trtllm-llmapi-launch` goes before `trtllm-serve`."
-    if engine == "sglang":
-        return f"{start} with `--nnodes {count} --node-rank R --dist-init-addr HOST:25000`, R from 0."
-    return (
-        f"{start} with `--nnodes {count} --node-rank R --master-addr HOST`, R from 0. All but the first also get "
-        "`--headless`."
-    )
-
-
-def _general_notes(deployment: Deployment) -> Iterator[str]:
+    count = deployment.num_machines
+    if count > 1:
+        nodes = f"`--nnodes {count} --node-rank R"
+        how = {
+            "tensorrt-llm": "mpirun. `trtllm-llmapi-launch` goes before `trtllm-serve`.",
+            "sglang": f"{nodes} --dist-init-addr HOST:25000`, R from 0.",
+            "vllm": f"{nodes} --master-addr HOST`, R from 0. All but the first also get `--headless`.",
+        }[engine]
+        yield f"{ENGINE_NAMES[engine]}: start the command on all {count} machines with {how}"
     if deployment.kv_cache == "fp8":
         yield FP8_NOTE
-    if deployment.num_machines > 1 and deployment.gpu is not None and deployment.gpu.name == _SPARK:
+    if count > 1 and deployment.gpu is not None and deployment.gpu.name == _SPARK:
         yield "Set NCCL_NVLS_ENABLE=0 on every DGX Spark of a cluster. Without it, NCCL may hang at the start."
     if deployment.gpu is not None and deployment.gpu.nvfp4 != "native" and deployment.layout is not None:
         yield f"{deployment.gpu.title}: {NVFP4_NOTES[deployment.gpu.nvfp4]}"

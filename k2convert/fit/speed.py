@@ -5,8 +5,6 @@ of small kernels and all-reduces wait for each other. So the ceiling is never sh
 """
 
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -44,11 +42,6 @@ def speed_ceiling(weights: Weights, shape: ModelShape, *, gpu: Gpu, layout: Para
     return None if gpu.bandwidth is None else gpu.bandwidth * layout.tensor / bytes_per_token(weights, shape)
 
 
-def _is_k2(shape: ModelShape) -> bool:
-    sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
-    return sizes == (61, 64, 8, 2048, 576)
-
-
 @dataclass(frozen=True, slots=True)
 class EstimatedSpeed:
     """AIConfigurator's tokens a second of one request; None if it has no measurements, and `problem` says so."""
@@ -67,6 +60,7 @@ _SYSTEMS: Final = {
     "gb300": "gb300",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
+_K2_SIZES: Final = (61, 64, 8, 2048, 576)
 _INPUT_TOKENS = 1000
 _OUTPUT_TOKENS = 1000
 
@@ -77,45 +71,35 @@ def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list
     Raises MissingDependencyError without the extra, FitError for a model or GPU that it has not measured.
     """
     require_extra("fit", purpose="--estimate")
-    if not _is_k2(shape) or shape.num_experts != 384:
+    sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
+    if sizes != _K2_SIZES or shape.num_experts != 384:
         raise FitError("--estimate: AIConfigurator has measured K2 with all its experts only. Leave out --estimate.")
     if gpu.name not in _SYSTEMS:
         known = ", ".join(_SYSTEMS)
         raise FitError(f"--estimate: AIConfigurator has no NVFP4 measurements of {gpu.title}. It has them of {known}.")
-    with _silenced():
-        return [_estimate(engine, gpu, layout) for engine in _BACKENDS]
-
-
-def _estimate(engine: Engine, gpu: Gpu, layout: Parallelism) -> EstimatedSpeed:
-    sdk: Any = import_module("aiconfigurator_core.sdk")
-    database: Any = import_module("aiconfigurator_core.sdk.perf_database")
-    system = _SYSTEMS[gpu.name]
-    backend = _BACKENDS[engine]
-    version = str(database.get_latest_database_version(system=system, backend=backend))
-    try:
-        handle = sdk.EngineHandle.compile(_MODEL, system, backend, backend_version=version, **_widths(layout))
-        milliseconds = handle.predict_decode_latency(1, _INPUT_TOKENS, _OUTPUT_TOKENS)
-    except Exception as error:  # whatever a library of measurements lacks for this layout
-        return EstimatedSpeed(engine, version, None, cut(str(error)))
-    return EstimatedSpeed(engine, version, 1000 * (_OUTPUT_TOKENS - 1) / milliseconds)
-
-
-def _widths(layout: Parallelism) -> dict[str, object]:
-    return {
+    widths = {
         "tp_size": 1 if layout.data_attention else layout.tensor,
         "attention_dp_size": layout.tensor if layout.data_attention else 1,
         "pp_size": layout.pipeline,
         "moe_tp_size": layout.tensor // layout.expert,
         "moe_ep_size": layout.expert,
     }
-
-
-@contextmanager
-def _silenced() -> Generator[None]:
-    """Keep the library's log of loaded tables off the terminal."""
+    system = _SYSTEMS[gpu.name]
+    found: list[EstimatedSpeed] = []
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # the library logs the tables that it loads
     try:
-        yield
+        sdk: Any = import_module("aiconfigurator_core.sdk")
+        database: Any = import_module("aiconfigurator_core.sdk.perf_database")
+        for engine, backend in _BACKENDS.items():
+            version = str(database.get_latest_database_version(system=system, backend=backend))
+            try:
+                handle = sdk.EngineHandle.compile(_MODEL, system, backend, backend_version=version, **widths)
+                milliseconds = handle.predict_decode_latency(1, _INPUT_TOKENS, _OUTPUT_TOKENS)
+            except Exception as error:  # whatever a library of measurements lacks for this layout
+                found.append(EstimatedSpeed(engine, version, None, cut(str(error))))
+            else:
+                found.append(EstimatedSpeed(engine, version, 1000 * (_OUTPUT_TOKENS - 1) / milliseconds))
     finally:
         logging.disable(before)
+    return found

@@ -74,7 +74,14 @@ class ReferenceQuantizer:
         if magnitude.amax == 0.0:
             result = quantize_max(source, global_scale)
         else:
-            result = self._quantize_bf16(self.dequantize(source), global_scale)
+            weight = self.dequantize(source)
+            scale_2 = torch.tensor(global_scale, dtype=torch.float32)
+            quantized, block_scales, _ = self.qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
+            result = Nvfp4Weight(
+                packed=quantized._quantized_data.numpy(),  # ModelOpt's exporter reads it the same way
+                block_scales=block_scales.view(torch.uint8).numpy(),
+                global_scale=global_scale,
+            )
         return result, measure_quantized(source, result, name=name, magnitude=magnitude)
 
     def dequantize(self, source: SourceWeight) -> Tensor:
@@ -91,15 +98,6 @@ class ReferenceQuantizer:
             "weight_shape": torch.tensor(source.shape),
         }
         return self.decompressor.decompress(state, self.scheme)["weight"]
-
-    def _quantize_bf16(self, weight: Tensor, global_scale: float) -> Nvfp4Weight:
-        scale_2 = torch.tensor(global_scale, dtype=torch.float32)
-        quantized, block_scales, _ = self.qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
-        return Nvfp4Weight(
-            packed=quantized._quantized_data.numpy(),  # ModelOpt's exporter reads it the same way
-            block_scales=block_scales.view(torch.uint8).numpy(),
-            global_scale=global_scale,
-        )
 
 
 def create_reference_quantizer() -> ReferenceQuantizer:

@@ -2,9 +2,9 @@
 
     figures     journal, ledger and validation -> Report (figures), and what is missing
     checks      the document of a validation, parsed
-    content     headline, sections and provenance, computed once for every form; counts: its table of counts;
+    content     headline, sections and provenance, computed once for every form;
                 calibrated: its parts on calibration, rule gptq and pruning; wording: numbers as text, tables
-    charts, heat_map, drawing   matplotlib figures -> SVG in the page's colors
+    charts, drawing   matplotlib figures -> SVG in the page's colors
     page, markdown   Report -> report.html and report.png, report.md and README.md
 
 Apart from the day of the report, nothing here depends on time, host or path: on one day, the same folder always gives
@@ -12,8 +12,7 @@ the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when
 """
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -84,27 +83,19 @@ def render_report(report: Report) -> dict[str, bytes]:
     """Return the files of a report by name; without the picture if no figures of single tensors are known."""
     from k2convert.report.markdown import render_markdown
 
-    with _quiet_matplotlib():
-        from k2convert.report.page import render_page, render_picture
+    # Without a home that can be written to, matplotlib uses a temporary folder, and says so.
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    from k2convert.report.page import render_page, render_picture
 
+    logger.setLevel(level)
     checks = None if report.validation is None else read_checks(report.validation)
     page = render_page(report, checks)
     picture = render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
     return files if picture is None else files | {REPORT_PICTURE_NAME: picture}
-
-
-@contextmanager
-def _quiet_matplotlib() -> Generator[None]:
-    """Import it without its notice: without a home that can be written to, it uses a temporary folder, and says so."""
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def current_report(folder: Path) -> list[str]:

@@ -136,10 +136,6 @@ def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) 
             f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or it gained nothing "
             "on tokens that it was not fitted to."
         )
-    yield from _output_sentences(record)
-
-
-def _output_sentences(record: CalibrationRecord) -> Iterator[str]:
     held_out = list(record.held_out.values())
     if not held_out:
         yield f"The error of the outputs: {record.measured_on}."

@@ -1,16 +1,26 @@
-"""Charts: errors of the tensors, block scales, tokens per expert, scaled channels, errors of layers, evaluations."""
+"""Charts: errors of the tensors, block scales, tokens per expert, scaled channels, errors of layers, evaluations, maps.
+
+Heat maps are SQNR by layer and expert, one map each for gate, up and down, side by side on one color scale. K2 has
+60 layers x 384 experts, so a cell is a pixel or two: experts are rows, layers are columns. Each map is embedded as an
+image of one pixel per cell, which the browser enlarges: 69,120 cells need about 100 kB.
+"""
 
 # matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
@@ -19,10 +29,10 @@ from k2convert.calibration.channels import MIN_TOKENS
 from k2convert.errors import counted
 from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.records.calibration import GptqLayer, OutputErrors
-from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, EvaluationRow, LayerFigures
+from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, EvaluationRow
 from k2convert.report.calibrated import shrinkages_by_layer
-from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
-from k2convert.report.figures import Report, TensorFigures
+from k2convert.report.drawing import COLOR_MAP, FONT_SIZE, LEFT, WIDTH, Palette, Sheet
+from k2convert.report.figures import HeatMap, Report
 from k2convert.report.wording import power_of_ten, power_of_two, short_count
 
 _SMALLEST_NORMAL_LOG2 = -6.0
@@ -33,6 +43,14 @@ _TAIL_DB = 0.5
 _LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least correction
 _LARGEST_DRAWN = 1e6  # of a divergence or an error; a damaged document may state any
 
+MIN_SPAN_DB = 0.2  # a narrower scale would show noise as differences
+MAP_ID = "map-"
+_MAX_LABELLED_CELLS = 24 * 8
+_LAYER_STEPS = (1, 2, 5, 10, 20, 50, 100, 1 << 20)
+_EXPERT_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1 << 20)
+_NO_CELL = 0
+_EXACT_CELL = 0xFFFF
+
 ModeRows = Sequence[tuple[str, EvaluationRow]]
 """Rows of an evaluation with the words for their modes."""
 _MODE_STYLES: Final = (
@@ -41,15 +59,16 @@ _MODE_STYLES: Final = (
 """Color, line and marker of each mode: no more modes are drawn."""
 
 
-def has_distribution(report: Report) -> bool:
-    """Return whether any tensor has a finite SQNR."""
-    return any(np.isfinite(t.sqnr_db) for t in report.tensors)
-
-
 def draw_distribution(report: Report, palette: Palette) -> Figure:
     """Draw histograms of the tensors' SQNR: of this conversion, of `max`, and of the bound."""
     sheet = Sheet(3.1, palette)
-    series = _finite_series(report.tensors, report.rule, palette)
+    known = (
+        ("max", [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors], palette.max),
+        (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], palette.ours),
+        ("bound", [t.sqnr_bound_db for t in report.tensors], palette.bound),
+    )
+    finite = [(label, [v for v in values if v is not None and np.isfinite(v)], color) for label, values, color in known]
+    series = [(label, np.array(values), color) for label, values, color in finite if values]
     axes = sheet.plot(0.22 * len(series) + 0.08)
     everything = np.concatenate([values for _, values, _ in series])
     # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
@@ -64,40 +83,20 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
         sheet.text(LEFT, 0.16 + 0.22 * i, f"{label}: median {np.median(values):.2f} dB", color=color, bold=True)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
-    _mark_gaps(axes, [float(np.median(values)) for _, values, _ in series], palette)
+    level = axes.get_ylim()[1] * 0.93
+    style = {"arrowstyle": "<->", "color": palette.muted, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+    for left, right in pairwise(float(np.median(values)) for _, values, _ in series):
+        if right - left >= 0.2 * (edges[-1] - edges[0]):
+            axes.annotate("", xy=(left, level), xytext=(right, level), arrowprops=style)
+            size = FONT_SIZE - 1
+            middle = (left + right) / 2
+            text = f"{right - left:.2f} dB"
+            axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=size, color=palette.muted)
     _count_axis(axes, "tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
     note = f"; {counted(beyond, 'value')} left of the chart" if beyond else ": further right means less error"
     axes.set_xlabel(f"SQNR of a tensor, dB{note}")
     return sheet.figure
-
-
-def _finite_series(
-    tensors: Sequence[TensorFigures], rule: str, palette: Palette
-) -> list[tuple[str, NDArray[np.float64], str]]:
-    """Return label, SQNR of every tensor, and color of what the histograms show."""
-    listed = (
-        ("max", [] if rule == "max" else [t.sqnr_max_db for t in tensors], palette.max),
-        (f"this: {rule}", [t.sqnr_db for t in tensors], palette.ours),
-        ("bound", [t.sqnr_bound_db for t in tensors], palette.bound),
-    )
-    finite = [
-        (label, [v for v in values if v is not None and np.isfinite(v)], color) for label, values, color in listed
-    ]
-    return [(label, np.array(values), color) for label, values, color in finite if values]
-
-
-def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
-    low, high = axes.get_xlim()
-    level = axes.get_ylim()[1] * 0.93
-    for left, right in pairwise(medians):
-        if right - left < 0.2 * (high - low):
-            continue
-        style = {"arrowstyle": "<->", "color": palette.muted, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
-        axes.annotate("", xy=(left, level), xytext=(right, level), arrowprops=style)
-        text = f"{right - left:.2f} dB"
-        middle = (left + right) / 2
-        axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=FONT_SIZE - 1, color=palette.muted)
 
 
 def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
@@ -200,7 +199,8 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
             list(layers), drawn, label=label, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=3
         )
     _error_axis(axes)
-    _finish_layers(axes, layers, palette, columns=1)
+    _layer_axis(axes, list(layers), "MoE layer")
+    _legend(axes, palette, columns=1)
     return sheet.figure
 
 
@@ -226,7 +226,8 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
         axes.bar(list(layers), counts, bottom=bottom, color=color, alpha=alpha, width=0.8, linewidth=0, label=label)
         bottom += np.array(counts)
     _count_axis(axes, "experts")
-    _finish_layers(axes, layers, palette, columns=4)
+    _layer_axis(axes, list(layers), "MoE layer")
+    _legend(axes, palette, columns=4)
     sheet.text(LEFT, 0.16, "shrinkage of the correction of down", bold=True)
     return sheet.figure
 
@@ -282,37 +283,29 @@ def draw_positions(rows: ModeRows, palette: Palette) -> Figure:
     return sheet.figure
 
 
-def draw_hidden_errors(rows: ModeRows, palette: Palette) -> Figure:
-    """Draw the relative error of the hidden states after each layer; the scale is logarithmic, so zero is not drawn."""
+def draw_layers(rows: ModeRows, palette: Palette, *, is_routing: bool) -> Figure:
+    """Draw the relative error of the hidden states after each layer; the scale is logarithmic, so zero is not drawn.
 
-    def error(layer: LayerFigures) -> float:
-        return layer.relative_error if layer.relative_error > 0 else np.nan
+    With `is_routing`, draw the share of the reference's choices of experts that each mode makes too.
+    """
 
-    sheet = Sheet(3.0, palette)
-    axes = sheet.plot(0.32)
-    _draw_modes(axes, rows, _by_layer(error), palette)
-    _error_axis(axes)
-    _layer_axis(axes, range(max(len(row.layers) for _, row in rows)), "layer")
-    return sheet.figure
-
-
-def draw_routing(rows: ModeRows, palette: Palette) -> Figure:
-    """Draw the share of the reference's choices of experts that each mode makes too, by layer."""
-
-    def agreement(layer: LayerFigures) -> float:
-        return np.nan if layer.routing_agreement is None else 100 * layer.routing_agreement
+    def by_layer(row: EvaluationRow) -> tuple[list[float], list[float]]:
+        errors = [layer.relative_error if layer.relative_error > 0 else np.nan for layer in row.layers]
+        shares = [layer.routing_agreement for layer in row.layers]
+        agreements = [np.nan if share is None else 100 * share for share in shares]
+        return list(map(float, range(len(row.layers)))), agreements if is_routing else errors
 
     sheet = Sheet(3.0, palette)
     axes = sheet.plot(0.32)
-    _draw_modes(axes, rows, _by_layer(agreement), palette)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.set_ylabel("% of choices")
-    _layer_axis(axes, range(max(len(row.layers) for _, row in rows)), "layer: the same experts are chosen")
+    _draw_modes(axes, rows, by_layer, palette)
+    if is_routing:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.set_ylabel("% of choices")
+    else:
+        _error_axis(axes)
+    label = "layer: the same experts are chosen" if is_routing else "layer"
+    _layer_axis(axes, range(max(len(row.layers) for _, row in rows)), label)
     return sheet.figure
-
-
-def _by_layer(value: Callable[[LayerFigures], float]) -> Callable[[EvaluationRow], tuple[list[float], list[float]]]:
-    return lambda row: (list(map(float, range(len(row.layers)))), [value(layer) for layer in row.layers])
 
 
 def _draw_modes(
@@ -327,12 +320,6 @@ def _draw_modes(
     _legend(axes, palette, columns=2)
 
 
-def _finish_layers(axes: Axes, layers: Iterable[int], palette: Palette, *, columns: int) -> None:
-    """Show whole MoE layers on the horizontal axis, and the legend above it."""
-    _layer_axis(axes, list(layers), "MoE layer")
-    _legend(axes, palette, columns=columns)
-
-
 def _layer_axis(axes: Axes, numbers: Sequence[int], label: str) -> None:
     axes.set_xlabel(label)
     axes.set_xlim(min(numbers) - 0.6, max(numbers) + 0.6)
@@ -344,3 +331,119 @@ def _legend(axes: Axes, palette: Palette, *, columns: int) -> None:
         loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=FONT_SIZE,
         labelcolor=palette.muted, borderpad=0.1, borderaxespad=0.2, labelspacing=0.25,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ColorScale:
+    """The values in dB at the ends of the color map. Values beyond an end get its color."""
+
+    low: float
+    high: float
+    is_clipped_below: bool
+    is_clipped_above: bool
+
+
+def color_scale(maps: tuple[HeatMap, ...]) -> ColorScale:
+    """Return the scale of all maps: the middle 99 % of the finite values, so one outlier does not hide the rest."""
+    values = np.concatenate([m.values.ravel() for m in maps])
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
+        return ColorScale(0.0, 1.0, False, False)
+    low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5] if finite.size >= 1000 else [0, 100]))
+    if high - low < MIN_SPAN_DB:
+        middle = (low + high) / 2
+        low = middle - MIN_SPAN_DB / 2
+        high = middle + MIN_SPAN_DB / 2
+    return ColorScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
+
+
+def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
+    """Draw all maps with their color scale."""
+    left = 0.56
+    gap = 0.12
+    title = 0.28
+    bottom = 0.42
+    bar = 0.5
+    has_values = maps[0].values.size <= _MAX_LABELLED_CELLS
+    per_row = 0.19 if has_values else 0.0175
+    height = float(np.clip(per_row * maps[0].num_experts, 1.8, 6.8))
+    sheet = Sheet(bar + title + height + bottom, palette)
+    scale = color_scale(maps)
+    each = (WIDTH - left - 0.05 - gap * (len(maps) - 1)) / len(maps)
+    for i, found in enumerate(maps):
+        start = left + i * (each + gap)
+        axes = sheet.axes(start, bar + title, each, height)
+        axes.set_facecolor(palette.empty)
+        shown = np.ma.masked_invalid(np.where(np.isposinf(found.values.T), scale.high, found.values.T))
+        image = axes.imshow(
+            shown, cmap=COLOR_MAP, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none", origin="upper"
+        )
+        image.set_gid(f"{MAP_ID}{found.projection}")
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=2)
+        sheet.text(start, bar + title - 0.07, found.projection, bold=True)
+        _label(axes.set_yticks, range(found.num_experts), most=16, steps=_EXPERT_STEPS)
+        _label(axes.set_xticks, found.layers, most=5, steps=_LAYER_STEPS)
+        if i > 0:
+            axes.set_yticklabels([])
+        if has_values:
+            _write_values(axes, found.values.T, scale)
+    sheet.figure.axes[0].set_ylabel("expert")
+    sheet.text((left + WIDTH) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
+    _draw_scale(sheet, scale, left=left, top=0.24, width=2.6)
+    return sheet.figure
+
+
+def _label(
+    set_ticks: Callable[[Sequence[int], Sequence[str]], object],
+    numbers: Sequence[int],
+    *,
+    most: int,
+    steps: Sequence[int],
+) -> None:
+    """Label all numbers, or the multiples of a round step: at most `most`."""
+    step = next(s for s in steps if len(numbers) <= most * s)
+    rows = [i for i, number in enumerate(numbers) if number % step == 0]
+    set_ticks(rows, [str(numbers[i]) for i in rows])
+
+
+def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) -> None:
+    norm = Normalize(scale.low, scale.high, clip=True)
+    colors = colormaps[COLOR_MAP]
+    for row, column in np.argwhere(~np.isnan(values)):
+        value = float(values[row, column])
+        red, green, blue, _ = colors(float(norm(min(value, scale.high))))
+        is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+        text = "exact" if np.isinf(value) else f"{value:.2f}" if values.shape[1] <= 4 else f"{value:.1f}"
+        color = "#10151a" if is_light else "#f4f7fa"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
+
+
+def _draw_scale(sheet: Sheet, scale: ColorScale, *, left: float, top: float, width: float) -> None:
+    axes = sheet.axes(left, top, width, 0.1)
+    ramp = np.linspace(0.0, 1.0, 256)[None, :]
+    axes.imshow(ramp, cmap=COLOR_MAP, aspect="auto", extent=(scale.low, scale.high, 0.0, 1.0), interpolation="none")
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    low = f"{'≤ ' if scale.is_clipped_below else ''}{scale.low:.2f}"
+    high = f"{'≥ ' if scale.is_clipped_above else ''}{scale.high:.2f}"
+    axes.set_xticks([scale.low, scale.high], [low, high])
+    axes.tick_params(axis="x", length=0, pad=2)
+    for label, align in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(align)
+    sheet.text(left, top - 0.06, "SQNR, dB: darker means more error", color=sheet.palette.muted)
+
+
+def map_cells(maps: tuple[HeatMap, ...]) -> str:
+    """Return the maps' values for the page's script: only digits, base64 and the three projections' names."""
+    document: dict[str, object] = {}
+    for found in maps:
+        hundredths = np.rint(100 * np.nan_to_num(found.values, nan=0.0, posinf=0.0, neginf=0.0))
+        cells = np.where(np.isposinf(found.values), _EXACT_CELL, np.clip(hundredths, 1, _EXACT_CELL - 1))
+        values = np.where(np.isnan(found.values), _NO_CELL, cells).astype("<u2").tobytes()
+        document[found.projection] = {
+            "layers": list(found.layers),
+            "experts": found.num_experts,
+            "values": base64.b64encode(values).decode(),
+        }
+    return json.dumps(document, separators=(",", ":"))

@@ -43,7 +43,17 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         pruned = {int(layer["layer"]): layer["pruning"] for layer in computed if layer.get("pruning")}
         return Checks(
             has_passed=bool(document["passed"]),
-            rules=tuple(_read_rule(rule) for rule in document["contract"]["rules"]),
+            rules=tuple(
+                RuleResult(
+                    int(rule["number"]),
+                    with_exponents(str(rule["title"])),
+                    Verdict(rule["verdict"]),
+                    int(rule["count"]),
+                    tuple(Offender(str(found["name"]), str(found["problem"])) for found in rule["offenders"]),
+                    str(rule["note"]),
+                )
+                for rule in document["contract"]["rules"]
+            ),
             summary=str(document["contract"]["summary"]),
             layers=tuple(row for layer in computed for row in _layer_rows(layer)),
             hidden_states=_last_part(layers.get("hidden_states", "")),
@@ -59,19 +69,6 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         raise MalformedFileError(
             f"the validation is not a document that `k2convert validate --json` prints ({quoted(error)})."
         ) from None
-
-
-def _read_rule(rule: Mapping[str, Any]) -> RuleResult:
-    title = with_exponents(str(rule["title"]))
-    offenders = rule["offenders"]
-    return RuleResult(
-        int(rule["number"]),
-        title,
-        Verdict(rule["verdict"]),
-        int(rule["count"]),
-        tuple(Offender(str(found["name"]), str(found["problem"])) for found in offenders),
-        str(rule["note"]),
-    )
 
 
 def _last_part(path: Any) -> str:  # a report is given to others, so it must not show local paths

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from k2convert.errors import counted
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, decode_e4m3
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
-from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
-from k2convert.report.counts import counts_table
 from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
 
+NOT_COUNTED: Final = "not counted"
+_SMALLEST_NORMAL_BYTE = 0x08
+_LARGEST_BYTE = 0x7E
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
@@ -49,7 +53,13 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     total = report.total
     tiles = [] if report.evaluation is None else [Tile(*headline_words(report.evaluation, report.ledger.recipe))]
     if (found := report.ledger.calibration) is not None and found.gptq:
-        tiles.append(_output_tile(found))
+        if found.held_out:
+            last = list(found.held_out.values())[-1]
+            detail = f"after the last MoE layer, {found.measured_on}; {last.mse_error:.3g} by rule mse there"
+            tone = "bad" if last.is_worse else ""
+            tiles.append(Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone))
+        else:
+            tiles.append(Tile("not measured", "error of the outputs", found.measured_on))
     if total.weighted_sqnr_db is not None:
         detail = "errors weighted by the inputs that each column had in the calibration"
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
@@ -67,14 +77,6 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
         share = percent(total.recoverable_codes, total.num_codes)
         tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid restores the source's code"))
     return (*tiles, *([] if checks is None else [_contract_tile(checks)]))
-
-
-def _output_tile(record: CalibrationRecord) -> Tile:
-    if not record.held_out:
-        return Tile("not measured", "error of the outputs", record.measured_on)
-    last = list(record.held_out.values())[-1]
-    detail = f"after the last MoE layer, {record.measured_on}; {last.mse_error:.3g} by rule mse there"
-    return Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")
 
 
 def _contract_tile(checks: Checks) -> Tile:
@@ -143,7 +145,19 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
         yield pruned_section(pruning, checks)
     yield from calibrated_sections(report.ledger.calibration)
     if report.worst and report.total.squared_error > 0:
-        yield Section("Worst tensors", (), (_worst(report),))
+        rows = [
+            (
+                f"{t.place}: {t.module}" if t.place else t.module,
+                decibels(t.sqnr_db),
+                "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
+                "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
+                "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
+                f"{100 * t.changed_share:.1f} %",
+            )
+            for t in report.worst
+        ]
+        columns = ("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed")
+        yield Section("Worst tensors", (), (Table(columns, rows),))
     if checks is not None:
         yield from _contract(checks)
     if (needs := needs_section(report)) is not None:
@@ -153,7 +167,7 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 
 def _chart_sections(report: Report) -> Iterator[Section]:
     is_max = report.rule == "max"
-    if any(math.isfinite(tensor.sqnr_db) for tensor in report.tensors):
+    if report.has_distribution:
         of_max = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
         yield Section(
             f"Every tensor, compared with {'' if is_max else 'max and '}the bound",
@@ -244,19 +258,53 @@ def role_table(report: Report) -> Table:
     return Table((*_ROLE_COLUMNS, *more), rows)
 
 
-def _worst(report: Report) -> Table:
-    rows = [
-        (
-            f"{t.place}: {t.module}" if t.place else t.module,
-            decibels(t.sqnr_db),
-            "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
-            "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
-            "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
-            f"{100 * t.changed_share:.1f} %",
+def counts_table(metrics: WeightMetrics) -> Table:
+    """Return how many weights, blocks and groups changed or did not, and what the scales are."""
+    changed = metrics.num_nonzero - metrics.equal_nonzero
+    histogram = metrics.scale_histogram
+    subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
+    blocks = metrics.num_blocks
+    codes = metrics.num_codes
+    steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
+    extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
+    values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
+    of_source: tuple[tuple[str, ...], ...] = (
+        _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
+        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
+        _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
+        _count(
+            "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
+            "a scale below 2⁻⁶ or above 448 would have given less error",
+        ),
+        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
+        ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
+    )  # fmt: skip
+    if (tensors := metrics.cast_tensors) is not None:
+        below = "scales of the expert differ by > 2¹⁷"
+        groups = blocks // BLOCKS_PER_GROUP
+        of_source = (
+            _count("tensors without a change", metrics.lossless_tensors, tensors, "by the written bytes, read back"),
+            _count("tensors with rounded codes", metrics.below_window_tensors, tensors, below),
+            _count(
+                "groups with rounded codes", metrics.below_window_groups, groups, "rounded to the least block scale"
+            ),
+            _count("tensors with subnormal scales", metrics.subnormal_tensors, tensors, "exact, see below"),
+            _count("groups of zeros", metrics.empty_groups, groups, "of 32 weights"),
         )
-        for t in report.worst
-    ]
-    return Table(("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed"), rows)
+    rows = (
+        _count("non-zero weights changed", changed, metrics.num_nonzero, "their value is not the source's"),
+        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
+        *of_source,
+        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
+        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
+        ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
+    )  # fmt: skip
+    return Table(("", "count", "share", "meaning"), rows)
+
+
+def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
+    shown = NOT_COUNTED if value is None else f"{value:,}"
+    return label, shown, percent(value, of) if of and value is not None else "", meaning
 
 
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:

@@ -15,25 +15,25 @@ from k2convert.report.wording import Section, Table, joined, with_error
 
 _MOST_BEFORE: Final = 60  # characters of the text before a token
 _MOST_IN_TOKEN: Final = 40
-_SERVED: Final = "served"
 
 
 def mode_rows(evaluation: Evaluation, recipe: Recipe) -> list[tuple[str, EvaluationRow]]:
-    """Return the rows with the words for their modes, the mode that the result declares first."""
+    """Return the rows with the words for their modes, the mode that the result declares first.
+
+    The words are ours: charts cannot show a name from a file.
+    """
 
     def differs(row: EvaluationRow) -> tuple[bool, bool]:
         model = row.model
         return model.activations != recipe.activations, (model.kv_cache == "fp8") != (recipe.kv_cache == "fp8")
 
-    return [(_mode(row.model, evaluation), row) for row in sorted(evaluation.rows, key=differs)]
+    def mode(model: EvaluatedModel) -> str:
+        if evaluation.kind == "compare":
+            return "served"
+        computed = "as stored" if model.activations is None else model.activations.upper()
+        return computed if model.kv_cache is None else f"{computed}, {model.kv_cache.upper()} KV cache"
 
-
-def _mode(model: EvaluatedModel, evaluation: Evaluation) -> str:
-    """Return how a model was computed, in words that are ours: charts cannot show a name from a file."""
-    if evaluation.kind == "compare":
-        return _SERVED
-    computed = "as stored" if model.activations is None else model.activations.upper()
-    return computed if model.kv_cache is None else f"{computed}, {model.kv_cache.upper()} KV cache"
+    return [(mode(row.model), row) for row in sorted(evaluation.rows, key=differs)]
 
 
 def is_routed(rows: Sequence[tuple[str, EvaluationRow]]) -> bool:
@@ -104,7 +104,8 @@ def detail_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]
 def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]) -> Iterator[str]:
     text = evaluation.text
     reference = _called(evaluation.reference)
-    where = f"on {_tokens(evaluation)} ({counted(text.windows, 'window')} of {text.window:,})"
+    names = joined([_last_part(name) for name, _ in text.texts]) or "a text"
+    where = f"on {counted(text.tokens, 'token')} of {names} ({counted(text.windows, 'window')} of {text.window:,})"
     is_served = evaluation.kind == "compare"
     if is_served:
         found = "; ".join(f"{_called(row.model)} has a KL of at least {_divergence(row)}" for _, row in rows)
@@ -155,21 +156,20 @@ def _layer(row: EvaluationRow, number: int) -> tuple[str, str]:
 
 
 def _worst(found: WorstToken) -> tuple[str, ...]:
+    def shown(text: str) -> str:
+        cut = len(text) > _MOST_IN_TOKEN
+        text = text[:_MOST_IN_TOKEN]
+        inner = text.strip(" ")
+        left = len(text) - len(text.lstrip(" "))
+        return "␣" * left + _visible(inner) + "␣" * (len(text) - left - len(inner)) + ("…" if cut else "")
+
     cut = len(found.before) > _MOST_BEFORE
     return (
         f"{found.divergence:.3g}",
         ("…" if cut else "") + _visible(found.before[-_MOST_BEFORE:]),
-        *map(_token, (found.token, found.reference_token, found.model_token)),
+        *map(shown, (found.token, found.reference_token, found.model_token)),
         f"{found.window:,}: {found.position:,}",
     )
-
-
-def _token(text: str) -> str:
-    cut = len(text) > _MOST_IN_TOKEN
-    text = text[:_MOST_IN_TOKEN]
-    inner = text.strip(" ")
-    left = len(text) - len(text.lstrip(" "))
-    return "␣" * left + _visible(inner) + "␣" * (len(text) - left - len(inner)) + ("…" if cut else "")
 
 
 def _visible(text: str) -> str:
@@ -183,11 +183,6 @@ def _divergence(row: EvaluationRow) -> str:
 
 def _share(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _tokens(evaluation: Evaluation) -> str:
-    names = [_last_part(name) for name, _ in evaluation.text.texts]
-    return f"{counted(evaluation.text.tokens, 'token')} of {joined(names) or 'a text'}"
 
 
 def _called(model: EvaluatedModel) -> str:

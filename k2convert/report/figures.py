@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -123,6 +124,11 @@ class Report:
         return self.ledger.recipe.rule
 
     @property
+    def has_distribution(self) -> bool:
+        """Return whether any tensor has a finite SQNR."""
+        return any(math.isfinite(tensor.sqnr_db) for tensor in self.tensors)
+
+    @property
     def worst(self) -> tuple[TensorFigures, ...]:
         """The tensors with the lowest SQNR, lowest first, then by name."""
         return tuple(sorted(self.tensors, key=lambda t: (t.sqnr_db, t.module))[:NUM_WORST])
@@ -158,7 +164,17 @@ def collect_report(
         if TOTAL not in ledger.totals:
             raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
         planned = finished = len(ledger.shards)
-        figures = _recorded(records) if len(records) == planned else _measured(measured or {}, missing)
+        if len(records) == planned:
+            figures = _recorded(records)
+        else:
+            missing.append(
+                f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written "
+                "bytes, so single tensors are not compared with max and the bound."
+                if measured
+                else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. "
+                f"Totals are those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
+            )
+            figures = tuple(tensor_figures(module, error) for module, error in sorted((measured or {}).items()))
     if finished < planned:
         missing.append(f"The conversion is not finished: this report covers {finished} of {counted(planned, 'shard')}.")
     maps = heat_maps(figures)
@@ -167,9 +183,24 @@ def collect_report(
         maps = ()  # every cell would be the same
     if not (maps or is_exact):
         missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
-    evaluation = _find_evaluation(folder, ledger, missing)
-    if validation is None:
-        missing.append(_why_not_validated(folder))
+    evaluation = None
+    try:
+        evaluation = fresh_evaluation(folder, weights=ledger.weights)
+    except CheckpointError as error:
+        path = folder / EVALUATION_NAME
+        missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
+    if validation is None and can_be_validated(folder):
+        missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
+    elif validation is None:
+        is_finished = (folder / CONFIG_NAME).is_file()
+        why = "the shards are not in this folder" if is_finished else "the checkpoint is not finished"
+        missing.append(f"The servable contract was not checked: {why}.")
+    model = None
+    if tensors is not None and ledger.source.family is not None:
+        with suppress(K2ConvertError):  # `fit` does not know every model
+            config = read_json_file(folder / CONFIG_NAME)
+            family = find_family(ledger.source.family)
+            model = read_result(tensors, family=family, config=config, where=str(folder))
     return Report(
         name=model_name(folder) if name is None else name,
         ledger=ledger,
@@ -179,31 +210,10 @@ def collect_report(
         num_shards=planned,
         validation=validation,
         missing=tuple(missing),
-        model=None if tensors is None else _find_model(ledger, folder, tensors),
+        model=model,
         evaluation=evaluation,
         made_on=datetime.now(UTC).date().isoformat(),
     )
-
-
-def _find_evaluation(folder: Path, ledger: Ledger, missing: list[str]) -> Evaluation | None:
-    try:
-        return fresh_evaluation(folder, weights=ledger.weights)
-    except CheckpointError as error:
-        path = folder / EVALUATION_NAME
-        missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
-        return None
-
-
-def _find_model(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Model | None:
-    """Return the result for `fit`; None if that does not know the model, or if config.json cannot be read."""
-    if ledger.source.family is None:
-        return None
-    try:
-        config = read_json_file(folder / CONFIG_NAME)
-        family = find_family(ledger.source.family)
-        return read_result(tensors, family=family, config=config, where=str(folder))
-    except K2ConvertError:
-        return None
 
 
 def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
@@ -250,14 +260,6 @@ def can_be_validated(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file() and any(path.name.endswith(SHARD_SUFFIX) for path in list_folder(folder))
 
 
-def _why_not_validated(folder: Path) -> str:
-    if can_be_validated(folder):
-        return "The servable contract was not checked for this report. `k2convert validate` checks it."
-    is_finished = (folder / CONFIG_NAME).is_file()
-    why = "the shards are not in this folder" if is_finished else "the checkpoint is not finished"
-    return f"The servable contract was not checked: {why}."
-
-
 def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
     return tuple(
         tensor_figures(projection.module, projection.metrics, role=projection.role)
@@ -265,17 +267,6 @@ def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
         for projection in record.projections
         if projection.metrics is not None
     )
-
-
-def _measured(measured: Mapping[str, DecodedError], missing: list[str]) -> tuple[TensorFigures, ...]:
-    missing.append(
-        f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written bytes, so "
-        "single tensors are not compared with max and the bound."
-        if measured
-        else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. Totals are "
-        f"those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
-    )
-    return tuple(tensor_figures(module, error) for module, error in sorted(measured.items()))
 
 
 def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: str | None = None) -> TensorFigures:

@@ -7,7 +7,7 @@ does nothing. The filters of `render_template` make tables, sections and code.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
@@ -121,6 +121,9 @@ def render_card(
     said = {note for command in serving.values() for note in command.notes}
     traits = (recipe.layout, recipe.activations, "pipeline")
     refused = [reason for _, trait, reason in family.refusals if trait in traits]
+    kept = [*family.kept, *(role_name(role) for role in CONVERTIBLE_ROLES if role not in recipe.roles)]
+    if family.has_vision:
+        kept.append("vision tower and projector")
     card = render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
@@ -128,7 +131,7 @@ def render_card(
         base=base_model or family.model_kind,
         base_model=base_model,
         roles=", ".join(map(role_name, recipe.roles)),
-        kept=", ".join(_kept(family, recipe.roles)),
+        kept=", ".join(kept),
         is_w4a4=recipe.activations == "w4a4",
         is_smoothed=ledger.calibration is not None and ledger.calibration.exponents_digest is not None,
         picture=picture,
@@ -174,8 +177,3 @@ def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, so
         pipeline_tag=source.pipeline_tag or ("image-text-to-text" if family.has_vision else "text-generation"),
         tags=[*tags, "k2convert"],
     )
-
-
-def _kept(family: ModelCardFacts, roles: Sequence[str]) -> list[str]:
-    unconverted = [role_name(role) for role in CONVERTIBLE_ROLES if role not in roles]
-    return [*family.kept, *unconverted, *(["vision tower and projector"] if family.has_vision else [])]

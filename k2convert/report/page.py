@@ -25,24 +25,24 @@ from PIL import Image
 
 from k2convert.report.calibrated import channels_by_exponent, gptq_layers, tokens_by_expert
 from k2convert.report.charts import (
+    MAP_ID,
     draw_block_scales,
     draw_distribution,
     draw_divergences,
     draw_exponents,
-    draw_hidden_errors,
+    draw_heat_maps,
     draw_layer_errors,
+    draw_layers,
     draw_positions,
-    draw_routing,
     draw_shrinkages,
     draw_tokens,
-    has_distribution,
+    map_cells,
 )
 from k2convert.report.checks import Checks
 from k2convert.report.content import caution, headline, sections
 from k2convert.report.drawing import DARK, LEFT, LIGHT, THEMED, Sheet, css_variables, to_rgb, to_svg
 from k2convert.report.evaluated import is_routed, mode_rows
 from k2convert.report.figures import Report
-from k2convert.report.heat_map import MAP_ID, draw_heat_maps, map_cells
 
 _MAP_IMAGE = re.compile(rf'<image (?=[^>]*id="{MAP_ID}(\w+))')
 
@@ -50,7 +50,12 @@ _MAP_IMAGE = re.compile(rf'<image (?=[^>]*id="{MAP_ID}(\w+))')
 def render_page(report: Report, checks: Checks | None) -> str:
     """Return the whole HTML document. The same report always gives the same text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["code"] = _with_code
+
+    def with_code(text: str) -> Markup:
+        parts = enumerate(text.split("`"))
+        return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in parts)
+
+    environment.filters["code"] = with_code
     # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {css_variables(DARK)} }} }}"
@@ -83,11 +88,6 @@ def page_name(report: Report) -> str:
     return report.ledger.source.repo or report.name or report.ledger.recipe.name
 
 
-def _with_code(text: str) -> Markup:
-    parts = text.split("`")
-    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
-
-
 def _text(name: str) -> str:
     return resources.files("k2convert.report").joinpath(name).read_text(encoding="utf-8")
 
@@ -95,7 +95,7 @@ def _text(name: str) -> str:
 def _charts(report: Report) -> dict[str, Markup]:
     """Return the charts by name, each with its description for screen readers."""
     found = {"block_scales": (draw_block_scales(report.total.scale_histogram, THEMED), "Histogram of block scales")}
-    if has_distribution(report):
+    if report.has_distribution:
         found["distribution"] = draw_distribution(report, THEMED), "Histogram of SQNR over the tensors"
     if report.maps:
         found["heat_map"] = draw_heat_maps(report.maps, THEMED), "Heat maps of SQNR by layer and expert"
@@ -115,18 +115,15 @@ def _charts(report: Report) -> dict[str, Markup]:
         found["divergences"] = draw_divergences(rows, THEMED), "Histogram of KL over the tokens"
         found["positions"] = draw_positions(rows, THEMED), "KL by position in the window"
         if any(row.layers for _, row in rows):
-            found["hidden_errors"] = draw_hidden_errors(rows, THEMED), "Relative error after each layer"
+            found["hidden_errors"] = draw_layers(rows, THEMED, is_routing=False), "Relative error after each layer"
         if is_routed(rows):
-            found["routing"] = draw_routing(rows, THEMED), "Share of the same experts by layer"
+            found["routing"] = draw_layers(rows, THEMED, is_routing=True), "Share of the same experts by layer"
     charts = {name: to_svg(figure, label=label) for name, (figure, label) in found.items()}
-    return {name: Markup(_focusable(svg) if name == "heat_map" else svg) for name, svg in charts.items()}
-
-
-def _focusable(svg: str) -> str:
-    """Let the keyboard reach every map of a chart. A chart with parts to focus is a group, not one image."""
-    label = r'role="img" tabindex="0" aria-describedby="readout" aria-label="SQNR of \1 by layer and expert'
-    text = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', svg)
-    return text.replace('<svg role="img"', '<svg role="group"', 1)
+    if "heat_map" in charts:  # the keyboard reaches every map. A chart with parts to focus is a group, not one image
+        label = r'role="img" tabindex="0" aria-describedby="readout" aria-label="SQNR of \1 by layer and expert'
+        svg = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', charts["heat_map"])
+        charts["heat_map"] = svg.replace('<svg role="img"', '<svg role="group"', 1)
+    return {name: Markup(svg) for name, svg in charts.items()}
 
 
 DPI = 150
@@ -135,7 +132,7 @@ _MARGIN = 24
 
 def has_picture(report: Report) -> bool:
     """Return whether figures of single tensors are known, of which charts are drawn."""
-    return bool(report.maps) and has_distribution(report)
+    return bool(report.maps) and report.has_distribution
 
 
 def render_picture(report: Report) -> bytes | None:
@@ -151,7 +148,10 @@ def render_picture(report: Report) -> bytes | None:
     height = max(len(column) for column in columns)
     pads = [((0, height - len(column)), (0, _MARGIN), (0, 0)) for column in columns]
     charts = np.hstack([np.pad(c, pad, constant_values=255) for c, pad in zip(columns, pads, strict=True)])
-    title = _stacked([_draw_title(report, width=charts.shape[1] / DPI)])
+    sheet = Sheet(0.5, LIGHT, width=charts.shape[1] / DPI)
+    words = ",  ".join(f"{tile.value} {tile.label}" for tile in headline(report, None)[:3])
+    sheet.text(LEFT, 0.22, f"{report.source_format.title} to NVFP4, rule {report.rule}: {words}", bold=True)
+    title = _stacked([sheet.figure])
     stacked = np.vstack([title[:, : charts.shape[1]], charts])
     framed = np.pad(stacked, ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), constant_values=255)
     target = BytesIO()
@@ -163,12 +163,3 @@ def render_picture(report: Report) -> bytes | None:
 
 def _stacked(figures: list[Figure]) -> NDArray[np.uint8]:
     return np.vstack([to_rgb(figure, dpi=DPI) for figure in figures])
-
-
-def _draw_title(report: Report, *, width: float) -> Figure:
-    sheet = Sheet(0.5, LIGHT, width=width)
-    words = [f"{tile.value} {tile.label}" for tile in headline(report, None)[:3]]
-    sheet.text(
-        LEFT, 0.22, f"{report.source_format.title} to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True
-    )
-    return sheet.figure

@@ -27,7 +27,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metri
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL
-from k2convert.records.shard_record import DecodedError, ProjectionRecord
+from k2convert.records.shard_record import DecodedError
 
 F64 = NDArray[np.float64]
 
@@ -118,19 +118,20 @@ def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -
     by_role: dict[str, list[DecodedError]] = defaultdict(list)
     for module, error in errors.items():
         by_role[roles[module]].append(error)
-    listed = [*sorted(by_role.items()), (TOTAL, list(errors.values()))]
-    return {role: _add(found) for role, found in listed if found}
+    if errors:
+        by_role = dict(sorted(by_role.items())) | {TOTAL: list(errors.values())}
 
-
-def _add(errors: list[DecodedError]) -> DecodedError:
-    def add(key: str, total: Callable[[list[Any]], Any]) -> Any:
-        known = [value for value in (getattr(error, key) for error in errors) if value is not None]
+    def add(found: list[DecodedError], key: str, total: Callable[[list[Any]], Any]) -> Any:
+        known = [value for value in (getattr(error, key) for error in found) if value is not None]
         return total(known) if known else None
 
-    counts = {key: add(key, sum) for key in ("num_weights", "num_nonzero", "equal_nonzero")}
-    names = ("energy", "squared_error", "weighted_energy", "weighted_error")
-    sums = {key: add(key, math.fsum) for key in names}
-    return DecodedError(**counts, **sums, max_error_steps=add("max_error_steps", max))
+    counts = ("num_weights", "num_nonzero", "equal_nonzero")
+    sums = ("energy", "squared_error", "weighted_energy", "weighted_error")
+    how = dict.fromkeys(counts, sum) | dict.fromkeys(sums, math.fsum) | {"max_error_steps": max}
+    return {
+        role: DecodedError(**{key: add(found, key, total) for key, total in how.items()})
+        for role, found in by_role.items()
+    }
 
 
 def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
@@ -153,7 +154,7 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
         right = cast(dict[str, int], measured)
         for key in sorted(left.keys() | right.keys()):
             yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
-    elif not is_same_figure(cast("float | None", stated), cast("float | None", measured)):
+    elif not _is_same_figure(cast("float | None", stated), cast("float | None", measured)):
         yield place, f"{stated!r}, but {measured!r} was measured"
 
 
@@ -161,19 +162,10 @@ def is_same_error(measured: DecodedError, recorded: WeightMetrics) -> bool:
     """Return whether the figures that a conversion recorded are those of the written bytes."""
     weighted = () if measured.weighted_error is None else ("weighted_energy", "weighted_error")
     keys = ("squared_error", "energy", "equal_nonzero", "num_nonzero", *weighted)
-    return all(is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
+    return all(_is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
 
 
-def compare_journal(
-    recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
-) -> tuple[list[str], int]:
-    """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
-    stated = {m: found.metrics for m, found in recorded.items() if m in errors and found.metrics is not None}
-    return [m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)], len(stated)
-
-
-def is_same_figure(stated: float | None, measured: float | None) -> bool:
-    """Return whether two figures are the same but for the order of sums. Counts must be equal."""
+def _is_same_figure(stated: float | None, measured: float | None) -> bool:
     if stated is None or measured is None:
         return stated is measured
     if isinstance(stated, int) and isinstance(measured, int):

@@ -8,7 +8,7 @@ of one result shard and of what it reads, about two shards, whatever the size of
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,7 +55,12 @@ class Shards:
         """
         if not self.is_remote:
             return nullcontext
-        of_result = _result_needs(result)
+        of_result: dict[str, Ranges] = {shard: {shard: {(0, h.file_bytes)}} for shard, h in result.headers.items()}
+        of_result |= {shard: {shard: {ALL}} for shard in result.unreadable}
+        for module in result.converted:  # a pass over block scales reads codes that lie elsewhere too
+            weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
+            if weight is not None and scale is not None and weight.shard != scale.shard:
+                of_result[scale.shard].setdefault(weight.shard, set()).add((weight.begin, weight.end))
         of_source = _source_needs(result)
         needs = {shard: self._remote(ranges, of_source.get(shard, {})) for shard, ranges in of_result.items()}
         self._check_room(needs.values())
@@ -84,13 +89,6 @@ class Shards:
         self._check_room([needs])
         return _on_disk(needs)
 
-    def around_layer(self, part: Result, layer: int, *, source: Checkpoint) -> AbstractContextManager[None]:
-        """The same for one layer. `part` is of `Result.of_layers`, `source` the whole one, even if it was pruned."""
-        family = part.family
-        wanted = (family.moe_prefix(layer), f"{family.mlp_norm.format(layer=layer)}.")
-        of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(wanted))
-        return self.around_tensors(part.tensors.values(), of_source)
-
 
 Needs = list[tuple[RemoteShards, Ranges]]
 """Files to fetch from each side that is on the Hub."""
@@ -106,17 +104,6 @@ def _on_disk(needs: Needs, *, settle: Callable[[], object] = int) -> Generator[N
     settle()
     for side, ranges in needs:
         side.drop(ranges)
-
-
-def _result_needs(result: Result) -> dict[str, Ranges]:
-    """Return what the pass over each result shard reads of the result: all of it, and codes that lie elsewhere."""
-    found: dict[str, Ranges] = {shard: {shard: {(0, header.file_bytes)}} for shard, header in result.headers.items()}
-    found |= {shard: {shard: {ALL}} for shard in result.unreadable}
-    for module in result.converted:
-        weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
-        if weight is not None and scale is not None and weight.shard != scale.shard:
-            found[scale.shard].setdefault(weight.shard, set()).add((weight.begin, weight.end))
-    return found
 
 
 def _source_needs(result: Result) -> dict[str, Ranges]:
@@ -137,21 +124,20 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the tensor bytes of the shards in a folder; 0 if there is no such folder."""
-    return sum(map(_data_bytes, folder.glob(f"*{SHARD_SUFFIX}"))) if folder.is_dir() else 0
+    """Return the tensor bytes of the shards in a folder, by the first 8 bytes of each; 0 if there is no such folder.
 
-
-def _data_bytes(shard: Path) -> int:
-    """Return a file's size without the header that its first 8 bytes announce; a damaged file counts as a whole."""
-    if not shard.is_file():
-        return 0
-    size = shard.stat().st_size
-    try:
-        with shard.open("rb") as file:
+    A damaged file counts as a whole.
+    """
+    total = 0
+    for shard in folder.glob(f"*{SHARD_SUFFIX}"):
+        if not shard.is_file():
+            continue
+        size = shard.stat().st_size
+        data = -1
+        with suppress(OSError), shard.open("rb") as file:
             data = size - 8 - int.from_bytes(file.read(8), "little")
-    except OSError:
-        return size
-    return data if data >= 0 else size
+        total += data if data >= 0 else size
+    return total
 
 
 LOCAL: Final = Shards()

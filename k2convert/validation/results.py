@@ -1,16 +1,13 @@
 """Findings of a validation, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from k2convert.choices import Rule
-from k2convert.quantize.rules import RULES
 from k2convert.records.document import shown
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.decode import total_errors
 from k2convert.validation.layers.result import LayersReport
-from k2convert.validation.weights import CheckedWeight
 
 MAX_OFFENDERS = 8
 NO_SOURCE = "needs --source"
@@ -243,35 +240,6 @@ class ValidationReport:
     def passed(self) -> bool:
         parts = (self.weights, self.layers)
         return self.contract.passed and all(part.passed for part in parts if part is not None)
-
-
-def rule_report(rule: Rule | None, skip_reason: str, checked: Mapping[str, CheckedWeight]) -> RuleReport:
-    """Sum up the check by the rule."""
-    has_walk = rule is not None and RULES[rule].needs_walk
-    if rule is not None and not checked:
-        skip_reason = "no tensor could be measured"
-    return RuleReport(
-        rule=rule,
-        skip_reason=skip_reason,
-        tensors=len(checked) if rule is not None else 0,
-        measured=sum(not found.num_blocks for found in checked.values()) if has_walk else 0,
-        blocks=sum(found.num_blocks for found in checked.values()),
-        sampled_blocks=sum(found.sampled_blocks for found in checked.values()),
-        mismatches={module: "; ".join(found.problems) for module, found in checked.items() if found.problems},
-    )
-
-
-def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: WeightsReport) -> Comparison:
-    """Compare two results of the same source tensor by tensor: count which one has less error."""
-    common = [(ours.errors[m], theirs.errors[m]) for m in ours.errors if m in theirs.errors]
-    return Comparison(
-        folder=folder,
-        contract=contract,
-        weights=theirs,
-        better_here=sum(a.squared_error < b.squared_error for a, b in common),
-        better_there=sum(a.squared_error > b.squared_error for a, b in common),
-        equal=sum(a.squared_error == b.squared_error for a, b in common),
-    )
 
 
 def validation_document(report: ValidationReport) -> dict[str, object]:

@@ -8,6 +8,7 @@ checked here, set by set, in a pool of threads, against what the recipe's rule m
 
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -26,7 +27,7 @@ from k2convert.checkpoint.names import VALIDATION_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import K2ConvertError, remedy
-from k2convert.models.names import Role, TensorName
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
@@ -115,9 +116,12 @@ def validate_shards(
     if with_library:
         from k2convert.validation.library_decoders import create_decoder
 
-        decoder = create_decoder(result.layout)
+        decoder = create_decoder(result.names.name)
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        sharing = result.sharing_modules()
+        sharing: dict[str, dict[str, TensorName]] = defaultdict(dict)
+        for parts in result.source_names.values():
+            if parts.role in CONVERTIBLE_ROLES and parts.parameter in (WEIGHT, WEIGHT_PACKED):
+                sharing[parts.sharing_key][parts.module] = parts
         measurer = _Measurer(result, source, reader, pool, decoder, recorded, rule, sharing)
         known = {} if kept is None else measurer.restore(kept)
         events.progress(bytes_in=sum(h.file_bytes - h.data_begin for s, h in result.headers.items() if s in known))
@@ -166,7 +170,10 @@ class _Measurer:
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Keep one tensor; check its module once codes, block scales and global scale are there."""
+        """Keep one tensor; check its module once codes, block scales and global scale are there.
+
+        It is checked with those that share its global scale, when all of them are here or too many wait.
+        """
         names = self.result.names
         needed = (names.weight, names.block_scale, names.global_scale)
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
@@ -176,18 +183,15 @@ class _Measurer:
         if len(parts) == len(needed):
             del self._parts[module]
             found = self.result.modules[module]
-            if self.result.is_in_source(found) and not shape_problems(self.result, found):
-                self._hold(module, parts)
-
-    def _hold(self, module: str, parts: dict[str, Bytes]) -> None:
-        """Check a module with those that share its global scale, when all of them are here or too many wait."""
-        key = self.result.modules[module].parts.sharing_key
-        held = self._held.setdefault(key, {})
-        held[module] = parts
-        if len(held) >= len(self.sharing.get(key, ())):
-            self._submit(key)
-        elif len(self._held) > MAX_HELD:
-            self._submit(next(iter(self._held)))
+            if not self.result.is_in_source(found) or shape_problems(self.result, found):
+                return
+            key = found.parts.sharing_key
+            held = self._held.setdefault(key, {})
+            held[module] = parts
+            if len(held) >= len(self.sharing.get(key, ())):
+                self._submit(key)
+            elif len(self._held) > MAX_HELD:
+                self._submit(next(iter(self._held)))
 
     def _submit(self, key: str) -> None:
         self._room.acquire()
@@ -289,7 +293,8 @@ class _Measurer:
             found = kept.load(shard)
             if found is None or not found.checked.keys() <= self.result.modules.keys():
                 break  # what follows may share a module with this one
-            known[shard] = found.whole_scan()
+            scalars = {name: bytes.fromhex(data) for name, data in found.scalars.items()}
+            known[shard] = replace(found.scan, scalars=scalars)
             self.decoder_mismatches |= found.decoder_mismatches
             for weight in found.checked.values():
                 self._count(weight)
@@ -309,10 +314,6 @@ class ShardFound:
     scalars: dict[str, Scalar]
     checked: dict[str, CheckedWeight]
     decoder_mismatches: set[str]
-
-    def whole_scan(self) -> ScanResult:
-        """Return the scan with its scalars."""
-        return replace(self.scan, scalars={name: bytes.fromhex(data) for name, data in self.scalars.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,17 @@ def read_scaling(result: Result, *, shards: Shards) -> Scaling:
     if calibration is not None:
         stated = {layer: calibration.exponents(layer) for layer in derived}
         expected = {n: derived[n] * 0 if found is None else found for n, found in stated.items()}
-        problems = problems or _differences(result, derived, expected)
+        differences: list[ScalingProblem] = []
+        for layer, exponents in derived.items():
+            differing = (exponents != expected[layer]).nonzero()[0]
+            if differing.size:
+                channel = int(differing[0])
+                problem = (
+                    f"{differing.size:,} channels are not scaled as the statistics say, first channel {channel}: "
+                    f"2^{exponents[channel]}, the statistics say 2^{expected[layer][channel]}"
+                )
+                differences.append(ScalingProblem(layer, _norm(result, layer), problem))
+        problems = problems or differences
         derived = expected
     problems = problems or _ledger_problems(result, record, derived)
     return Scaling(derived, tuple(problems))
@@ -87,22 +97,6 @@ def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[
             if problem:
                 problems.append(ScalingProblem(layer, _norm(result, layer), problem))
     return derived, problems
-
-
-def _differences(
-    result: Result, derived: Mapping[int, Exponents], expected: Mapping[int, Exponents]
-) -> list[ScalingProblem]:
-    problems: list[ScalingProblem] = []
-    for layer, exponents in derived.items():
-        differing = (exponents != expected[layer]).nonzero()[0]
-        if differing.size:
-            channel = int(differing[0])
-            problem = (
-                f"{differing.size:,} channels are not scaled as the statistics say, first channel {channel}: "
-                f"2^{exponents[channel]}, the statistics say 2^{expected[layer][channel]}"
-            )
-            problems.append(ScalingProblem(layer, _norm(result, layer), problem))
-    return problems
 
 
 def _ledger_problems(

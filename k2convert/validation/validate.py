@@ -28,16 +28,16 @@ from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import Result, read_result
 from k2convert.validation.contract.scan import ShardBytes
-from k2convert.validation.decode import compare_journal
+from k2convert.validation.decode import is_same_error
 from k2convert.validation.finished_shard import join_findings
 from k2convert.validation.layers.result import LayersReport
 from k2convert.validation.remote import LOCAL, Shards
 from k2convert.validation.results import (
+    Comparison,
     ContractReport,
+    RuleReport,
     ValidationReport,
     WeightsReport,
-    compare,
-    rule_report,
 )
 from k2convert.validation.shards import ShardsFound, forget_shards, keep_shards, validate_shards
 
@@ -99,7 +99,7 @@ def validate_checkpoint(
     result = _with_smoothing(result, shards, statistics)
     source = result.source
     if layers is not None and source is not None and whole is not None and shards.is_remote:
-        return _validate_layers(result, source, whole, layers, reference=reference, events=events, shards=shards)
+        return _validate_layers(result, whole, layers, reference=reference, events=events, shards=shards)
     found = _scan(result, _recorded(result), reference=reference, events=events, visitor=visitor, shards=shards)
     contract, weights = _report(result, found)
     layers_report = None
@@ -113,13 +113,21 @@ def validate_checkpoint(
     comparison = None
     if against is not None and source is not None and weights is not None:
         other = _open_other(against, result, whole)
-        theirs = replace(shards, result=None)
-        other = _with_smoothing(other, theirs)
-        their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=theirs))
+        local = replace(shards, result=None)
+        other = _with_smoothing(other, local)
+        their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=local))
         assert their_weights is not None
-        comparison = compare(str(against), weights, their_contract, their_weights)
-        if any(found.ledger is not None and found.ledger.calibration is not None for found in (result, other)):
-            comparison = replace(comparison, note=CALIBRATED_NOTE)
+        both = [(e, their_weights.errors[m]) for m, e in weights.errors.items() if m in their_weights.errors]
+        is_calibrated = any(r.ledger is not None and r.ledger.calibration is not None for r in (result, other))
+        comparison = Comparison(
+            folder=str(against),
+            contract=their_contract,
+            weights=their_weights,
+            better_here=sum(ours.squared_error < theirs.squared_error for ours, theirs in both),
+            better_there=sum(ours.squared_error > theirs.squared_error for ours, theirs in both),
+            equal=sum(ours.squared_error == theirs.squared_error for ours, theirs in both),
+            note=CALIBRATED_NOTE if is_calibrated else None,
+        )
     for place in (folder, against):
         if place is not None:
             forget_shards(place)
@@ -202,16 +210,11 @@ def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Resu
 
 
 def _validate_layers(
-    result: Result,
-    source: Checkpoint,
-    whole: Checkpoint,
-    request: LayersRequest,
-    *,
-    reference: bool,
-    events: Events,
-    shards: Shards,
+    result: Result, whole: Checkpoint, request: LayersRequest, *, reference: bool, events: Events, shards: Shards
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
+    source = result.source
+    assert source is not None
     layers = request.layers or read_architecture(source).moe_layers
     recorded = _recorded(result)
     every = ShardsFound()
@@ -220,7 +223,9 @@ def _validate_layers(
     for layer in layers:
         part = result.of_layers((layer,))
         wanted = replace(request, layers=(layer,))
-        with shards.around_layer(part, layer, source=whole):
+        stems = (part.family.moe_prefix(layer), f"{part.family.mlp_norm.format(layer=layer)}.")
+        of_source = (tensor for name, tensor in whole.tensors.items() if name.startswith(stems))
+        with shards.around_tensors(part.tensors.values(), of_source):
             found = _scan(part, recorded, reference=reference, events=events)
             every.add(found)
             contract, _ = _report(part, found)
@@ -290,14 +295,23 @@ def _report(
     if result.source is None or result.is_int4:
         return check_result(result, found.scan), None
     errors = found.errors
-    mismatches, compared = compare_journal(found.recorded, errors)
+    stated = {m: p.metrics for m, p in found.recorded.items() if m in errors and p.metrics is not None}
+    checked = found.checked.values()
     rule, skip_reason = checkable_rule(result, has_statistics=has_statistics or result.calibration is not None)
     weights = WeightsReport(
         errors=errors,
         roles={name: result.modules[name].parts.role for name in errors},
-        rule=rule_report(rule, skip_reason, found.checked),
-        journal_mismatches=tuple(mismatches),
-        journal_compared=compared,
+        rule=RuleReport(
+            rule=rule,
+            skip_reason="no tensor could be measured" if rule is not None and not checked else skip_reason,
+            tensors=len(checked) if rule is not None else 0,
+            measured=sum(not w.num_blocks for w in checked) if rule is not None and RULES[rule].needs_walk else 0,
+            blocks=sum(weight.num_blocks for weight in checked),
+            sampled_blocks=sum(weight.sampled_blocks for weight in checked),
+            mismatches={weight.module: "; ".join(weight.problems) for weight in checked if weight.problems},
+        ),
+        journal_mismatches=tuple(m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)),
+        journal_compared=len(stated),
         decoder_mismatches=tuple(sorted(found.decoder_mismatches)),
         decoder_compared=len(errors) if found.with_library else 0,
     )

@@ -234,13 +234,16 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
 def _measure_by_definition(source: SourceWeight) -> Magnitude:
     """Measure a weight by the reference arithmetic.
 
-    Groups whose scale is too small to have the largest weight are left out. Those with the largest scale give the
-    bound, and scales are compared by their bits, which are in the same order.
+    Groups whose scale is too small to have the largest weight are left out; with channel exponents, such rows. Groups
+    with the largest scale give the bound, and scales are compared by their bits, which are in the same order.
     """
     if not isinstance(source, Int4Weight) or not source.scale_bits.size:
         return source.magnitude()
     if source.channel_exponents is not None:
-        return _measure_rows_by_definition(source, source.channel_exponents)
+        least_G = source.channel_exponents.reshape(-1, GROUP_SIZE).min(axis=1)
+        largest_N = np.ldexp(source.scales, -least_G.astype(np.int32)).max(axis=1)
+        bound = source.select(largest_N == largest_N.max()).magnitude().amax
+        return source.select(largest_N * MAX_MAGNITUDE * _ROUNDED_UP >= bound).magnitude()
     scale_bits = source.scale_bits.reshape(-1, 1)
     packed = source.packed.reshape(-1, GROUP_SIZE // 2)
     sizes = (scale_bits & np.uint16(_MAGNITUDE_BITS)).reshape(-1)
@@ -249,11 +252,3 @@ def _measure_by_definition(source: SourceWeight) -> Magnitude:
     least = bf16_bits(np.array(bound / MAX_MAGNITUDE, dtype=np.float32))
     rest = np.flatnonzero(sizes >= least)
     return Int4Weight(packed[rest], scale_bits[rest]).magnitude()
-
-
-def _measure_rows_by_definition(source: Int4Weight, exponents: NDArray[np.int8]) -> Magnitude:
-    """Measure a weight with channel exponents. Rows that cannot have the largest weight are left out."""
-    least_G = exponents.reshape(-1, GROUP_SIZE).min(axis=1)
-    largest_N = np.ldexp(source.scales, -least_G.astype(np.int32)).max(axis=1)
-    bound = source.select(largest_N == largest_N.max()).magnitude().amax
-    return source.select(largest_N * MAX_MAGNITUDE * _ROUNDED_UP >= bound).magnitude()

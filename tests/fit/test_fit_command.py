@@ -11,6 +11,8 @@ from test_layouts import K2
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import GPUS
+from k2convert.fit.layouts import Parallelism
+from k2convert.fit.speed import estimate_speeds
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
 
@@ -240,9 +242,5 @@ def test_other_attention_is_refused(tiny: Path, tmp_path: Path) -> None:
 def test_aiconfigurator_estimates_what_was_published(tiny: Path) -> None:
     """Its command line predicts 174.0, 156.0 and 189.8 tok/s a user on 8 x B200 (1,000 in, 1,000 out, one request)."""
     pytest.importorskip("aiconfigurator_core", reason="the extra `fit` is not installed")
-    from k2convert.fit.gpus import GPUS
-    from k2convert.fit.layouts import Parallelism
-    from k2convert.fit.speed import estimate_speeds
-
     found = estimate_speeds(K2, gpu=GPUS["b200"], layout=Parallelism(tensor=8, expert=8))
     assert [e.tokens_per_second for e in found] == pytest.approx([174.0, 156.0, 189.8], rel=0.06)

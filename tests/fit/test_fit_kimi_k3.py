@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command import run, run_here, said
+from test_fit_command import answer
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.index import open_checkpoint
@@ -56,12 +57,6 @@ def converted() -> Weights:
 def fit_on(name: str, count: int, weights: Weights, shape: ModelShape, settings: Settings, **layout: Any) -> Fit:
     chosen = complete_layout(count, shape, **layout)
     return fit_layout(weights, shape, chosen, memory_bytes=GPUS[name].memory_bytes, settings=settings)
-
-
-def answer(*words: object, code: int = 0) -> dict[str, Any]:
-    done = run_here("fit", *words, "--json")
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_weights_are_those_of_the_released_headers(source: Weights, converted: Weights) -> None:

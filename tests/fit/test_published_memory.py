@@ -36,15 +36,6 @@ def thinking_weights() -> Weights:
     return weigh(specs, family=K2_THINKING, recipe=load_recipe(K2_THINKING.recipe))
 
 
-def pruned(weights: Weights, experts: int) -> tuple[Weights, ModelShape]:
-    """The weights with fewer experts per layer: every expert has the same bytes."""
-    parts = tuple(
-        replace(part, num_bytes=part.num_bytes * experts // 384) if part.role in (Role.EXPERTS, Role.ROUTER) else part
-        for part in weights.parts
-    )
-    return replace(weights, parts=parts), K2.with_experts(experts)
-
-
 def fit_on(count: int, weights: Weights, settings: Settings, shape: ModelShape = K2, **layout: int) -> Fit:
     chosen = complete_layout(count, shape, **layout)
     return fit_layout(weights, shape, chosen, memory_bytes=RTX, settings=settings)
@@ -89,7 +80,8 @@ def test_a_token_in_bf16_takes_twice_the_cache(k25_weights: Weights) -> None:
 
 def test_256_experts_do_not_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """A plain quarter of the weights is 101.2 GB; what every GPU keeps whole makes it 103.5 GB of 102.6 GB."""
-    weights, shape = pruned(k25_weights, 256)
+    weights = k25_weights.with_experts(256, of=384)
+    shape = K2.with_experts(256)
     fit = fit_on(4, weights, RTX_PAGE, shape)
     assert fit.weight_bytes == pytest.approx(101.2e9, rel=TOLERANCE)
     assert fit.weight_bytes > RTX
@@ -98,14 +90,16 @@ def test_256_experts_do_not_fit_on_four_96_gb_cards(k25_weights: Weights) -> Non
 
 def test_192_experts_leave_a_long_context_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """0xSero/Kimi-K2.6-519B-NVFP4 has 192 experts and 310 GB, and is served on 4 x RTX PRO 6000."""
-    weights, shape = pruned(k25_weights, 192)
+    weights = k25_weights.with_experts(192, of=384)
+    shape = K2.with_experts(192)
     assert weights.num_bytes == pytest.approx(310e9, rel=TOLERANCE)
     assert fit_on(4, weights, RTX_PAGE, shape).tokens == pytest.approx(384_000, rel=TOLERANCE)
 
 
 def test_224_experts_barely_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """What is left is about 1 % of a card, so its tokens depend on every assumption: only the verdict is checked."""
-    weights, shape = pruned(k25_weights, 224)
+    weights = k25_weights.with_experts(224, of=384)
+    shape = K2.with_experts(224)
     fit = fit_on(4, weights, RTX_PAGE, shape)
     assert fit.holds
     assert fit.tokens < 64_000

@@ -1,6 +1,5 @@
 """Reports and cards on calibrated and pruned results: the same facts in page, Markdown, card and --json."""
 
-import html
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from command import run
 from PIL import Image
 from pruned_makers import convert_pruned, make_whole
 from statistics_makers import random_statistics
+from test_evaluated import as_read
 
 from k2convert.hub.source_card import SourceCard
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
@@ -127,11 +127,6 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
 def written(folder: Path) -> ReportFiles:
     """A report on a result. Read it only."""
     return write_report(folder=folder, out=folder.parent / f"report on {folder.name}")
-
-
-def as_read(text: str) -> str:
-    """Text as it is read: without the escapes of HTML and Markdown, in one line."""
-    return " ".join(html.unescape(re.sub(r"\\(?=[^\w\s])", "", text)).split())
 
 
 EVERYWHERE = {

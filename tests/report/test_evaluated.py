@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from k2convert.records.document import plain
 from k2convert.records.evaluation import HISTOGRAM_EDGES, Evaluation
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, card_files, write_report
-from k2convert.report.charts import draw_divergences, draw_hidden_errors, draw_positions, draw_routing
+from k2convert.report.charts import draw_divergences, draw_layers, draw_positions
 from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
 from k2convert.report.evaluated import mode_rows
@@ -31,6 +32,7 @@ from k2convert.validation.validate import validate_checkpoint
 
 KINDS: dict[str, Callable[[Path], Evaluation]] = {"evaluate": evaluation_of, "compare": lambda _folder: comparison()}
 CHARTS = ("Histogram of KL over the tokens", "KL by position in the window")
+DRAW_LAYERS = (partial(draw_layers, is_routing=False), partial(draw_layers, is_routing=True))
 LAYER_CHARTS = ("Relative error after each layer", "Share of the same experts by layer")
 
 
@@ -132,8 +134,7 @@ def test_charts_have_every_figure(converted: Path) -> None:
     rows = mode_rows(evaluation_of(converted), read_ledger(converted).recipe)
     assert [mode for mode, _ in rows] == ["W4A4", "W4A16"]
     errors, routing, positions = (
-        {line.get_label(): line for line in draw(rows, LIGHT).axes[0].lines}
-        for draw in (draw_hidden_errors, draw_routing, draw_positions)
+        {line.get_label(): line for line in draw(rows, LIGHT).axes[0].lines} for draw in (*DRAW_LAYERS, draw_positions)
     )
     for mode, row in rows:
         assert list(errors[mode].get_ydata()) == [layer.relative_error for layer in row.layers]
@@ -152,14 +153,14 @@ def test_charts_have_every_figure(converted: Path) -> None:
 
 def test_titles_of_axes_are_whole_and_beside_the_numbers(converted: Path) -> None:
     rows = mode_rows(evaluation_of(converted), read_ledger(converted).recipe)
-    for draw in (draw_divergences, draw_positions, draw_hidden_errors, draw_routing):
+    for draw in (draw_divergences, draw_positions, *DRAW_LAYERS):
         figure = draw(rows, LIGHT)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         axis = figure.axes[0].yaxis
         title = axis.label.get_window_extent()
         numbers = [label.get_window_extent().x0 for label in axis.get_ticklabels() if label.get_text()]
-        assert 0 <= title.x0 < title.x1 <= min(numbers), draw.__name__
+        assert 0 <= title.x0 < title.x1 <= min(numbers), draw
 
 
 def test_the_picture_has_the_distribution(shown: tuple[Evaluation, Path, ReportFiles], reported: ReportFiles) -> None:

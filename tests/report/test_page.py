@@ -17,12 +17,11 @@ from sealed_files import edit_sealed
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
-from k2convert.report.charts import draw_block_scales
+from k2convert.report.charts import color_scale, draw_block_scales, draw_heat_maps
 from k2convert.report.checks import read_checks
 from k2convert.report.content import headline
 from k2convert.report.drawing import LIGHT, THEMED, to_svg
 from k2convert.report.figures import HeatMap, collect_report
-from k2convert.report.heat_map import color_scale, draw_heat_maps
 from k2convert.report.page import page_name
 from scripts.fixture_maker.damage import edit_json
 

@@ -117,12 +117,6 @@ def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:
     assert_measured(found, evaluate(weight, np.zeros_like(weight), packed, block_scales))
 
 
-def drawn_columns(columns: int, *, seed: int) -> tuple[NDArray[np.int8], NDArray[np.uint8]]:
-    """Exponents and importance of channels."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(-4, 5, columns).astype(np.int8), rng.integers(1, 256, columns).astype(np.uint8)
-
-
 @pytest.mark.parametrize("has_importance", [False, True])
 @pytest.mark.parametrize("has_exponents", [False, True])
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "zeros"])
@@ -130,7 +124,9 @@ def test_figures_of_scaled_and_weighted_columns_equal_a_plain_evaluation(
     maker: str, has_exponents: bool, has_importance: bool
 ) -> None:
     source = MAKERS[maker]()
-    exponents, importance = drawn_columns(source.shape[1], seed=len(maker))
+    rng = np.random.default_rng(len(maker))
+    exponents = rng.integers(-4, 5, source.shape[1]).astype(np.int8)
+    importance = rng.integers(1, 256, source.shape[1]).astype(np.uint8)
     exponents = exponents if has_exponents else np.zeros_like(exponents)
     source = dataclasses.replace(source, channel_exponents=exponents)
     packed, block_scales = random_bytes(source, seed=9, any_scale=False)
@@ -153,23 +149,3 @@ def test_figures_of_scaled_and_weighted_columns_equal_a_plain_evaluation(
     difference = weight - ELEMENTS[nibbles(packed)] * np.repeat(scales * GLOBAL_SCALE, 16)
     assert found.weighted_energy == pytest.approx(math.fsum((shares * weight) ** 2), rel=1e-13)
     assert found.weighted_error == pytest.approx(math.fsum((shares * difference) ** 2), rel=1e-13)
-
-
-def test_figures_of_bf16_weights_are_weighted_by_importance() -> None:
-    source = bf16_weight((0.02 * torch.randn(8, 256, generator=torch.Generator().manual_seed(5))).to(torch.bfloat16))
-    packed = np.zeros((8, 128), np.uint8)
-    block_scales = np.full((8, 16), 0x38, np.uint8)
-    importance = drawn_columns(256, seed=3)[1]
-
-    def measured(importance: NDArray[np.uint8] | None) -> DecodedError:
-        return measure_decoded(
-            source, packed=packed, block_scales=block_scales, global_scale=1.0, importance=importance
-        )
-
-    by_max = measured(None)
-    weighted = measured(importance)
-    assert dataclasses.replace(weighted, weighted_energy=None, weighted_error=None) == by_max
-    assert weighted.weighted_error == weighted.weighted_energy  # every code is zero
-    values = (source.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    assert weighted.weighted_error == pytest.approx(float((values**2 * importance).sum()) / 255, rel=1e-12)
-    assert measured(np.full(256, 255, np.uint8)).weighted_error == pytest.approx(by_max.squared_error, rel=1e-12)

@@ -247,63 +247,6 @@ HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
 """kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CandidateTables:
-    """The tables; C = 82 candidates by rank, O = 26 offsets kg - es, S = 128 source mantissas.
-
-    errors       float64 [S, 9, C]  error of |q| = k in units of (s / 2ms)**2, an integer below 2**25
-    codes        uint8 [S, C, 9]    E2M1 code of |q| = k
-    nibble_maps  int64 [S, C]       bits 4u..4u+3 are the output nibble of source nibble u = q + 8
-    scale_bytes  uint8 [O, C]       E4M3 byte, 0 if the candidate does not exist at this offset
-    """
-
-    errors: NDArray[np.float64]
-    codes: NDArray[np.uint8]
-    nibble_maps: NDArray[np.int64]
-    scale_bytes: NDArray[np.uint8]
-
-
-@lru_cache(maxsize=1)
-def candidate_tables() -> CandidateTables:
-    """Build the tables, exactly."""
-    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
-    codes_SCk = _candidate_codes(mantissas_S)
-    doubled_SkC = 2 * np.arange(NUM_MAGNITUDES)[:, None] * mantissas_S[:, None, None]
-    doubled_values_SCk = np.array(DOUBLED_VALUES)[codes_SCk]
-    reached_SkC = doubled_values_SCk.transpose(0, 2, 1) * _grid_steps()
-    return CandidateTables(
-        errors=np.ascontiguousarray((doubled_SkC - reached_SkC) ** 2, dtype=np.float64),
-        codes=codes_SCk,
-        nibble_maps=_nibble_maps(codes_SCk),
-        scale_bytes=candidate_bytes(range(NUM_SHIFTS), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)),
-    )
-
-
-def _grid_steps() -> NDArray[np.int64]:
-    """Return int64 [82]: mb * 2**j of every candidate, 0 for the two that are not on the grid."""
-    steps = [mantissa << shift for shift in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
-    return np.array([0, *steps, 0])
-
-
-def _candidate_codes(mantissas_S: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return uint8 [S, C, 9]: the codes nearest to k * ms / step."""
-    wanted_S1k = (mantissas_S[:, None] * np.arange(NUM_MAGNITUDES))[:, None, :]
-    codes_SCk = nearest_code(wanted_S1k, _grid_steps().clip(min=1)[:, None])
-    codes_SCk[:, ZERO_CANDIDATE] = 0
-    codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
-    return codes_SCk
-
-
-def _nibble_maps(codes_SCk: NDArray[np.uint8]) -> NDArray[np.int64]:
-    maps = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
-    for nibble in range(16):
-        code = codes_SCk[..., abs(nibble - MAX_MAGNITUDE)].astype(np.int64)
-        if nibble < MAX_MAGNITUDE:
-            code = np.where(code > 0, code | SIGN_BIT, code)
-        maps |= code << (4 * nibble)
-    return maps
-
-
 LANES: Final = 16
 WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
 NUM_WINDOWS: Final = len(WINDOW_STARTS)
@@ -330,44 +273,49 @@ SHIFT_OF_ONE: Final = 4
 
 @lru_cache(maxsize=1)
 def search_tables() -> SearchTables:
-    """Build the tables for the CPU kernels; cpp/groups.hpp describes each one."""
-    tables = candidate_tables()
-    maps, map_ids = np.unique(tables.nibble_maps, return_inverse=True)
+    """Build the tables for the CPU kernels, exactly; cpp/groups.hpp describes each one.
+
+    C = 82 candidates by rank, S = 128 source mantissas, P positions.
+    """
+    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
+    wanted_Sk = mantissas_S[:, None] * np.arange(NUM_MAGNITUDES)
+    # mb * 2**j of every candidate, 0 for the two that are not on the grid.
+    grid = [mantissa << shift for shift in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
+    steps_C = np.array([0, *grid, 0])
+    codes_SCk = nearest_code(wanted_Sk[:, None, :], steps_C.clip(min=1)[:, None])
+    codes_SCk[:, ZERO_CANDIDATE] = 0
+    codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
+    # Errors of |q| = k in units of (s / 2ms)**2: integers below 2**25.
+    reached_SkC = np.array(DOUBLED_VALUES)[codes_SCk].transpose(0, 2, 1) * steps_C
+    errors_SkC = np.ascontiguousarray((2 * wanted_Sk[:, :, None] - reached_SkC) ** 2, dtype=np.float64)
+    # Bits 4u .. 4u + 3 are the output nibble of the source nibble u = q + 8.
+    maps_SC = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
+    for nibble in range(16):
+        code = codes_SCk[..., abs(nibble - MAX_MAGNITUDE)].astype(np.int64)
+        if nibble < MAX_MAGNITUDE:
+            code = np.where(code > 0, code | SIGN_BIT, code)
+        maps_SC |= code << (4 * nibble)
+    maps, map_ids = np.unique(maps_SC, return_inverse=True)
     nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
-    positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
-    return SearchTables(
-        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
-        errors=_paired_errors().reshape(-1),
-        keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
-        choices=(map_ids.reshape(-1) | _capped_magnitudes().reshape(-1) << 8).astype(np.uint16),
-        maps=nibbles.astype(np.uint8).reshape(-1),
-        full_errors=tables.errors.reshape(-1),
-        scale_bytes=tables.scale_bytes.reshape(-1),
-    )
-
-
-def _capped_magnitudes() -> NDArray[np.uint16]:
-    """Return uint16 [128, 82]: bit k - 1 is set where the error of |q| = k is above the cap."""
-    errors_SkC = candidate_tables().errors[:, 1:, :]
+    # Bit k - 1 is set where the error of |q| = k is above the cap.
     bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
-    return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
-
-
-def _lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `_lowest_rank - p`."""
-    grid_index = 8 * SHIFT_OF_ONE + (mantissas + 15) // 16 - 8 - LOWEST_STEP
-    return LAST_GRID_RANK - grid_index
-
-
-def _paired_errors() -> NDArray[np.int16]:
-    """Return int16 [128, 9, 4, 16, 2]: error minus ERROR_SHIFT under each candidate of each window, by pairs of |q|."""
-    errors_SkC = candidate_tables().errors
-    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
-    ranks_SP = _lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
+    capped_SC = ((errors_SkC[:, 1:, :] / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
+    # The rank of position 0 for each ms; position p has this rank less p.
+    lowest_S = LAST_GRID_RANK - (8 * SHIFT_OF_ONE + (mantissas_S + 15) // 16 - 8 - LOWEST_STEP)
+    ranks_SP = lowest_S[:, None] - np.arange(NUM_POSITIONS)
     assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
     by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)
     # Every candidate here has a shift of at least one, so errors in units of (s / 2ms)**2 are multiples of four.
     shifted = (np.minimum(by_position / 4, ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
     windows = np.stack([shifted[:, :, start : start + LANES] for start in WINDOW_STARTS], axis=1)
-    pairs = windows.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
-    return np.ascontiguousarray(pairs.swapaxes(-1, -2))
+    pairs = windows.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES).swapaxes(-1, -2)
+    positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
+    return SearchTables(
+        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
+        errors=np.ascontiguousarray(pairs).reshape(-1),
+        keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
+        choices=(map_ids.reshape(-1) | capped_SC.reshape(-1) << 8).astype(np.uint16),
+        maps=nibbles.astype(np.uint8).reshape(-1),
+        full_errors=errors_SkC.reshape(-1),
+        scale_bytes=candidate_bytes(range(NUM_SHIFTS), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)).reshape(-1),
+    )

@@ -151,8 +151,9 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
     scales = flat(source.scale_bytes)
     codes = flat(packed).reshape(groups.shape)
     written_scales = flat(block_scales).reshape(-1, BLOCKS_PER_GROUP)
-    exists_S, bytes_S = _same_scales(block_values)
-    expected = look_up(bytes_S, scales)
+    is_same = SCALE_VALUES[:, None] == block_values  # of each MXFP4 scale byte, every byte of a block scale
+    exists_S = is_same.any(axis=1)
+    expected = look_up(is_same.argmax(axis=1).astype(np.uint8), scales)
     is_equal = (expected == written_scales[:, 0]) & (expected == written_scales[:, 1])
     if not exists_S[np.flatnonzero(tally[:, 0])].all():
         is_equal &= exists_S[scales]
@@ -184,12 +185,6 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
         equal_nonzero=num_nonzero - num_rest + equal_rest,
         equal_blocks=exact_blocks + equal_blocks,
     )
-
-
-def _same_scales(block_values: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
-    """Return for each MXFP4 scale byte whether a block scale is the same number, and which."""
-    is_same = SCALE_VALUES[:, None] == block_values
-    return is_same.any(axis=1), is_same.argmax(axis=1).astype(np.uint8)
 
 
 def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | None]:

@@ -25,7 +25,6 @@ in float64 in any order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -117,87 +116,63 @@ def quantize_columns(weight: Int4Weight, exponent: int, importance: NDArray[np.u
     return quantize_rows(
         weight.shape,
         2.0**exponent,
-        lambda start, stop: _quantize_chunk(_blocks_of(weight.rows(start, stop), exponent, importance)),
+        lambda start, stop: _quantize_chunk(weight.rows(start, stop), exponent, importance),
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
-    """Blocks of a chunk of rows.
-
-    codes      int8 [M, 16]     q
-    exponents  int8 [M, 16]     a
-    weights    float64 [M, 16]  importance, None for an even one
-    mantissas  int64 [M]        ms 128..255; 128 if the scale is zero
-    offsets    int64 [M]        kg - es, clamped to the range in which it makes a difference
-    empty      bool [M]         whether every weight is zero
-    """
-
-    codes: NDArray[np.int8]
-    exponents: NDArray[np.int8]
-    weights: NDArray[np.float64] | None
-    mantissas: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    empty: NDArray[np.bool_]
-
-
-def _blocks_of(weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None) -> _Blocks:
-    rows, columns = weight.shape
-    zeros = np.zeros(columns, dtype=np.int8)
-    exponents_K = zeros if weight.channel_exponents is None else weight.channel_exponents
-    weights = None
-    if importance is not None:
-        weights = np.tile(importance.astype(np.float64), rows).reshape(-1, BLOCK_SIZE)
-    codes = unpack_int4(weight.packed).reshape(-1, BLOCK_SIZE)
-    fractions, steps = np.frexp(weight.scales.reshape(-1).repeat(BLOCKS_PER_GROUP))
-    # frexp gives s = fraction * 2**e with the fraction in [1/2, 1); ms = 256 * fraction, hence es = e - 8.
-    mantissas = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
-    return _Blocks(
-        codes=codes,
-        exponents=np.tile(exponents_K, rows).reshape(-1, BLOCK_SIZE),
-        weights=weights,
-        mantissas=mantissas.clip(min=MIN_MANTISSA),
-        offsets=(exponent + 8 - steps.astype(np.int64)).clip(LOWEST_OFFSET, HIGHEST_OFFSET),
-        empty=(mantissas == 0) | ~codes.any(axis=1),
-    )
-
-
-def _quantize_chunk(blocks: _Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _quantize_chunk(
+    weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return nibbles uint8 [M, 16] and E4M3 bytes uint8 [M].
 
     A block's elements fall into fields by exponent and |q|: field 9 * (a + 4) + |q|. Blocks with equal ms share the
     tables of fields, so all their errors are one matrix product. Errors are integers, in units of (s / 32 ms)**2, times
     the importance.
     """
-    best_M = np.zeros_like(blocks.mantissas)
+    rows, columns = weight.shape
+    codes_ME = unpack_int4(weight.packed).reshape(-1, BLOCK_SIZE)
+    exponents_K = weight.channel_exponents
+    if exponents_K is None:
+        exponents_K = np.zeros(columns, dtype=np.int8)
+    exponents_ME = np.tile(exponents_K, rows).reshape(-1, BLOCK_SIZE)
+    weights_ME = None
+    if importance is not None:
+        weights_ME = np.tile(importance.astype(np.float64), rows).reshape(-1, BLOCK_SIZE)
+    # frexp gives s = fraction * 2**e with the fraction in [1/2, 1); ms = 256 * fraction, hence es = e - 8.
+    fractions, steps = np.frexp(weight.scales.reshape(-1).repeat(BLOCKS_PER_GROUP))
+    mantissas_M = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
+    empty_M = (mantissas_M == 0) | ~codes_ME.any(axis=1)
+    mantissas_M = mantissas_M.clip(min=MIN_MANTISSA)
+    offsets_M = (exponent + 8 - steps.astype(np.int64)).clip(LOWEST_OFFSET, HIGHEST_OFFSET) - LOWEST_OFFSET
+    best_M = np.zeros_like(mantissas_M)
     bytes_OC = column_candidates()[1]
     exists_OC = bytes_OC > 0
     # Without smoothing nine of the 81 fields occur. Leaving out the others halves the time.
-    lowest = int(blocks.exponents.min(initial=0))
-    highest = int(blocks.exponents.max(initial=0))
+    lowest = int(exponents_ME.min(initial=0))
+    highest = int(exponents_ME.max(initial=0))
     used = slice(NUM_MAGNITUDES * (lowest + MAX_COLUMN_EXPONENT), NUM_MAGNITUDES * (highest + MAX_COLUMN_EXPONENT + 1))
     num_fields = used.stop - used.start
-    fields_ME = NUM_MAGNITUDES * (blocks.exponents - lowest).astype(np.int64) + np.abs(blocks.codes)
-    order = np.argsort(blocks.mantissas, kind="stable")
-    mantissas = blocks.mantissas[order]
+    fields_ME = NUM_MAGNITUDES * (exponents_ME - lowest).astype(np.int64) + np.abs(codes_ME)
+    order = np.argsort(mantissas_M, kind="stable")
+    mantissas = mantissas_M[order]
     for start, stop in pairwise([*run_starts(mantissas).tolist(), order.size]):
         batch = order[start:stop]
         places = np.arange(batch.size)[:, None] * num_fields + fields_ME[batch]
-        weights = None if blocks.weights is None else blocks.weights[batch].reshape(-1)
+        weights = None if weights_ME is None else weights_ME[batch].reshape(-1)
         sums = np.bincount(places.reshape(-1), weights, batch.size * num_fields)
         errors = sums.reshape(-1, num_fields) @ _field_errors(int(mantissas[start]))[used]
-        exists = exists_OC[blocks.offsets[batch] - LOWEST_OFFSET]
-        best_M[batch] = np.where(exists, errors, np.inf).argmin(axis=1)  # the first of equal errors
+        best_M[batch] = np.where(exists_OC[offsets_M[batch]], errors, np.inf).argmin(
+            axis=1
+        )  # the first of equal errors
     codes_SFC = _field_codes()
-    first_M = codes_SFC.shape[1] * (blocks.mantissas - MIN_MANTISSA) + used.start
+    first_M = codes_SFC.shape[1] * (mantissas_M - MIN_MANTISSA) + used.start
     fields_ME += first_M[:, None]
     fields_ME *= codes_SFC.shape[2]
     fields_ME += best_M[:, None]
-    codes_ME = codes_SFC.reshape(-1)[fields_ME]
-    codes_ME[blocks.empty] = 0
-    nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks.codes < 0))
-    scale_bytes_M = bytes_OC[blocks.offsets - LOWEST_OFFSET, best_M]
-    return nibbles_ME, np.where(blocks.empty, np.uint8(ONE_BYTE), scale_bytes_M)
+    nibbles_ME = codes_SFC.reshape(-1)[fields_ME]
+    nibbles_ME[empty_M] = 0
+    nibbles_ME |= np.uint8(SIGN_BIT) * ((nibbles_ME > 0) & (codes_ME < 0))
+    return nibbles_ME, np.where(empty_M, np.uint8(ONE_BYTE), bytes_OC[offsets_M, best_M])
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,6 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.files import is_there
@@ -29,8 +28,8 @@ from k2convert.validation.contract.folder import (
     check_quantization_config,
     check_sidecars,
 )
-from k2convert.validation.contract.modules import check_exclude_list
-from k2convert.validation.contract.result import NO_SOURCE, PRUNING_PLACE, Module, Result
+from k2convert.validation.contract.matchers import check_exclude_list
+from k2convert.validation.contract.result import NO_SOURCE, PRUNING_PLACE, Result
 from k2convert.validation.contract.scan import ScanResult
 from k2convert.validation.contract.tensors import (
     check_alignment,
@@ -101,7 +100,7 @@ def check_result(
         found = [Findings(f.number).skip(reason) if f.number in _FOR_NVFP4 else f for f in found]
     return ContractReport(
         folder=str(result.folder),
-        layout="int4" if result.is_int4 else result.layout,
+        layout="int4" if result.is_int4 else result.names.name,
         activations="w4a4" if result.has_input_scale and not result.is_int4 else "w4a16",
         rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
     )
@@ -134,8 +133,9 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
         value = struct.unpack("<f", raw)[0]
         module = result.modules[module_name]
         wanted = None
-        if parameter == result.names.input_scale:
-            wanted = _recipe_input_scale(result, module)
+        if parameter == result.names.input_scale and result.recipe is not None:
+            scales = result.recipe.input_scale
+            wanted = result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
         if not math.isfinite(value) or value <= 0:
             found.error(name, f"{value!r}, expected finite and positive")
         elif wanted is not None and raw != wanted:
@@ -154,13 +154,6 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
         if len(values) > 1 and not found.errors:
             found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
     return found
-
-
-def _recipe_input_scale(result: Result, module: Module) -> bytes | None:
-    if result.recipe is None:
-        return None
-    scales = result.recipe.input_scale
-    return result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
 
 
 def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedError]) -> Findings:
@@ -282,8 +275,14 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
     if not result.list_problem and (problem := _list_problem(ledger)):
         found.error(PRUNING_PLACE, problem)
-    if problem := _evaluation_problem(result.folder / EVALUATION_NAME, ledger):
-        found.error(EVALUATION_NAME, problem)
+    evaluation = result.folder / EVALUATION_NAME
+    if is_there(evaluation):
+        from k2convert.records.evaluation import fresh_evaluation  # most results have none
+
+        try:
+            fresh_evaluation(result.folder, weights=ledger.weights)
+        except CheckpointError as error:
+            found.error(EVALUATION_NAME, str(error).removeprefix(f"{evaluation}: ").removesuffix("."))
     for shard, digest in digests.items():
         stated = ledger.shards.get(shard)
         header = result.headers.get(shard)
@@ -316,15 +315,3 @@ def _list_problem(ledger: Ledger) -> str:
     if ledger.pruning is None:
         return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
-
-
-def _evaluation_problem(path: Path, ledger: Ledger) -> str:
-    if not is_there(path):
-        return ""
-    from k2convert.records.evaluation import fresh_evaluation  # most results have none
-
-    try:
-        fresh_evaluation(path.parent, weights=ledger.weights)
-    except CheckpointError as error:
-        return str(error).removeprefix(f"{path}: ").removesuffix(".")
-    return ""

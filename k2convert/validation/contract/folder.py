@@ -30,20 +30,13 @@ from k2convert.checkpoint.names import (
     TOKENIZER_NAME,
 )
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import CheckpointError, K2ConvertError, quoted, shortened
+from k2convert.errors import K2ConvertError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY, key_of
 from k2convert.models.names import Role
-from k2convert.validation.contract.result import Result
+from k2convert.validation.contract.result import Result, read_leniently
 from k2convert.validation.results import Findings
 
 QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
-
-
-def exclude_entries(result: Result) -> list[str]:
-    """Return the list of modules that stay BF16, from config.json; empty if there is no list."""
-    declared = result.declared
-    entries: Any = declared.get("ignore", declared.get("exclude_modules"))
-    return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
 
 
 def check_quantization_config(result: Result) -> Findings:
@@ -161,7 +154,16 @@ def check_config_unchanged(result: Result) -> Findings:
     if result.source is None:
         found.skip(result.no_source)
     elif result.is_foreign and result.config is not None:
-        _check_config_of_others(result.source.parse_config(), result.config, found)
+        # transformers saved it again: it adds and omits defaults, and renames the inner model_type.
+        differences = config_differences(result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS)
+        for place, before, after in differences:
+            if before is ABSENT:
+                found.warn(place, f"{quoted(after)}, not in the source")
+            elif after is ABSENT:
+                found.warn(place, "missing")
+            else:
+                report = found.warn if place.endswith(".model_type") else found.error
+                report(place, f"{quoted(after)}, was {quoted(before)}")
     elif result.config is None:
         found.skip("config.json cannot be read, see rule 11")
     else:
@@ -180,19 +182,6 @@ def check_config_unchanged(result: Result) -> Findings:
     return found
 
 
-def _check_config_of_others(source: Mapping[str, Any], config: Mapping[str, Any], found: Findings) -> None:
-    """Compare a config that transformers saved again: it adds and omits defaults, and renames the inner model_type."""
-    for place, before, after in config_differences(source, config, unread=QUANTIZATION_KEYS):
-        if before is ABSENT:
-            found.warn(place, f"{quoted(after)}, not in the source")
-        elif after is ABSENT:
-            found.warn(place, "missing")
-        elif place.endswith(".model_type"):
-            found.warn(place, f"{quoted(after)}, was {quoted(before)}")
-        else:
-            found.error(place, f"{quoted(after)}, was {quoted(before)}")
-
-
 def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     """Rule 13. TensorRT-LLM reads this file first. vLLM's fallback reader requires the producer name `modelopt`.
 
@@ -207,10 +196,9 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
         return found
     if result.is_quark:
         return found.skip(QUARK)
-    try:
-        document = read_json_file(path)
-    except CheckpointError as error:
-        return found.error(HF_QUANT_CONFIG_NAME, str(error).removeprefix(f"{path}: ").removesuffix("."))
+    document, problem = read_leniently(path, read_json_file)
+    if document is None:
+        return found.error(HF_QUANT_CONFIG_NAME, problem)
     producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
@@ -265,11 +253,11 @@ def check_package(result: Result) -> Findings:
 
 def _visible_files(folder: Path) -> list[Path]:
     """Return all files, also behind links. Hidden folders (journal, download cache) are not part of the package."""
-
-    def is_hidden(path: Path) -> bool:
-        return any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-
-    return [path for path in walk_folder(folder) if not is_hidden(path) and S_ISREG(mode_of(path))]
+    return [
+        path
+        for path in walk_folder(folder)
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1]) and S_ISREG(mode_of(path))
+    ]
 
 
 def _check_index(result: Result, found: Findings) -> None:
@@ -303,22 +291,18 @@ def _check_index(result: Result, found: Findings) -> None:
         found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
 
 
-def _pointer_problem(path: Path) -> str:
-    try:
-        check_fetched(path)
-    except K2ConvertError as error:
-        return str(error).removeprefix(f"{path}: ").removesuffix(".")
-    return ""
-
-
 def check_sidecars(result: Result) -> Findings:
     """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
     found = Findings(17)
     for name, problem in missing_sidecars(result.folder):
         found.warn(name, problem)
     for path in _visible_files(result.folder):
-        problem = "" if path.is_symlink() or path.suffix == SHARD_SUFFIX else _pointer_problem(path)
-        if problem:
+        if path.is_symlink() or path.suffix == SHARD_SUFFIX:
+            continue
+        try:
+            check_fetched(path)
+        except K2ConvertError as error:
+            problem = str(error).removeprefix(f"{path}: ").removesuffix(".")
             found.error(str(path.relative_to(result.folder)), problem)
     if result.source is None:
         return found.skip(result.no_source)

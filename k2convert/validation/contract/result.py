@@ -23,7 +23,7 @@ from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEI
 from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.ledger import Ledger, find_ledger, pruned_source
 from k2convert.validation.results import NO_SOURCE
-from k2convert.validation.scaling import NO_SCALING, Exponents, Scaling
+from k2convert.validation.scaling import NO_SCALING, Scaling
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -106,11 +106,6 @@ class Result:
         )
 
     @property
-    def layout(self) -> str:
-        """The name of the layout."""
-        return self.names.name
-
-    @property
     def expected_parameters(self) -> tuple[str, ...]:
         """The parameters of a converted projection."""
         names = self.names
@@ -130,14 +125,11 @@ class Result:
     @property
     def is_foreign(self) -> bool:
         """Return whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
-        if self.ledger is not None or self.ledger_problem != "missing" or self._has_job:
+        has_job = (self.folder / WORK_FOLDER / JOB_NAME).exists()
+        if self.ledger is not None or self.ledger_problem != "missing" or has_job:
             return False
         producer = mapping_or_empty(self.declared.get("producer"))
         return producer.get("name") != "k2convert"
-
-    @property
-    def _has_job(self) -> bool:
-        return (self.folder / WORK_FOLDER / JOB_NAME).exists()
 
     @property
     def declared(self) -> dict[str, object]:
@@ -170,18 +162,6 @@ class Result:
         source = self.source
         return source is None or any(f"{module.name}.{name}" in source.tensors for name in (WEIGHT, WEIGHT_PACKED))
 
-    def sharing_modules(self) -> dict[str, dict[str, TensorName]]:
-        """Return the modules of the source by sharing key: those with one key have one global scale."""
-        sharing: dict[str, dict[str, TensorName]] = defaultdict(dict)
-        for parts in self.source_names.values():
-            if parts.role in CONVERTIBLE_ROLES and parts.parameter in (WEIGHT, WEIGHT_PACKED):
-                sharing[parts.sharing_key][parts.module] = parts
-        return dict(sharing)
-
-    def scaling_of(self, module: Module, parameter: str) -> Exponents | None:
-        """Return e [K]: the columns of a copied tensor must be the source's times 2**e; None if it is unchanged."""
-        return self.scaling.of_copy(replace(module.parts, parameter=parameter), family=self.family)
-
     @property
     def incomplete(self) -> str:
         """Why rules about all tensors cannot be checked; empty if every shard was read."""
@@ -205,10 +185,10 @@ def read_result(
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
-    config, config_problem = _read(folder / CONFIG_NAME, read_json_file)
-    index, index_problem = _read(folder / INDEX_NAME, read_json_file)
+    config, config_problem = read_leniently(folder / CONFIG_NAME, read_json_file)
+    index, index_problem = read_leniently(folder / INDEX_NAME, read_json_file)
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
-    ledger, ledger_problem = _read(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
+    ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     recipe = None if ledger is None else ledger.recipe
     view, no_source, list_problem = view_source(source, ledger)
     if ledger is None and ledger_problem != "missing":
@@ -251,10 +231,27 @@ def _from_headers(
     parsed, unknown = _parse(tensors, family)
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
-    parameters = {parts.parameter for parts in parsed.values()}
-    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in parameters]
+    found_parameters = {parts.parameter for parts in parsed.values()}
+    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in found_parameters]
     names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
-    modules = _modules(tensors, parsed, int4, recipe, names)
+    parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    places: dict[str, TensorName] = {}
+    for name, parts in parsed.items():
+        parameters[parts.module][parts.parameter] = tensors[name]
+        places.setdefault(parts.module, parts)
+    marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
+    roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
+    modules: dict[str, Module] = {}
+    for module, found in parameters.items():
+        weight = found.get(WEIGHT)
+        looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
+        is_converted = looks_converted or module in int4 or places[module].role in roles
+        modules[module] = Module(module, places[module], found, is_converted)
+    if recipe is not None:
+        has_input_scale = recipe.activations == "w4a4"
+    else:
+        converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]
+        has_input_scale = sum(names.input_scale in m.parameters for m in converted) * 2 > len(converted)
     return Result(
         folder=folder,
         headers=headers,
@@ -264,7 +261,7 @@ def _from_headers(
         modules=modules,
         family=family,
         names=names,
-        has_input_scale=_has_input_scale(modules, names, recipe),
+        has_input_scale=has_input_scale,
         source=source,
         source_names=source_names,
         int4_modules=int4,
@@ -277,7 +274,7 @@ def states_int4(ledger: Ledger | None) -> bool:
     return ledger is not None and ledger.recipe.target == "int4"
 
 
-def _read(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
+def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
     """Return what a file holds, or None and what is wrong with it."""
     try:
         found = read(path)
@@ -301,7 +298,7 @@ def _read_headers(
         if Path(shard).name != shard:
             unreadable[shard] = "a path, not a file name"
             continue
-        header, unreadable[shard] = _read(folder / shard, read)
+        header, unreadable[shard] = read_leniently(folder / shard, read)
         if header is not None:
             headers[shard] = header
             del unreadable[shard]
@@ -317,36 +314,6 @@ def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str,
         except PlanError:
             unknown.append(name)
     return parsed, tuple(unknown)
-
-
-def _modules(
-    tensors: Mapping[str, TensorInfo],
-    parsed: Mapping[str, TensorName],
-    int4: frozenset[str],
-    recipe: Recipe | None,
-    names: CheckpointLayout,
-) -> dict[str, Module]:
-    parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    first: dict[str, TensorName] = {}
-    for name, parts in parsed.items():
-        parameters[parts.module][parts.parameter] = tensors[name]
-        first.setdefault(parts.module, parts)
-    marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
-    roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
-    modules: dict[str, Module] = {}
-    for module, found in parameters.items():
-        weight = found.get(WEIGHT)
-        looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
-        is_converted = looks_converted or module in int4 or first[module].role in roles
-        modules[module] = Module(module, first[module], found, is_converted)
-    return modules
-
-
-def _has_input_scale(modules: Mapping[str, Module], names: CheckpointLayout, recipe: Recipe | None) -> bool:
-    if recipe is not None:
-        return recipe.activations == "w4a4"
-    converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]
-    return sum(names.input_scale in m.parameters for m in converted) * 2 > len(converted)
 
 
 PRUNING_PLACE = f"{LEDGER_NAME}: pruning"

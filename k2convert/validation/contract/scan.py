@@ -8,7 +8,7 @@ the bytes too: to hash whole shards, or to decode converted tensors.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from blake3 import blake3
@@ -26,7 +26,6 @@ from k2convert.validation.scaling import SCALED_DTYPES, Exponents, misfit
 BATCH_BYTES = 16 << 20
 SUBNORMAL_LAST = 0x07
 LARGEST_FINITE = 0x7E
-_BLOCKS_AT_ONCE = 1 << 20
 _CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
 _MAGNITUDES = np.uint8(0x77)  # of the two codes in a byte
 
@@ -143,15 +142,12 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
         before = result.source.tensors.get(name) if result.source is not None else None
         same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
         module = result.modules.get(module_name)
-        exponents = None if module is None else result.scaling_of(module, parameter)
+        exponents = None
+        if module is not None:
+            exponents = result.scaling.of_copy(replace(module.parts, parameter=parameter), family=result.family)
         found = _Target(name, parameter, None, True, before if same_form else None, exponents)
         targets[tensor.shard, tensor.name] = found
     return targets
-
-
-def _has_zero_codes(codes: Bytes) -> bool:
-    """Return whether all E2M1 codes are zero, of either sign. Most weights are answered by the first of them."""
-    return is_zero(codes[:BLOCK_SIZE] & _MAGNITUDES) and is_zero(codes & _MAGNITUDES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +178,10 @@ class _Scan:
             self.events.progress(bytes_in=len(data))
         return digest.hexdigest()
 
+    def _read_batch(self, batch: list[Piece]) -> Bytes:
+        begin = batch[0].tensor.begin + batch[0].begin
+        return self._read(batch[0].tensor.shard, begin, batch[-1].tensor.begin + batch[-1].end)
+
     def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
         """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split."""
         batch: list[Piece] = []
@@ -202,11 +202,6 @@ class _Scan:
         if batch:
             yield batch
 
-    def _read_batch(self, batch: list[Piece]) -> Bytes:
-        first = batch[0]
-        last = batch[-1]
-        return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
-
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
         data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
         if self.shard_visitor is not None:
@@ -218,42 +213,46 @@ class _Scan:
         if target is None:
             return
         if target.module is None:
-            self._look_at(target.name, piece, data)
+            if not is_finite(data, piece.tensor.dtype):
+                self.found.not_finite.add(target.name)
+            if data.size and is_weight(target.name):  # its parts come in order
+                if not is_zero(data):
+                    self.found.all_zero.discard(target.name)
+                elif piece.begin == 0:
+                    self.found.all_zero.add(target.name)
         if target.source is not None:
-            self._compare(target, piece, data)
+            self._compare(target, target.source, piece, data)
         elif target.module is not None:
             names = self.result.names
             if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
                 self.found.scalars[target.name] = data.tobytes()
             is_scale = target.is_readable and target.parameter == names.block_scale and data.size
-            if target.parameter == names.weight and _has_zero_codes(data):
+            has_zero_start = is_zero(data[:BLOCK_SIZE] & _MAGNITUDES)  # most weights are answered by it
+            if target.parameter == names.weight and has_zero_start and is_zero(data & _MAGNITUDES):
                 self.found.all_zero.add(target.module.name)
             if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
                 self._count_scales(target, target.module, data)
             if self.tensor_visitor is not None:
                 self.tensor_visitor(target.module.name, target.parameter, data)
 
-    def _look_at(self, name: str, piece: Piece, data: Bytes) -> None:
-        """Look at a part of a copied tensor; its parts come in order."""
-        if not is_finite(data, piece.tensor.dtype):
-            self.found.not_finite.add(name)
-        if not is_weight(name) or not data.size:
+    def _compare(self, target: _Target, source: TensorInfo, piece: Piece, data: Bytes) -> None:
+        found = self.found
+        before = self._read_source(source, piece.begin, piece.end)
+        found.compared.add(target.name)
+        if target.exponents is None:
+            if not same_bytes(before, data):
+                changed = int(np.count_nonzero(before != data))
+                found.different[target.name] = found.different.get(target.name, 0) + changed
             return
-        if not is_zero(data):
-            self.found.all_zero.discard(name)
-        elif piece.begin == 0:
-            self.found.all_zero.add(name)
-
-    def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
-        assert target.source is not None
-        before = self._read_source(target.source, piece.begin, piece.end)
-        self.found.compared.add(target.name)
-        if target.exponents is not None:
-            self.found.scaled.add(target.name)
-            self._compare_scaled(target, target.exponents, piece, before, data)
-        elif not same_bytes(before, data):
-            changed = int(np.count_nonzero(before != data))
-            self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
+        found.scaled.add(target.name)
+        if target.name in found.misscaled:
+            return
+        if source.dtype not in SCALED_DTYPES or source.shape[-1:] != target.exponents.shape:
+            problem = f"{source.dtype} {list(source.shape)}, but smoothing has {target.exponents.size:,} channels"
+        else:
+            problem = misfit(before, data, dtype=source.dtype, begin=piece.begin, exponents=target.exponents)
+        if problem:
+            found.misscaled[target.name] = problem
 
     def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
         """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
@@ -265,18 +264,6 @@ class _Scan:
         kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
         return np.frombuffer(kept[begin:end], dtype=np.uint8)
 
-    def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
-        assert target.source is not None
-        dtype = target.source.dtype
-        columns = target.source.shape[-1:]
-        if target.name in self.found.misscaled:
-            return
-        if dtype not in SCALED_DTYPES or columns != exponents.shape:
-            problem = f"{dtype} {list(target.source.shape)}, but smoothing has {exponents.size:,} channels"
-            self.found.misscaled[target.name] = problem
-        elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
-            self.found.misscaled[target.name] = problem
-
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""
         counts = np.bincount(scales, minlength=256)
@@ -286,19 +273,10 @@ class _Scan:
             self.found.subnormal_scales[target.name] = subnormal
         weight = module.parameters.get(self.result.names.weight)
         if counts[0] and weight is not None and not shape_problems(self.result, module):
-            dirty = self._zero_blocks_with_codes(weight, scales)
+            zero = np.flatnonzero(scales == 0)
+            begin = int(zero[0]) * _CODE_BYTES_A_BLOCK
+            end = (int(zero[-1]) + 1) * _CODE_BYTES_A_BLOCK
+            codes = self.reader.read(weight, begin=begin, end=end).reshape(-1, _CODE_BYTES_A_BLOCK)
+            dirty = int(np.count_nonzero(codes[zero - zero[0]].any(axis=1)))
             if dirty:
                 self.found.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty
-
-    def _zero_blocks_with_codes(self, weight: TensorInfo, scales: Bytes) -> int:
-        dirty = 0
-        for begin in range(0, scales.size, _BLOCKS_AT_ONCE):
-            zero = np.flatnonzero(scales[begin : begin + _BLOCKS_AT_ONCE] == 0)
-            if zero.size:
-                first = begin + int(zero[0])
-                last = begin + int(zero[-1]) + 1
-                codes = self.reader.read(
-                    weight, begin=first * _CODE_BYTES_A_BLOCK, end=last * _CODE_BYTES_A_BLOCK
-                ).reshape(-1, _CODE_BYTES_A_BLOCK)
-                dirty += int(np.count_nonzero(codes[zero + begin - first].any(axis=1)))
-        return dirty

@@ -37,7 +37,14 @@ def check_names(result: Result) -> Findings:
             found.error(f"{module.name}.{parameter}", "missing")
         for parameter in sorted(set(module.parameters) - expected):
             found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
-    for name in _missing_projections(result):
+    experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()}
+    for parts in result.source_names.values():
+        is_lost_expert = parts.role is Role.EXPERTS and (parts.layer, parts.expert) not in experts  # rule 9 reports it
+        if parts.module in result.int4_modules and not is_lost_expert:
+            missing.add(parts.module)
+    for name in sorted(missing - result.modules.keys()):
         found.error(name, "missing")
     for name in result.unknown:
         if result.source is None or name not in result.source.tensors:
@@ -50,19 +57,6 @@ def check_names(result: Result) -> Findings:
                 new = "a new name" if module.name in allowed else "a new module"
                 found.error(f"{module.name}.{parameter}", f"{new} ({tensor.shard}), not in the source")
     return found
-
-
-def _missing_projections(result: Result) -> list[str]:
-    """Return projections with no tensors at all. Missing experts are reported by rule 9."""
-    experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
-    stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
-    missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()} - set(result.modules)
-    for parts in result.source_names.values():
-        is_expert = parts.role is Role.EXPERTS
-        gone = parts.module in result.int4_modules and parts.module not in result.modules
-        if gone and not (is_expert and (parts.layer, parts.expert) not in experts):
-            missing.add(parts.module)
-    return sorted(missing)
 
 
 def check_prefix(result: Result) -> Findings:
@@ -132,7 +126,24 @@ def check_totals(result: Result) -> Findings:
     found = Findings(8)
     if result.source is None:
         return found.skip(result.no_source)
-    count, size = _expected_totals(result)
+    count = 0
+    size = 0
+    done: set[str] = set()
+    for name, tensor in result.source.tensors.items():
+        parts = result.source_names.get(name)
+        if parts is None or not (parts.module in result.int4_modules or _is_converted(result, parts.module)):
+            count += 1
+            size += tensor.num_bytes
+        elif parts.module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
+            done.add(parts.module)
+            is_packed = parts.parameter == WEIGHT_PACKED
+            tensors = result.names.tensors(
+                num_rows=tensor.shape[0],
+                num_columns=tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1),
+                has_input_scale=result.has_input_scale,
+            )
+            count += len(tensors)
+            size += sum(t[3] for t in tensors)
     actual = sum(tensor.num_bytes for tensor in result.tensors.values())
     found.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
     for name, parts in result.source_names.items():
@@ -151,36 +162,15 @@ def _is_converted(result: Result, name: str) -> bool:
     return module is not None and module.is_converted
 
 
-def _expected_totals(result: Result) -> tuple[int, int]:
-    assert result.source is not None
-    count = size = 0
-    done: set[str] = set()
-    for name, tensor in result.source.tensors.items():
-        parts = result.source_names.get(name)
-        module = parts.module if parts is not None else ""
-        if parts is None or not (module in result.int4_modules or _is_converted(result, module)):
-            count = count + 1
-            size = size + tensor.num_bytes
-        elif module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
-            done.add(module)
-            is_packed = parts.parameter == WEIGHT_PACKED
-            columns = tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1)
-            tensors = result.names.tensors(
-                num_rows=tensor.shape[0],
-                num_columns=columns,
-                has_input_scale=result.has_input_scale,
-            )
-            count = count + len(tensors)
-            size = size + sum(t[3] for t in tensors)
-    return count, size
-
-
 def check_expert_counts(result: Result) -> Findings:
     """Rule 9: every MoE layer has the experts 0..k-1, and every tensor is as config.json says. Pruned models too."""
     found = Findings(9)
-    architecture = _architecture(result, found)
-    if architecture is None:
-        return found
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    try:
+        architecture = result.family.read_architecture(result.config, str(result.folder))
+    except PlanError as error:
+        return found.error(CONFIG_NAME, str(error))
     count = architecture.num_experts
     family = result.family
     experts = find_experts(module.parts for module in result.modules.values())
@@ -192,7 +182,7 @@ def check_expert_counts(result: Result) -> Findings:
         for expert in sorted(wanted ^ set(experts.get(layer, ()))):
             problem = "missing" if expert in wanted else f"config.json says the experts are 0..{len(wanted) - 1}"
             found.error(f"{experts_name}.{expert}", problem)
-    model = DescribedModel(family, architecture, result.config or {}, str(result.folder))
+    model = DescribedModel(family, architecture, result.config, str(result.folder))
     for fault in model.find_faults(result.tensors, experts):
         if not _is_reported(result, fault):
             found.error(fault.name, model.problem(fault))
@@ -238,17 +228,6 @@ def _check_list(result: Result, architecture: Architecture, found: Findings) -> 
         found.error(PRUNING_PLACE, f"has {span(layers)}, but the MoE layers are {span(architecture.moe_layers)}")
     if result.list_problem and not found.errors:
         found.error(PRUNING_PLACE, result.list_problem)
-
-
-def _architecture(result: Result, found: Findings) -> Architecture | None:
-    if result.config is None:
-        found.skip("config.json cannot be read, see rule 11")
-        return None
-    try:
-        return result.family.read_architecture(result.config, str(result.folder))
-    except PlanError as error:
-        found.error(CONFIG_NAME, str(error))
-        return None
 
 
 def check_alignment(result: Result) -> Findings:

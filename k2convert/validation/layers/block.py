@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -41,23 +41,6 @@ class BlockError:
     num_reached: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """Outputs f64 [T, hidden] of the block so far, and the SQNR of each expert's output."""
-
-    reference: Tensor
-    variants: dict[Variant, Tensor]
-    expert_sqnr_db: dict[Variant, list[float]] = field(default_factory=dict[Variant, list[float]])
-    shared_sqnr_db: dict[Variant, float] = field(default_factory=dict[Variant, float])
-
-    def add(self, tokens: Tensor, reference: Tensor, outputs: dict[Variant, Tensor], weights: Tensor | None) -> None:
-        """Add an MLP's outputs f32 [t, hidden], weighted by f32 [t], to those of the block."""
-        factor = 1.0 if weights is None else weights.unsqueeze(-1)
-        self.reference.index_add_(0, tokens, (reference * factor).double())
-        for variant, output in outputs.items():
-            self.variants[variant].index_add_(0, tokens, (output * factor).double())
-
-
 def compute_block(
     stem: str,
     hidden_TK: Tensor,
@@ -78,11 +61,10 @@ def compute_block(
     """
     left_out = AGAINST_WHOLE if with_fp4_inputs else (*AGAINST_WHOLE, *W4A4_VARIANTS)
     variants = [variant for variant in Variant if variant not in left_out]
-    outputs = _Outputs(
-        torch.zeros_like(hidden_TK, dtype=torch.float64),
-        {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
-        {variant: [] for variant in variants},
-    )
+    expected = torch.zeros_like(hidden_TK, dtype=torch.float64)
+    outputs = {variant: torch.zeros_like(expected) for variant in variants}
+    expert_sqnr_db: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    shared_sqnr_db: dict[Variant, float] = {}
     num_reached = 0
     scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
@@ -97,21 +79,32 @@ def compute_block(
         for mlp, (reference, results) in computed:
             sqnr = {variant: sqnr_db(reference, result) for variant, result in results.items()}
             if mlp.expert is None:
-                outputs.shared_sqnr_db.update(sqnr)
+                shared_sqnr_db.update(sqnr)
             else:
                 for variant, found in sqnr.items():
-                    outputs.expert_sqnr_db[variant].append(found)
+                    expert_sqnr_db[variant].append(found)
                 num_reached += int(mlp.tokens.numel() > 0)
             if mlp.tokens.numel():
-                outputs.add(mlp.tokens, reference, results, mlp.weights)
-    errors = tuple(_variant_error(variant, outputs) for variant in variants)
+                factor = 1.0 if mlp.weights is None else mlp.weights.unsqueeze(-1)
+                expected.index_add_(0, mlp.tokens, (reference * factor).double())
+                for variant, result in results.items():
+                    outputs[variant].index_add_(0, mlp.tokens, (result * factor).double())
+    errors: list[VariantError] = []
+    for variant in variants:
+        experts = expert_sqnr_db[variant]
+        worst = min(range(len(experts)), key=experts.__getitem__)
+        error = replace(
+            _output_error(variant, expected, outputs[variant]),
+            worst_expert=worst,
+            worst_expert_sqnr_db=experts[worst],
+            shared_experts_sqnr_db=shared_sqnr_db.get(variant),
+        )
+        errors.append(error)
     if whole is not None:
         served = Variant.CONVERTED_W4A4 if with_fp4_inputs else Variant.CONVERTED
-        errors += (
-            _output_error(Variant.PRUNING_ALONE, whole, outputs.reference),
-            _output_error(Variant.PRUNED_RESULT, whole, outputs.variants[served]),
-        )
-    return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
+        errors.append(_output_error(Variant.PRUNING_ALONE, whole, expected))
+        errors.append(_output_error(Variant.PRUNED_RESULT, whole, outputs[served]))
+    return BlockError(tuple(errors), tuple(expert_sqnr_db[Variant.CONVERTED]), num_reached)
 
 
 def int4_output(
@@ -147,17 +140,6 @@ def _run_block(
             yield mlp, result
             if mlp.expert is not None:
                 progress(mlp.expert + 1, routing.scores.shape[1])
-
-
-def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
-    experts = outputs.expert_sqnr_db[variant]
-    worst = min(range(len(experts)), key=experts.__getitem__)
-    return replace(
-        _output_error(variant, outputs.reference, outputs.variants[variant]),
-        worst_expert=worst,
-        worst_expert_sqnr_db=experts[worst],
-        shared_experts_sqnr_db=outputs.shared_sqnr_db.get(variant),
-    )
 
 
 def _output_error(variant: Variant, reference: Tensor, result: Tensor) -> VariantError:

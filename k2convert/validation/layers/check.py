@@ -12,12 +12,17 @@ largest, which is the same number if they are constant.
 A pruned result is compared with the kept experts of the source: its conversion is judged. Beside it stands what pruning
 costs: the same hidden states through all experts of the source. Those of a text are computed by the whole source, so
 every row of a layer has the same inputs, and no layer has the errors of the layers below.
+
+Cost of a check, said before it starts: layers, experts, bytes to read, time. The time is an estimate: one expert is
+read and computed now, in one thread, and every core is to do as well. Real text needs the layers below too: their
+experts are computed once, from the source's weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,10 +35,11 @@ from torch import Tensor
 
 from k2convert.calibration.text import Windows
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, K2ConvertError
 from k2convert.forward.attention import CachedValues
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
 from k2convert.forward.moe import Routing, read_router
+from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
@@ -41,8 +47,9 @@ from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Events
-from k2convert.validation.layers.block import BlockError, compute_block, int4_output
+from k2convert.validation.layers.block import BlockError, compute_block, int4_output, read_mlp
 from k2convert.validation.layers.result import LayerPruning, LayerResult, LayersReport, Variant, labels
+from k2convert.validation.remote import layer_bytes
 from k2convert.validation.scaling import NO_SCALING, Scaling, misfit
 
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
@@ -83,14 +90,46 @@ def check_layers(
         closing(WeightReader(converted)) as from_converted,
     ):
         results: list[LayerResult] = []
-        read = _Readers(from_source, from_converted, None if whole is None else from_whole)
         if isinstance(hidden_states, Windows):
             found = states_of_text(from_whole.checkpoint, hidden_states.ids, layers, events=events)
         else:
             found = _given_states(from_source, layers, hidden_states, tokens=tokens)
         for layer, states in found:
-            stem = detect_family(source).layer.format(layer=layer)
-            results.append(_check_layer(layer, f"{stem}.mlp", states, read, budget, scaling, events))
+            stem = f"{detect_family(source).layer.format(layer=layer)}.mlp"
+            progress = partial(events.experts_computed, layer)
+            pruning = None
+            output = None
+            if whole is not None:
+                routing = read_router(from_whole, stem)(states)
+                kept = from_source.info(f"{stem}.gate.weight").rows or ()
+                dropped = ~torch.isin(routing.experts, torch.tensor(kept, dtype=torch.int64))
+                share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
+                pruning = LayerPruning(routing.scores.shape[1], share)
+                output = int4_output(stem, states, routing, source=from_whole, progress=progress)
+            block = compute_block(
+                stem,
+                states,
+                read_router(from_source, stem)(states),
+                source=from_source,
+                converted=from_converted,
+                with_fp4_inputs=from_converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None,
+                exponents=scaling.exponents.get(layer),
+                whole=output,
+                progress=progress,
+            )
+            router = (f"{stem}.gate.{name}" for name in ROUTER_PARAMETERS)
+            unchanged = all(_is_same(name, from_source, from_converted, scaling) for name in router)
+            result = LayerResult(
+                layer=layer,
+                tokens=states.shape[0],
+                num_experts=len(block.expert_sqnr_db),
+                num_reached=block.num_reached,
+                router_unchanged=unchanged,
+                errors=block.errors,
+                failures=_failures(block, budget=budget, router_unchanged=unchanged),
+                pruning=pruning,
+            )
+            results.append(result)
     described = "synthetic, seed 0" if hidden_states is None else f"captured: {getattr(hidden_states, 'name', '')}"
     if isinstance(hidden_states, Windows):
         described = f"text: {', '.join(name for name, _ in hidden_states.texts)}"
@@ -108,57 +147,6 @@ def _given_states(
             yield layer, load_hidden_states(captured, layer=layer, hidden_size=norm.numel(), tokens=tokens)
         else:
             yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Readers:
-    """The checkpoints. `whole` is the source with all experts; None if `source` has them."""
-
-    source: WeightReader
-    converted: WeightReader
-    whole: WeightReader | None
-
-
-def _check_layer(
-    layer: int, stem: str, states: Tensor, read: _Readers, budget: Budget, scaling: Scaling, events: Events
-) -> LayerResult:
-    source = read.source
-    converted = read.converted
-    routing = read_router(source, stem)(states)
-    progress = partial(events.experts_computed, layer)
-    pruning = whole = None
-    if read.whole is not None:
-        all_routing = read_router(read.whole, stem)(states)
-        kept = source.info(f"{stem}.gate.weight").rows or ()
-        weights = all_routing.weights
-        dropped = ~torch.isin(all_routing.experts, torch.tensor(kept, dtype=torch.int64))
-        share = float(weights[dropped].double().sum() / weights.double().sum())
-        pruning = LayerPruning(all_routing.scores.shape[1], share)
-        whole = int4_output(stem, states, all_routing, source=read.whole, progress=progress)
-    has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
-    exponents = scaling.exponents.get(layer)
-    block = compute_block(
-        stem,
-        states,
-        routing,
-        source=source,
-        converted=converted,
-        with_fp4_inputs=has_scales,
-        exponents=exponents,
-        whole=whole,
-        progress=progress,
-    )
-    unchanged = all(_is_same(f"{stem}.gate.{name}", source, converted, scaling) for name in ROUTER_PARAMETERS)
-    return LayerResult(
-        layer=layer,
-        tokens=states.shape[0],
-        num_experts=len(block.expert_sqnr_db),
-        num_reached=block.num_reached,
-        router_unchanged=unchanged,
-        errors=block.errors,
-        failures=_failures(block, budget=budget, router_unchanged=unchanged),
-        pruning=pruning,
-    )
 
 
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
@@ -276,3 +264,83 @@ class _Observer:
         while self.done < done:
             self.done += 1
             self.events.experts_computed(self.layer, self.done, self.total)
+
+
+_TOKENS_AN_EXPERT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayersCost:
+    """The cost of computing `layers`; `seconds` is None if the first expert cannot be computed.
+
+    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too, and
+    those of the whole layers that a pruned result is compared with.
+    """
+
+    layers: tuple[int, ...]
+    num_below: int
+    num_experts: int
+    num_bytes: int
+    seconds: float | None
+
+
+def layers_cost(
+    *, source: Checkpoint, whole: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
+) -> LayersCost:
+    """Return the cost of computing `layers` (empty: all) from both checkpoints. Computes one expert a few times.
+
+    `converted` is None if shards are still to be fetched: then no time is measured. `is_text`: the hidden states are
+    those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
+    `source`.
+    """
+    family = detect_family(source)
+    architecture = read_architecture(source)
+    chosen = tuple(layers) or architecture.moe_layers
+    is_pruned = whole is not source
+    read = (source, converted or source, *((whole,) if is_pruned else ()))
+    num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in read)
+    below = range(max(chosen)) if is_text and chosen else range(0)
+    stems_below = tuple(f"{family.layer.format(layer=layer)}." for layer in below)
+    num_bytes += sum(t.num_bytes for name, t in whole.tensors.items() if name.startswith(stems_below))
+    experts = architecture.num_experts * len(chosen)
+    num_whole = read_architecture(whole).num_experts
+    experts_below = num_whole * len([layer for layer in below if layer in architecture.moe_layers])
+    experts_below += num_whole * len(chosen) if is_pruned else 0
+    seconds = None
+    if chosen and converted is not None:
+        stem = f"{family.layer.format(layer=chosen[0])}.mlp.experts.0"
+        seconds = _seconds(stem, source, converted, experts=experts, experts_below=experts_below)
+    return LayersCost(chosen, len(below), experts + experts_below, num_bytes, seconds)
+
+
+@torch.inference_mode()
+def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: int, experts_below: int) -> float | None:
+    """Return the seconds of all experts on all cores, measured on one of them in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with closing(WeightReader(source)) as ours, closing(WeightReader(converted)) as theirs:
+
+            def check() -> None:
+                mlp = read_mlp(stem, source=ours, converted=theirs)
+                states = torch.ones(_TOKENS_AN_EXPERT, mlp.source.gate.weight.shape[1])
+                mlp.run(states, states, with_fp4_inputs=mlp.converted.gate.input_scale is not None)
+
+            def run() -> None:
+                mlp = read_source_mlp(ours, stem)
+                mlp(torch.ones(_TOKENS_AN_EXPERT, mlp.gate.weight.shape[1]))
+
+            total = experts * _second_time(check) + (experts_below * _second_time(run) if experts_below else 0)
+    except K2ConvertError:  # the check itself names the problem
+        return None
+    finally:
+        torch.set_num_threads(threads)
+    return total / num_cores()
+
+
+def _second_time(call: Callable[[], None]) -> float:
+    """Return the seconds of a second call; the first one warms up."""
+    call()
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin

@@ -5,10 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
-from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from exact_search import assert_is_best, count_outside_normal
-from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Magnitude
@@ -17,6 +14,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.validation.library_decoders import create_decoder
 
 
 def exact_weight(weight: Int4Weight) -> torch.Tensor:
@@ -116,20 +114,9 @@ def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
     weight = int4_weight(any_codes(48, 512, seed=11), (torch.rand(48, 16) * 0.1).to(torch.bfloat16))
     result = quantize_best(weight, own_scale(weight))
     exact = decode(result)
-    packed = torch.from_numpy(result.packed)
-    block_scales = torch.from_numpy(result.block_scales).view(torch.float8_e4m3fn)
-    modelopt = NVFP4QTensor(torch.Size(result.shape), torch.float32, packed).dequantize(
-        torch.float32, scale=block_scales, double_scale=torch.tensor(result.global_scale), block_sizes={-1: 16}
-    )
-    assert torch.equal(modelopt.to(torch.float64), exact)
-    weights = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
-    state = {
-        "weight_packed": packed,
-        "weight_scale": block_scales,
-        "weight_global_scale": torch.tensor([1 / result.global_scale]),
-    }
-    decoded = NVFP4PackedCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=weights))
-    assert torch.equal(decoded["weight"].to(torch.float64), exact)
+    for layout, stored in (("modelopt", result.global_scale), ("compressed-tensors", 1 / result.global_scale)):
+        decoded = create_decoder(layout)(result.packed, result.block_scales, stored)
+        assert torch.equal(decoded.to(torch.float64), exact)
 
 
 def test_the_global_scale_is_the_least_power_of_two_that_reaches_two_point_six() -> None:

@@ -33,7 +33,7 @@ def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> Non
 
 def test_layout_and_activations_are_told_from_the_tensors_without_ledger_and_source(good: Converted) -> None:
     result = read_result(good.folder, source=None)
-    assert (result.layout, result.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
+    assert (result.names.name, result.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
 
 
 def test_a_foreign_checkpoint_fails_only_for_its_missing_ledger(modelopt: Converted) -> None:
