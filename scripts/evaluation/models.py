@@ -7,7 +7,7 @@ Everything else is transformers' code in FP32 with the source's BF16 values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,19 @@ class ExpertsModule(nn.Module):
         self.mlps: list[Mlp] = []
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert, mlp in enumerate(self.mlps):
-            tokens, places = torch.where(top_k_index == expert)
-            if tokens.numel():
-                output = mlp(hidden_states[tokens]) * top_k_weights[tokens, places, None]
-                result.index_add_(0, tokens, output)
-        return result
+        return routed_sum(self.mlps, hidden_states, top_k_index, top_k_weights)
+
+
+def routed_sum(
+    experts: Iterable[Callable[[Tensor], Tensor]], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return each token's sum of the outputs of its experts, weighted."""
+    result = torch.zeros_like(hidden_states)
+    for number, expert in enumerate(experts):
+        tokens, places = torch.where(top_k_index == number)
+        if tokens.numel():
+            result.index_add_(0, tokens, expert(hidden_states[tokens]) * top_k_weights[tokens, places, None])
+    return result
 
 
 @dataclass(frozen=True, slots=True)
