@@ -112,14 +112,44 @@ def num_lines(folder: Path, suffixes: Sequence[str] = CODE) -> int:
     return sum(path.read_text().count("\n") for path in _files(folder) if path.suffix in suffixes)
 
 
-def num_untyped_mappings(folder: Path) -> int:
-    """Return how often `dict[str, Any]` stands in the Python files below a folder."""
-    found = 0
-    for path in _files(folder):
-        if path.suffix == ".py":
-            nodes = ast.walk(ast.parse(path.read_text()))
-            found += sum(isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]" for node in nodes)
-    return found
+def density(folder: Path) -> dict[str, float]:
+    """Count what makes the Python files below a folder hard to read: the figures that the house has to lower."""
+    lines = num_lines(folder, (".py",))
+    nodes = [node for path in _files(folder) if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text()))]
+    return {
+        "functions with more than six parameters": sum(map(_has_many_parameters, nodes)),
+        "dataclasses": sum(map(_is_dataclass, nodes)),
+        "tuple assignments per 1,000 lines": 1000 * sum(map(_is_tuple_assignment, nodes)) / lines,
+        "ternaries per 1,000 lines": 1000 * sum(isinstance(node, ast.IfExp) for node in nodes) / lines,
+        "docstrings that begin with What, Whether, Who or How": sum(map(_begins_with_a_question, nodes)),
+        "`dict[str, Any]`": sum(map(_is_untyped_mapping, nodes)),
+    }
+
+
+def _has_many_parameters(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")]) > 6
+
+
+def _is_dataclass(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(by) for by in node.decorator_list)
+
+
+def _is_tuple_assignment(node: ast.AST) -> bool:
+    """Say whether several values are given several names in one line; one value that is unpacked does not count."""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+
+
+def _begins_with_a_question(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return (ast.get_docstring(node) or "").split(" ")[0] in ("What", "Whether", "Who", "How")
+
+
+def _is_untyped_mapping(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -148,10 +178,11 @@ def main() -> None:
         ("lines of the package", num_lines(package)),
         ("files of the package", sum(path.suffix in CODE for path in _files(package))),
         ("lines of the tests", num_lines(tests)),
-        ("`dict[str, Any]` in the package", num_untyped_mappings(package)),
+        ("lines of the scripts", num_lines(ROOT / "scripts")),
         ("lines of the README", (ROOT / "README.md").read_text().count("\n")),
+        *density(package).items(),
     ):
-        sys.stdout.write(f"{figure:7,}  {what}\n")
+        sys.stdout.write(f"{figure:7,.3g}  {what}\n" if isinstance(figure, float) else f"{figure:7,}  {what}\n")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def _loss(error_nK: Tensor, form_KK: Tensor) -> Tensor:
 
 
 PIECE_ROWS: Final = 96
-"""Rows for each thread that are rounded before a stop is looked for: two tiles of the kernel, 3 s at K2's width."""
+"""Rows for each thread that are rounded before a stop is looked for: a tile of the kernel, a second at K2's width."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS, Missing, Moments, WeightedTokens, correct
 from k2convert.quantize.gptq.tiles import Team
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in a walk: the sums of a product depend on torch's threads
+
 
 def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> Tokens:
     inputs = correlated(count, columns)

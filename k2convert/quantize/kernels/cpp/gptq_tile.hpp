@@ -97,17 +97,23 @@ inline void subtract_strip(const float* a, size_t a_stride, const float* b, size
     }
 }
 
-// c -= a b: a [rows, depth], b [depth, columns], c [rows, columns]; depth at most kPanel, whole groups and strips.
-void subtract_product(const float* a, size_t a_stride, size_t rows, const float* b, size_t b_stride, size_t depth,
-                      size_t columns, float* c, size_t c_stride) {
+// c -= a b: a [rows, depth], b [depth, columns] or transposed, c [rows, columns]; depth at most kPanel, whole groups and
+// strips.
+void subtract_product(const float* a, size_t a_stride, size_t rows, const float* b, size_t b_stride, bool is_transposed,
+                      size_t depth, size_t columns, float* c, size_t c_stride) {
     alignas(64) float packed[kPanel * kPacked];
     for (size_t start = 0; start < columns; start += kPacked) {
         const size_t width = columns - start < kPacked ? columns - start : kPacked;
-        for (size_t d = 0; d < depth; ++d) {
-            const float* from = b + d * b_stride + start;
-            for (size_t k = 0; k < width; k += kStrip)
-                std::memcpy(packed + k * depth + d * kStrip, from + k, kStrip * sizeof(float));
-        }
+        if (is_transposed)
+            for (size_t k = 0; k < width; ++k)
+                for (size_t d = 0; d < depth; ++d)
+                    packed[k / kStrip * kStrip * depth + d * kStrip + k % kStrip] = b[(start + k) * b_stride + d];
+        else
+            for (size_t d = 0; d < depth; ++d) {
+                const float* from = b + d * b_stride + start;
+                for (size_t k = 0; k < width; k += kStrip)
+                    std::memcpy(packed + k * depth + d * kStrip, from + k, kStrip * sizeof(float));
+            }
         for (size_t k = 0; k < width; k += kStrip)
             for (size_t r = 0; r < rows; r += kGroupRows)
                 subtract_strip(a + r * a_stride, a_stride, packed + k * depth, depth, c + r * c_stride + start + k,
@@ -176,7 +182,7 @@ class Tile {
     void round() {
         std::memcpy(weights_, target_, rows_ * columns_ * sizeof(float));
         std::memset(weights_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
-        std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
+        std::memset(gradient_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
         for (size_t start = 0; start < columns_; start += kPanel)
             round_panel(Panel(rounding_.curvature.factor, columns_, start));
         if (rounding_.sweeps > 0) {
@@ -187,6 +193,7 @@ class Tile {
     }
 
    private:
+    // The gradient's memory holds the errors.
     void round_panel(const Panel& factor) {
         Found found;
         for (size_t j = 0; j < factor.size; j += kBlockSize)
@@ -194,7 +201,7 @@ class Tile {
                 float* row = weights_ + r * columns_ + factor.start;
                 search_block(row + j, factor.row(j) + j, kPanel, found);
                 std::memcpy(values_ + r * columns_ + factor.start + j, found.values, sizeof found.values);
-                std::memcpy(errors_ + r * kPanel + j, found.errors, sizeof found.errors);
+                std::memcpy(gradient_ + r * columns_ + factor.start + j, found.errors, sizeof found.errors);
                 scales_[(r * columns_ + factor.start + j) / kBlockSize] = static_cast<uint8_t>(found.byte);
                 for (size_t k = j + kBlockSize; k < factor.size; k += kStrip) {
                     Floats rest[kStripVectors];
@@ -208,21 +215,35 @@ class Tile {
                 }
             }
         const size_t end = factor.start + factor.size;
-        subtract_product(errors_, kPanel, padded_, rounding_.curvature.factor + factor.start * columns_ + end, columns_,
-                         factor.size, columns_ - end, weights_ + end, columns_);
+        subtract_product(gradient_ + factor.start, columns_, padded_,
+                         rounding_.curvature.factor + factor.start * columns_ + end, columns_, false, factor.size,
+                         columns_ - end, weights_ + end, columns_);
     }
 
-    // G = (w - q) H. The weights' memory holds q - w.
+    // Solves G U^T = E in the memory of E, panels and their columns from right to left.
     void start_gradient() {
-        for (size_t i = 0; i < rows_ * columns_; ++i) weights_[i] = values_[i] - target_[i];
-        std::memset(weights_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
-        std::memset(gradient_, 0, padded_ * columns_ * sizeof(float));
-        for (size_t start = 0; start < columns_; start += kPanel) {
-            const size_t size = columns_ - start < kPanel ? columns_ - start : kPanel;
-            subtract_product(weights_ + start, columns_, padded_, rounding_.curvature.form + start * columns_, columns_,
-                             size, columns_, gradient_, columns_);
+        alignas(32) float factor[kPanel * kPanel];  // transposed
+        for (size_t end = columns_; end > 0;) {
+            const size_t start = (end - 1) / kPanel * kPanel, size = end - start;
+            const float* matrix = rounding_.curvature.factor + start;
+            for (size_t i = 0; i < size; ++i)
+                for (size_t k = 0; k < size; ++k) factor[k * kPanel + i] = matrix[(start + i) * columns_ + k];
+            for (size_t r = 0; r < rows_; ++r) solve_row(gradient_ + r * columns_ + start, factor, size);
+            subtract_product(gradient_ + start, columns_, padded_, matrix, columns_, true, size, start, gradient_,
+                             columns_);
+            end = start;
         }
         for (size_t r = 0; r < kTileRows; ++r) is_done_[r] = false;
+    }
+
+    void solve_row(float* row, const float* factor, size_t size) const {
+        for (size_t k = size; k-- > 0;) {
+            const float value = row[k] / factor[k * kPanel + k];
+            const Floats found = all(value);
+            for (size_t i = 0; i < k; i += kLanes)
+                store(row + i, load(row + i) - found * load(factor + k * kPanel + i));
+            row[k] = value;
+        }
     }
 
     // After the last sweep no gradient is needed, so in it columns that are done are not updated.
