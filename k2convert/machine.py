@@ -30,9 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALLEST_POOLED: Final = 1 << 16
-PAGE_BYTES: Final = 4096
 POOL_BYTES: Final = 384 << 20
 SIZE_BITS: Final = 4
+
+PAGE_BYTES: Final = 4096
+"""What O_DIRECT aligns to. Pages of the system are as large or larger: an ARM kernel may have 64 KB."""
 
 ROOT: Path = Path("/")
 """Where the kernel shows its files. A test has others."""

@@ -45,11 +45,11 @@ class PageCache:
 
     def holds_most(self, begin: int, end: int) -> bool:
         """Return whether more than half of the pages of bytes [begin, end) are in memory."""
-        first = begin // PAGE_BYTES * PAGE_BYTES
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         stop = min(end, self._num_bytes)
         if stop <= first:
             return True
-        resident = np.zeros(-(-(stop - first) // PAGE_BYTES), dtype=np.uint8)
+        resident = np.zeros(-(-(stop - first) // mmap.PAGESIZE), dtype=np.uint8)
         where = ctypes.c_void_p(self._address + first)
         length = ctypes.c_size_t(stop - first)
         failed = _libc.mincore(where, length, ctypes.c_void_p(resident.ctypes.data)) != 0

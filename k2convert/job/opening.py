@@ -112,13 +112,12 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
     """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
     from k2convert.calibration.text import read_windows  # a run without a text needs no tokenizers
-    from k2convert.calibration.token_counts import default_tokens
 
     return read_windows(
         files,
         tokenizer=source.folder,
         vocab_size=vocabulary_size(source),
-        tokens=use.tokens or default_tokens(source, window=_window(source, use)),
+        tokens=_tokens(source, use),
         window=_window(source, use),
         seed=use.seed,
     )

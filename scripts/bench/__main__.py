@@ -157,7 +157,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
         Job("llm-compressor NVFP4A16", slice_, [PEERS, "chain", slice_, bench.out], measures_error=True),
         Job("Quark, file to file", slice_, [PEERS, "quark", slice_, bench.out], measures_error=True, python=python),
         Job("llm-compressor expanded MSE", small, [PEERS, "expanded", small, bench.out], measures_error=True),
-        Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "max"), measures_error=True),
+        Job("run max, slice", slice_, bench.convert(slice_, "--rule", "max"), measures_error=True),
         Job("run mse, slice", slice_, bench.convert(slice_), measures_error=True),
     )
     bench.results["run mse, warm"]["gigabytes"] = gigabytes

@@ -20,19 +20,19 @@ from pathlib import Path
 
 from scripts.bench.measure import Run, describe_machine, run_once
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "hub"
 PYTHON = sys.executable
 REPO = "moon/set"
 NUM_LAYERS = 10
 
 
-def serve(root: Path, source: Path, *, line: float | None) -> None:
+def serve(root: Path, source: Path, *, line: float | None, tls: bool) -> None:
     """Run the loopback Hub until killed, limited to `line` MB/s each way; print its address and its token."""
-    sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    sys.path.insert(0, str(TESTS))
     from faults import Line
     from loopback import TOKEN, LoopbackHub
 
-    with LoopbackHub(root) as hub:
+    with LoopbackHub(root, tls=tls) as hub:
         if line is not None:
             hub.traffic.down = Line(line * 1e6)
             hub.traffic.up = Line(line * 1e6)
@@ -68,7 +68,7 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
         subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape, *spread], check=True)
     for folder in (converted, out, sent):
         shutil.rmtree(folder, ignore_errors=True)
-    os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
+    os.environ |= {"HF_HUB_DISABLE_XET": "0" if xet else "1", "HF_HOME": str(work / "home")}
     run = [PYTHON, "-m", "k2convert", "run"]
     commands: dict[str, list[str | Path]] = {
         "fetch": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
@@ -80,23 +80,21 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
     results: dict[str, Run] = {}
     for label, command in commands.items():
         print(f"bench: {label}", file=sys.stderr, flush=True)
-        with fresh_hub(work, source, line=line):  # so that no stage finds the uploads of a previous one
+        for folder in (work / "home", work / "hub"):  # so that no stage finds the uploads of a previous one
+            shutil.rmtree(folder, ignore_errors=True)
+        with serving(work / "hub", source, *(["--line", str(line)] if line else [])):
             results[label] = run_once(command, one_core=False)
     return results
 
 
 @contextmanager
-def fresh_hub(work: Path, source: Path, *, line: float | None) -> Generator[None]:
-    """Start a server that holds only the source, with a client that has no cache."""
-    for folder in (work / "home", work / "hub"):
-        shutil.rmtree(folder, ignore_errors=True)
-    arguments = ["--serve", work / "hub", source, *(["--line", str(line)] if line else [])]
-    with subprocess.Popen(
-        [PYTHON, "-m", "scripts.bench.hub", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
+def serving(root: Path, source: Path, *options: str) -> Generator[None]:
+    """Start a server that holds only the source, and name it to the commands that follow."""
+    command = [PYTHON, "-m", "scripts.bench.hub", "--serve", root, source, *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url, token = server.stdout.readline().split()
-        os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HOME": str(work / "home")}
+        os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token}
         try:
             yield
         finally:
@@ -111,10 +109,11 @@ def main() -> None:
     parser.add_argument("--line", type=float, help="limit in MB/s each way; needs --no-xet")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
     parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--tls", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--fetch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve(*arguments.serve, line=arguments.line)
+        return serve(*arguments.serve, line=arguments.line, tls=arguments.tls)
     if arguments.fetch:
         return fetch(arguments.fetch)
     arguments.work.mkdir(parents=True, exist_ok=True)

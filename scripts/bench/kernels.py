@@ -150,7 +150,7 @@ def column_figures(weights: list[Int4Weight]) -> Figures:
         ("weighted and scaled", "imatrix", usually_scaled),
         ("weighted and scaled in every block", "imatrix", scaled),
         ("mse, scaled", "mse", scaled),
-        ("plain, scaled", "max", scaled),
+        ("max, scaled", "max", scaled),
     )
     for label, rule, sources in cases:
         quantizer = create_quantizer("native", rule=rule)

@@ -7,29 +7,16 @@ table goes to stdout. Client and server share this machine's cores, so the clien
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
+from scripts.bench.hub import REPO, TESTS, serving
 from scripts.bench.measure import Run, describe_machine, run_once
 
-TESTS = Path(__file__).resolve().parents[2] / "tests" / "hub"
 MODULE = [sys.executable, "-m", "scripts.bench.range_reads"]
-REPO = "moon/set"
 NAME = "model.safetensors"
-
-
-def serve(folder: Path, kind: str) -> None:
-    """Run the loopback Hub until killed; prints its address."""
-    sys.path.insert(0, str(TESTS))
-    from loopback import LoopbackHub
-
-    with LoopbackHub(folder / f"hub-{kind}", tls=kind == "TLS") as hub:
-        hub.store.add_folder(REPO, folder / "set")
-        print(hub.url, flush=True)
-        sys.stdin.read()
 
 
 def fetch(folder: Path, reads: str) -> None:
@@ -49,17 +36,10 @@ def fetch(folder: Path, reads: str) -> None:
 def measure(folder: Path, kind: str, *, turns: int) -> dict[str, list[Run]]:
     """The runs of each way, taken in turns."""
     runs: dict[str, list[Run]] = {"socket": [], "library": []}
-    with subprocess.Popen(
-        [*MODULE, "--serve", folder, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        os.environ |= {"HF_ENDPOINT": server.stdout.readline().strip(), "SSL_CERT_FILE": str(TESTS / "loopback.pem")}
-        try:
-            for _ in range(turns):
-                for reads, found in runs.items():
-                    found.append(run_once([*MODULE, "--fetch", folder, reads], one_core=False))
-        finally:
-            server.kill()
+    with serving(folder / f"hub-{kind}", folder / "set", *(["--tls"] if kind == "TLS" else [])):
+        for _ in range(turns):
+            for reads, found in runs.items():
+                found.append(run_once([*MODULE, "--fetch", folder, reads], one_core=False))
     return runs
 
 
@@ -67,11 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--fetch", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.serve:
-        return serve(Path(arguments.serve[0]), arguments.serve[1])
     if arguments.fetch:
         return fetch(Path(arguments.fetch[0]), arguments.fetch[1])
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
@@ -80,7 +57,7 @@ def main() -> None:
         with (folder / "set" / NAME).open("wb") as file:
             for _ in range(int(arguments.gigabytes * 100)):
                 file.write(os.urandom(10_000_000))
-        os.environ["HF_HOME"] = str(folder / "home")
+        os.environ |= {"HF_HOME": str(folder / "home"), "SSL_CERT_FILE": str(TESTS / "loopback.pem")}
         print(f"{describe_machine()}; {arguments.gigabytes:g} GB, median of {arguments.turns}\n")
         print("| connection | reads | seconds | client's CPU seconds |\n|---|---|---|---|")
         for kind in ("HTTP", "TLS"):

@@ -22,19 +22,32 @@ from scripts.engine_checks.agreement import (
     BF16_WEIGHTS_FP4_TIES,
     FLOAT32,
     FP4_TIES,
+    NEW_TOKENS,
     Agreement,
+    Evaluation,
+    Expected,
     Tolerance,
     compare,
 )
+from scripts.engine_checks.deployments import PARSERS, check_commands
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
-from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
-from scripts.engine_checks.k3 import FOUND_BY, NOT_REACHED, copy_with_defect
-from scripts.engine_checks.serve_commands import PARSERS, check_commands
 from scripts.engine_checks.served import check_served, check_wire
 from scripts.engine_checks.served import report as served_report
 from scripts.engine_checks.table import Result, markdown
-from scripts.engine_checks.variants import K2, K3, MSE, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
+from scripts.engine_checks.variants import (
+    FOUND_BY,
+    K2,
+    K3,
+    MSE,
+    NOT_REACHED,
+    ROOT,
+    VARIANTS,
+    WEIGHT_ONLY,
+    Variant,
+    convert,
+    copy_with_defect,
+)
 
 WINDOW = 256
 CLIENT_SECONDS = 1200

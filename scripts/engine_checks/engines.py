@@ -33,15 +33,8 @@ class Engine:
 
     def command(self, work: Path, checkpoint: Path, request: Path, out: Path) -> list[str]:
         """Return the command that runs the client."""
-        python = str(python_of(self.environment, work))
-        command = [
-            python,
-            "-m",
-            f"scripts.engine_checks.clients.{self.client}",
-            str(checkpoint),
-            str(request),
-            str(out),
-        ]
+        module = f"scripts.engine_checks.clients.{self.client}"
+        command = [str(python_of(self.environment, work)), "-m", module, str(checkpoint), str(request), str(out)]
         return [*command, "--as-released"] if self.is_known_to_be_wrong else command
 
     def variables(self, work: Path) -> dict[str, str]:

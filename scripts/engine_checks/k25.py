@@ -7,90 +7,38 @@ engines that know only the latter take the real tower's sizes otherwise.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+
+from scripts.fixture_maker.config import write_json
+from scripts.fixture_maker.folder import SmallCheckpoint, random_bf16, read_small, write_small
+from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
+from scripts.fixture_maker.shards import shard_name
 
 HIDDEN = 64
 INNER = 128
 BLOCKS = 2
 HEADS = 4
-INDEX = "model.safetensors.index.json"
 
 
 def wrap_k25(source: Path, out: Path) -> Path:
-    """Write the wrapped checkpoint, config last; a finished one is kept."""
-    if (out / "config.json").exists():
+    """Write the wrapped checkpoint; a finished one is kept."""
+    if (out / "preprocessor_config.json").exists():
         return out
-    out.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors" and file.name not in ("config.json", INDEX):
-            shutil.copy(file, out)
-    text = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    shards = [_prefixed(load_file(shard)) for shard in sorted(source.glob("*.safetensors"))]
+    shutil.rmtree(out, ignore_errors=True)
+    checkpoint = read_small(source)
+    text = checkpoint.config
     generator = torch.Generator().manual_seed(0)
-    shards += [_projector(text["hidden_size"], generator), _tower(generator)]
-    index: dict[str, str] = {}
-    for number, tensors in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):06}.safetensors"
-        save_file(tensors, out / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, name)
-    size = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
-    _write(out / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-    _write(out / "preprocessor_config.json", {"media_proc_cfg": _media()})
-    _write(out / "config.json", _config(text))
+    parts = [{f"language_model.{name}": tensor for name, tensor in s.items()} for s in checkpoint.shards.values()]
+    parts.append(random_bf16(projector_tensors(HIDDEN, text["hidden_size"]), generator))
+    parts.append(random_bf16(vision_tensors(HIDDEN, INNER, BLOCKS, positions=64), generator))
+    shards = {shard_name(number, len(parts)): tensors for number, tensors in enumerate(parts, 1)}
+    write_small(SmallCheckpoint(_config(text), shards, source), out)
+    write_json(out / "preprocessor_config.json", {"media_proc_cfg": _media()})
     return out
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _small(generator: torch.Generator, *shape: int) -> Tensor:
-    return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
-
-
-def _linear(name: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, Tensor]:
-    return {f"{name}.weight": _small(generator, rows, columns), f"{name}.bias": _small(generator, rows)}
-
-
-def _norm(name: str, generator: torch.Generator) -> dict[str, Tensor]:
-    return {f"{name}.weight": torch.ones(HIDDEN, dtype=torch.bfloat16), f"{name}.bias": _small(generator, HIDDEN)}
-
-
-def _tower(generator: torch.Generator) -> dict[str, Tensor]:
-    tensors = {
-        "vision_tower.patch_embed.proj.weight": _small(generator, HIDDEN, 3, 14, 14),
-        "vision_tower.patch_embed.proj.bias": _small(generator, HIDDEN),
-        "vision_tower.patch_embed.pos_emb.weight": _small(generator, 64, 64, HIDDEN),
-        **_norm("vision_tower.encoder.final_layernorm", generator),
-    }
-    for number in range(BLOCKS):
-        block = f"vision_tower.encoder.blocks.{number}"
-        tensors |= _norm(f"{block}.norm0", generator) | _norm(f"{block}.norm1", generator)
-        tensors |= _linear(f"{block}.wqkv", 3 * HIDDEN, HIDDEN, generator)
-        tensors |= _linear(f"{block}.wo", HIDDEN, HIDDEN, generator)
-        tensors |= _linear(f"{block}.mlp.fc0", INNER, HIDDEN, generator)
-        tensors |= _linear(f"{block}.mlp.fc1", HIDDEN, INNER, generator)
-    return tensors
-
-
-def _projector(text_hidden: int, generator: torch.Generator) -> dict[str, Tensor]:
-    merged = 4 * HIDDEN
-    return (
-        _norm("mm_projector.pre_norm", generator)
-        | _linear("mm_projector.proj.0", merged, merged, generator)
-        | _linear("mm_projector.proj.2", text_hidden, merged, generator)
-    )
 
 
 def _config(text: dict[str, Any]) -> dict[str, Any]:

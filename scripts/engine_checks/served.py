@@ -68,16 +68,8 @@ def check_served(work: Path, tokens: int, say: Callable[[str], None]) -> tuple[l
     source = work / "checkpoints" / "bf16"
     _run(["run", str(TINY), str(source), "--to", "bf16", "--json"])
     windows = read_windows([TINY / "eval.txt"], tokenizer=TINY, vocab_size=2048, tokens=tokens, window=WINDOW, seed=0)
-    text = [
-        "--text",
-        str(TINY / "eval.txt"),
-        "--tokenizer",
-        str(TINY),
-        "--window",
-        str(WINDOW),
-        "--tokens",
-        str(tokens),
-    ]
+    text = ["--text", str(TINY / "eval.txt"), "--tokenizer", str(TINY)]
+    text += ["--window", str(WINDOW), "--tokens", str(tokens)]
     rows: list[Served] = []
     with served(source, work) as reference:
         problems = [*_against_itself(reference, text), *_killed(reference, text, windows)]
@@ -201,20 +193,8 @@ def check_wire(engine: str, work: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as name, ModelServer(markov(1), engine=engine) as server:
         folder = Path(name)
         np.save(folder / "ids.npy", np.arange(24))
-        words = [
-            "compare",
-            server.url,
-            "--save",
-            "kept",
-            "--text",
-            "ids.npy",
-            "--window",
-            "12",
-            "--top-k",
-            "8",
-            "--quiet",
-        ]
-        _run(words, cwd=folder)
+        options = "--save kept --text ids.npy --window 12 --top-k 8 --quiet"
+        _run(["compare", server.url, *options.split()], cwd=folder)
         question = server.requests[0]
         answer = server.vllm_answer(question) if engine == "vllm" else server.sglang_answer(question)
         documents = folder / "documents.json"

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from scripts.evaluation.calibrated import CALIBRATED_SUBJECTS, chosen_rows, evaluate_calibrated, evaluated_windows
+from scripts.evaluation.calibrated import (
+    CALIBRATED_SUBJECTS,
+    calibrated_markdown,
+    chosen_rows,
+    evaluate_calibrated,
+    evaluated_windows,
+)
 from scripts.evaluation.capture import capture
-from scripts.evaluation.table import calibrated_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +65,7 @@ def main() -> None:
         subject = CALIBRATED_SUBJECTS[name](options.work)
         result = evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens)
         print(calibrated_markdown(result), flush=True)
-        documents.append(result.to_dict())
+        documents.append(asdict(result))
     if options.json:
         document = documents if options.subject == "all" else documents[0]
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -35,13 +35,14 @@ from scripts.evaluation.models import (
 )
 from scripts.evaluation.peers import PEERS, QUARK, mlps_of, peer_weights, quark_mlps
 from scripts.evaluation.smollm2 import make_smollm2
-from scripts.evaluation.table import MODES, CalibratedEvaluation, CalibratedRow
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
 TOKENS_PER_EXPERT = 16
 TOKEN_COUNTS = (4096, 65_536)
+MODES = ("W4A16", "W4A4")
 W4A16, W4A4 = MODES
+_FIGURES = ("KL", "of mse", "99.9 %", "top-1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,29 @@ CONVERSIONS = (
 )
 INT4 = "INT4"
 """The row of the source's weights with FP4 activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedRow:
+    """One calibrated conversion; `of_mse` is its mean KL as a share of data-free mse's in the same mode."""
+
+    weights: str
+    mode: str
+    of_mse: float
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedEvaluation:
+    """All calibrated conversions of one model: calibrated on one text and evaluated on another one."""
+
+    model: str
+    calibration: str
+    calibration_tokens: int
+    text: str
+    tokens: int
+    source: Score
+    rows: tuple[CalibratedRow, ...]
 
 
 def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str]:
@@ -348,3 +372,33 @@ def _rows(scores: Scores) -> list[CalibratedRow]:
                 assert base is not None
                 rows.append(CalibratedRow(weights, mode, score.kl_mean / base, score))
     return rows
+
+
+def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
+    """Return a heading line and one table, with the figures of both modes in the row of the weights."""
+    by_weights: dict[str, dict[str, CalibratedRow]] = {}
+    for row in evaluation.rows:
+        by_weights.setdefault(row.weights, {})[row.mode] = row
+    columns = [f"{mode}: {name}" if name == _FIGURES[0] else name for mode in MODES for name in _FIGURES]
+    lines = [
+        f"**{evaluation.model}**, calibrated on {evaluation.calibration_tokens:,} tokens of {evaluation.calibration}, "
+        f"evaluated on {evaluation.tokens:,} tokens of {evaluation.text} (perplexity of INT4: "
+        f"{evaluation.source.perplexity:.2f}); divergence from the INT4 model in nats.",
+        "",
+        _line(["weights", *columns]),
+        _line(["---", *["---:"] * len(columns)]),
+    ]
+    for weights, modes in by_weights.items():
+        lines.append(_line([weights, *(cell for mode in MODES for cell in _cells(modes.get(mode)))]))
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: CalibratedRow | None) -> list[str]:
+    if row is None:
+        return [""] * len(_FIGURES)
+    score = row.score
+    return [f"{score.kl_mean:.5f}", f"{row.of_mse:.2f}", f"{score.kl_p999:.3f}", f"{score.top1_agreement:.3f}"]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

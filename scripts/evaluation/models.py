@@ -7,8 +7,7 @@ Everything else is transformers' code in FP32 with the source's BF16 values.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +48,19 @@ class ExpertsModule(nn.Module):
         self.mlps: list[Mlp] = []
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert, mlp in enumerate(self.mlps):
-            tokens, places = torch.where(top_k_index == expert)
-            if tokens.numel():
-                output = mlp(hidden_states[tokens]) * top_k_weights[tokens, places, None]
-                result.index_add_(0, tokens, output)
-        return result
+        return routed_sum(self.mlps, hidden_states, top_k_index, top_k_weights)
+
+
+def routed_sum(
+    experts: Iterable[Callable[[Tensor], Tensor]], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return each token's sum of the outputs of its experts, weighted."""
+    result = torch.zeros_like(hidden_states)
+    for number, expert in enumerate(experts):
+        tokens, places = torch.where(top_k_index == number)
+        if tokens.numel():
+            result.index_add_(0, tokens, expert(hidden_states[tokens]) * top_k_weights[tokens, places, None])
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +187,3 @@ def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
 def without_input_scales(mlps: Mlps) -> Mlps:
     """Return the same weights without input scales, so inputs stay FP32."""
     return {stem: Mlp(*(LinearLayer(p.weight) for p in (m.gate, m.up, m.down))) for stem, m in mlps.items()}
-
-
-def weight_sqnr_db(source: Mlps, converted: Mlps, folder: Path) -> float:
-    """Return the SQNR in dB over all weights that are INT4 in the source folder."""
-    int4 = {name.rsplit(".", 1)[0] for name in open_checkpoint(folder).tensors if name.endswith(".weight_packed")}
-    signal = noise = 0.0
-    for stem, mlp in source.items():
-        for name, projection in zip(PROJECTIONS, ("gate", "up", "down"), strict=True):
-            if f"{stem}.{name}" in int4:
-                exact = getattr(mlp, projection).weight.decode().double()
-                signal += float(exact.square().sum())
-                noise += float((getattr(converted[stem], projection).weight.decode().double() - exact).square().sum())
-    return 10 * math.log10(signal / noise)

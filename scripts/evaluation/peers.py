@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from scripts.bench.peers import quark_python
-from scripts.evaluation.models import ExpertsModule, Mlps, build_model, converted_mlps, source_mlps
+from scripts.evaluation.models import ExpertsModule, Mlps, build_model, converted_mlps, routed_sum, source_mlps
 
 ROOT = Path(__file__).resolve().parents[2]
 _ROUTED = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
@@ -53,13 +53,7 @@ class LinearExperts(nn.ModuleList):
     """The routed experts of a layer: same arguments and sum as the model's own."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert, module in enumerate(self):
-            tokens, places = torch.where(top_k_index == expert)
-            if tokens.numel():
-                output = module(hidden_states[tokens]) * top_k_weights[tokens, places, None]
-                result.index_add_(0, tokens, output)
-        return result
+        return routed_sum(self, hidden_states, top_k_index, top_k_weights)
 
 
 def linear_network(source: Path, mlps: Mlps) -> Any:

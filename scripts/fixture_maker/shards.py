@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from scripts.fixture_maker.config import write_json
+from scripts.fixture_maker.config import write_json, write_sidecars
 from scripts.fixture_maker.inventory import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -77,9 +78,23 @@ def write_sparse(path: Path, specs: Iterable[TensorSpec], values: dict[str, byte
         file.truncate(len(head) + sum(spec.num_bytes for spec in ordered))
 
 
-def write_index(folder: Path, shards: dict[str, Iterable[TensorSpec]]) -> None:
-    """Write the index of shards given as {file name: tensors}, with the exact total_size."""
-    specs = [(spec, shard) for shard, members in shards.items() for spec in members]
-    weight_map = {spec.name: shard for spec, shard in sorted(specs, key=lambda pair: pair[0].name)}
-    total = sum(spec.num_bytes for spec, _ in specs)
-    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+def write_checkpoint(
+    out: Path,
+    parts: list[list[TensorSpec]],
+    write_shard: Callable[[Path, list[TensorSpec]], None],
+    *,
+    config: dict[str, Any],
+    sidecars: dict[str, str],
+) -> Path:
+    """Write a new folder: the shards, an index with the exact total_size, config.json and small text files."""
+    fresh_folder(out)
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(parts, start=1):
+        shard = shard_name(number, len(parts))
+        write_shard(out / shard, specs)
+        weight_map |= {spec.name: shard for spec in specs}
+    total = sum(spec.num_bytes for specs in parts for spec in specs)
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(out / "config.json", config)
+    write_sidecars(out, sidecars)
+    return out

@@ -1,8 +1,11 @@
 """Reads give the file's bytes wherever they lie and however they get there, and leave the system's cache as it was."""
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,6 +89,29 @@ def test_what_was_not_cached_is_not_cached_afterwards(shard: Path) -> None:
         assert is_cached(shard)
         reader.read(TensorInfo("t", "U8", (NUM_BYTES,), 0, NUM_BYTES, "shard"))
         assert is_cached(shard)
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 65536])
+def test_the_cache_is_asked_for_whole_pages_of_this_system(
+    page_bytes: int, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ARM kernel may have pages of 64 KB; `mincore` refuses an address within a page."""
+    asked: list[tuple[int, int]] = []
+
+    def mincore(address: ctypes.c_void_p, length: ctypes.c_size_t, resident: ctypes.c_void_p) -> int:
+        asked.append(((address.value or 0) - start, length.value))
+        num_pages = -(-length.value // page_bytes)
+        ctypes.memmove(resident, bytes([0] + [1] * (num_pages - 1)), num_pages)
+        return 0
+
+    monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+    monkeypatch.setattr("k2convert.checkpoint.reader._libc", SimpleNamespace(mincore=mincore))
+    with shard.open("rb") as file:
+        cache = PageCache(file.fileno())
+        start = cache._address
+        assert not cache.holds_most(page_bytes + 77, 3 * page_bytes)
+        assert cache.holds_most(2 * page_bytes, NUM_BYTES + 1)
+    assert asked == [(page_bytes, 2 * page_bytes), (2 * page_bytes, NUM_BYTES - 2 * page_bytes)]
 
 
 @pytest.mark.parametrize("prepare", [drop_from_cache, keep_in_cache])

@@ -8,8 +8,8 @@ import pytest
 
 from k2convert.calibration.cost import PassSize, Time, read_sizes, walk_steps
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.fit.gpus import GPUS, find_gpu
-from scripts.bench.gpu_rates import FLOPS, PANEL_FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
+from k2convert.fit.gpus import find_gpu
+from scripts.bench.gptq_steps import PANEL_FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
 
 
 def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
@@ -53,9 +53,3 @@ def test_the_work_of_a_walk_on_gpus_is_that_of_its_steps(tiny: Path) -> None:
     codes = 3 * steps["codes of gate and up"].kernels
     assert many.kernels == pytest.approx(walk.kernels - (one.kernels + codes) * 7 / 8), "the rest is not dealt out"
     assert many.read == walk.read
-
-
-def test_each_gpu_but_one_has_rates() -> None:
-    assert GPUS.keys() - FLOPS.keys() == {"dgx-spark"}
-    for flops in FLOPS.values():
-        assert flops.tf32 > flops.fp32 > flops.fp64

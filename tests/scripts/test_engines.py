@@ -13,15 +13,25 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.validation.library_decoders import agrees, create_decoder
 from scripts.engine_checks.__main__ import KINDS, Task, check_defects, read_result, run_client, tolerance
-from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, compare
+from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, Expected, compare
 from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint
 from scripts.engine_checks.clients.outcome import Outcome
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import QUARK, STEPS
-from scripts.engine_checks.expected import Expected
-from scripts.engine_checks.k3 import BANK_MISSING, FOUND_BY, TENSOR_RENAMED, copy_with_defect
 from scripts.engine_checks.k25 import wrap_k25
-from scripts.engine_checks.variants import K2, K3, K25, ROOT, VARIANTS, Variant, convert
+from scripts.engine_checks.variants import (
+    BANK_MISSING,
+    FOUND_BY,
+    K2,
+    K3,
+    K25,
+    ROOT,
+    TENSOR_RENAMED,
+    VARIANTS,
+    Variant,
+    convert,
+    copy_with_defect,
+)
 
 W4A16 = Variant(K2, "compressed-tensors", "w4a16", "mse")
 K3_W4A4 = Variant(K3, "modelopt", "w4a4", "mse")

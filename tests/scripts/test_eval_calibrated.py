@@ -10,19 +10,20 @@ pytest.importorskip("transformers")
 
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
+from scripts.engine_checks.clients.files import sqnr_db
 from scripts.evaluation.calibrated import (
     CALIBRATED_SUBJECTS,
     W4A4,
     W4A16,
+    calibrated_markdown,
     calibration_tokens,
     calibration_windows,
     chosen_rows,
     evaluate_calibrated,
 )
 from scripts.evaluation.measure import Variant, compare_in_turn, encode
-from scripts.evaluation.models import build_model, scaled_tensors, source_mlps, weight_sqnr_db
-from scripts.evaluation.peers import PEERS, QUARK, mlps_of, peer_weights
-from scripts.evaluation.table import calibrated_markdown
+from scripts.evaluation.models import build_model, scaled_tensors, source_mlps
+from scripts.evaluation.peers import PEERS, QUARK, peer_weights
 
 
 def halved(layer: LinearLayer) -> LinearLayer:
@@ -126,4 +127,6 @@ def test_peers_quantize_only_the_routed_experts_of_the_same_weights(name: str, t
         for weight in (gate, up, down):
             blocks = weight.unflatten(-1, (-1, 16)).flatten(0, 1)
             assert max(len(torch.unique(block.abs())) for block in blocks[:64]) <= 8  # FP4 has eight magnitudes
-    assert 14 < weight_sqnr_db(source, source | mlps_of(weights), tiny) < 22.62
+    exact = [p.weight.decode().flatten() for m in (source[n] for n in weights) for p in (m.gate, m.up, m.down)]
+    found = [weight.flatten() for three in weights.values() for weight in three]
+    assert 14 < sqnr_db(torch.cat(exact), torch.cat(found)) < 22.62
