@@ -44,4 +44,5 @@ MXFP4: Final = SourceFormat(
     "groups of 32 columns, scales in U8.",
     load=Mxfp4Weight.load,
 )
-SOURCE_FORMATS: Final = (INT4, MXFP4)  # every format, by the dtype of its codes
+SOURCE_FORMATS: Final = (INT4, MXFP4)
+"""Every format, by the dtype of its codes."""

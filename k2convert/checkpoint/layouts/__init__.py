@@ -10,5 +10,8 @@ from k2convert.checkpoint.layouts.compressed_tensors import COMPRESSED_TENSORS
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.layouts.modelopt import MODELOPT
 
-LAYOUTS: Final[dict[str, CheckpointLayout]] = {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED_TENSORS}
+LAYOUTS: Final[dict[str, CheckpointLayout]] = {
+    "modelopt": MODELOPT,
+    "compressed-tensors": COMPRESSED_TENSORS,
+}
 """One row for each word of `choices.Layout`; the first is the default."""
