@@ -165,7 +165,7 @@ def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted; nothing without a folder. Raises SourceReadError, as Path.glob does not."""
+    """Return the files of a folder, sorted; none without a folder. Raises SourceReadError if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):

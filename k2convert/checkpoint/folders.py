@@ -30,7 +30,7 @@ def check_no_link(path: Path) -> None:
 
 @contextmanager
 def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
-    """Open a folder below `root` for the block; returns its descriptor. DestinationError for a link, OSError."""
+    """Open a folder below `root` for the block; returns its descriptor. Raises DestinationError for a link, OSError."""
     path = folder if root is None else root
     descriptor = os.open(path, _FOLDER)
     try:

@@ -122,7 +122,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
-    """Read config, index and headers of a folder, by `read` where a shard is elsewhere; raises CheckpointError."""
+    """Read config, index and headers of a folder; `read` opens shards that lie elsewhere. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config_text = read_text_file(folder / CONFIG_NAME)

@@ -27,7 +27,7 @@ LARGE_BYTES = 256 << 20
 
 
 def segment_bytes_for(num_bytes: int) -> int:
-    """The length of a segment, which a killed process loses: 1/64 of a small file, 8 MB in a large one, n * 64 KB."""
+    """Bytes of a segment, the most that a killed process loses: a file / 64, at most 8 MB, in multiples of 64 KB."""
     step = MIN_SEGMENT_BYTES
     return min(MAX_SEGMENT_BYTES, max(step, -(-num_bytes // (64 * step)) * step))
 

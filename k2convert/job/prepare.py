@@ -155,7 +155,7 @@ def prepare(
     text: "WalkText | None",
     hub: Hub,
 ) -> Job:
-    """Plan a job with settled recipe; raises PlanError, CalibrationError, DestinationError, HubError, DiskFullError."""
+    """Plan a job by a settled recipe; raises PlanError, CalibrationError, DestinationError, HubError, DiskFullError."""
     checkpoint = source.checkpoint
     destination = options.destination
     folder = destination.folder
@@ -342,7 +342,7 @@ def check_room(job: Job) -> None:
 
 
 def memory_bytes(job: Job, *, walk: int = 0) -> int:
-    """Return this process's peak so far, shards in work, as much in staging, Xet's streams, and a walk. Ask early."""
+    """Return the bytes of shards in work, as much in staging, Xet's streams, a walk, and this process's peak so far."""
     shards = job.limits.inflight + max(job.limits.inflight, job.limits.workers * NUM_STAGING * STAGING_BYTES)
     if job.gptq is not None:  # a small model has less than that
         shards = min(shards, job.bytes_in + job.plan.data_bytes)

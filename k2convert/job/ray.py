@@ -79,7 +79,7 @@ def new_rooms() -> str:
 
 @contextmanager
 def open_room(rooms: str, *, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
-    """Wait for room for one more shard; make a folder, removed at the end, whose path leads through its descriptor."""
+    """Wait until one more shard fits; make a folder for it, reached through its descriptor and removed at the end."""
     top = Path(tempfile.gettempdir())
     with opened_folder(top) as parent, ExitStack() as stack:
         while True:

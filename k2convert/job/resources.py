@@ -107,7 +107,7 @@ def xet_bytes(*, uploads: bool) -> int:
 
 
 def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices for a text and a note: CUDA that rounds as the CPU if `rounds`, else the CPU. PlanError."""
+    """Return devices and a note. With `rounds`, CUDA only if it rounds as the CPU does. Raises PlanError."""
     check_choice("device", device, get_args(Device))
     if device == "cuda":
         require_extra("torch", purpose="device cuda")

@@ -350,7 +350,7 @@ def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
 
 
 def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
-    """Return the records of sound shards, forget the others. With `everything` all are hashed. Hold the lock."""
+    """Return the records of sound shards and forget the others. `everything` hashes all. The caller holds the lock."""
     found, damaged_files = journal.find_records(digest)
     here = found.only(name for name, record in found.items() if journal.has_file(record))
     doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))

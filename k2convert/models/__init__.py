@@ -35,7 +35,7 @@ def find_family(name: str) -> Family:
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """Tell the family from tensor names and model_type, as other models share the names; raises PlanError."""
+    """Find the family by tensor names and model_type, since other models share the names; raises PlanError."""
     names = checkpoint.tensors
     refused = {
         prefix: (why, family.source_hint) for family in FAMILIES for prefix, why in family.refused_prefixes.items()

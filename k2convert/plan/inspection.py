@@ -70,7 +70,7 @@ def inspect_checkpoint(
     pruning: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Describe a checkpoint, with `pruning` and `conversion` of its ledger; raises PlanError if no family is its."""
+    """Describe a checkpoint, with `pruning` and `conversion` from its ledger. Raises PlanError if it is unknown."""
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed: dict[str, str] = {}

@@ -186,7 +186,7 @@ def find_evaluation(path: Path) -> Evaluation | None:
 
 
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
-    """Read a result's evaluation.json, None without; raises CheckpointError if it is of other `weights` or config."""
+    """Read a result's evaluation.json if there is one; raises CheckpointError if its weights or config differ."""
     with remedy(_REMEDY):
         found = find_evaluation(folder)
     if found is None:

@@ -232,5 +232,5 @@ def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
 
 
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
-    """Return a source with the experts that its result's ledger keeps, or as it is; raises PlanError."""
+    """Return a source with only the experts that the ledger keeps; raises PlanError."""
     return source if ledger is None or ledger.pruning is None else ledger.pruning.view(source)

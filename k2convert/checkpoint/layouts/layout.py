@@ -84,7 +84,7 @@ class CheckpointLayout:
             return False
 
     def decode_scalar(self, raw: bytes) -> float:
-        """Return the FP32 scale that four bytes mean, 1/x in FP32 as in engines; infinite or zero if invalid."""
+        """Return the FP32 scale of four stored bytes, inverted in FP32 as engines do; infinite or zero if invalid."""
         (value,) = struct.unpack("<f", raw)
         if not self.is_divisor:
             return value
