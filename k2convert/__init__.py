@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from k2convert.records.evaluation import Evaluation
     from k2convert.validation.results import ValidationReport
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def convert(
