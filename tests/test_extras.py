@@ -117,6 +117,7 @@ def test_an_extra_is_installed_from_where_the_package_came(
     assert done.stdout.strip() == f"Install it with: {sys.executable} -m pip install {words}"
 
 
+@pytest.mark.slow
 def test_a_report_without_a_home_has_no_notice_of_a_library(tmp_path: Path) -> None:
     convert(TINY, tmp_path / "out")
     environment = cli_environment() | {"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}

@@ -155,6 +155,7 @@ def test_several_threads_at_once_leave_the_process_as_it_was() -> None:
     assert Path("b.stats").read_bytes() == Path("d.stats").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads(cut: Path) -> None:
     code = (
         "import sys, os; before = dict(os.environ); import k2convert; "

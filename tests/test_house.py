@@ -43,6 +43,7 @@ def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, di
     assert "torch" not in found["loaded"]
 
 
+@pytest.mark.slow
 def test_a_run_that_calibrates_enters_few_files(cut: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))

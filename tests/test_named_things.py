@@ -12,6 +12,7 @@ from k2convert.quantize.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "k2convert"
+CODE = ("k2convert", "tests", "scripts")
 TEXTS = (".md", ".jinja", ".yaml")
 OF_OTHERS = {
     "64GiB",
@@ -37,9 +38,9 @@ RULE = re.compile(r"(?:--rule |\brule `|^rule: )(?!skipped)([a-z]\w+)", re.MULTI
 
 @cache
 def known_names() -> set[str]:
-    """Every identifier of the code, and every string constant that could be one."""
-    names: set[str] = set()
-    for path in (p for folder in ("k2convert", "tests", "scripts") for p in (ROOT / folder).rglob("*.py*")):
+    """Every identifier of the code, every string constant that could be one, and the names of others."""
+    names = set(OF_OTHERS)
+    for path in (p for folder in CODE for p in (ROOT / folder).rglob("*.py*")):
         if path.suffix not in (".py", ".pyi") or path == Path(__file__):
             continue
         names.add(path.stem)
@@ -64,7 +65,7 @@ def known_names() -> set[str]:
 
 @cache
 def modules() -> set[str]:
-    return {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    return {path.relative_to(ROOT).as_posix() for folder in CODE for path in (ROOT / folder).rglob("*.py")}
 
 
 def prose() -> Iterator[tuple[str, str]]:
@@ -81,7 +82,7 @@ def prose() -> Iterator[tuple[str, str]]:
 def unknown(file: str, text: str) -> list[str]:
     """Return the names in a text that nothing has: identifiers in docstrings, modules, classes of modules, rules."""
     found: list[str] = []
-    known = known_names() | OF_OTHERS
+    known = known_names()
     if file.endswith(".py"):
         for identifier in IDENTIFIER.findall(text):
             found += [part for part in identifier.split(".") if part not in known and len(part) > 2]

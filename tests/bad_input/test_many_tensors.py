@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import peak_of
 
 from scripts.fixture_maker.damage import edit_header, edit_json
@@ -31,6 +32,7 @@ def add_empty_tensors(folder: Path) -> int:
     return (folder / INDEX).stat().st_size + shard.stat().st_size - before
 
 
+@pytest.mark.slow
 def test_empty_tensors_take_no_more_memory_than_their_entries(source: Path, dest: Path, tmp_path: Path) -> None:
     few = peak_megabytes("run", source, tmp_path / "few", "--device", "cpu")
     few_checked = peak_megabytes("validate", tmp_path / "few", "--source", source)

@@ -276,6 +276,7 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
     assert errors[0] < 1.03 * errors[1]
 
 
+@pytest.mark.slow
 def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
     cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_disk_is_within_limits(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, lo
     assert largest < watched.most < room
 
 
+@pytest.mark.slow
 def test_a_job_continued_with_less_room_keeps_to_it(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path, without_xet: None
 ) -> None:

@@ -53,6 +53,7 @@ def downloading(driver: subprocess.Popen[str], temporary: Path, nodes: Nodes) ->
     return next(iter(found.items()))
 
 
+@pytest.mark.slow
 def test_nodes_fetch_convert_and_send_whoever_dies(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, nodes: Nodes, temporary: Path
 ) -> None:

@@ -51,8 +51,16 @@ def two_shards(*folders: Path) -> int:
 @pytest.mark.parametrize(
     ("fault", "with_source"),
     [
-        *(("none", True), ("none", False), ("a weight byte", True), ("a weight byte", False), ("a copied byte", True)),
-        *(("a missing shard", False), ("a cut shard", True), ("a stray shard", False), ("no index", True)),
+        ("none", True),
+        ("a copied byte", True),
+        ("a missing shard", False),
+        *(
+            pytest.param(fault, with_source, marks=pytest.mark.slow)
+            for fault, with_source in (
+                *(("none", False), ("a weight byte", True), ("a weight byte", False)),
+                *(("a cut shard", True), ("a stray shard", False), ("no index", True)),
+            )
+        ),
     ],
 )
 def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
@@ -192,7 +200,7 @@ def test_without_room_nothing_is_downloaded(
     assert temporary.most == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_nothing(tiny_hub: LoopbackHub, cwd: Path, published: Path, number: signal.Signals) -> None:
     tiny_hub.store.add_folder("me/out", published)
     tiny_hub.traffic.bytes_per_second = 300_000

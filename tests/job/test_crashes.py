@@ -78,7 +78,8 @@ def words(command: str, source: Path, folder: Path) -> list[object]:
     return ["run", source, "OUT", "--calibrate", ids, "--workers", "1", "--set", USE, *CPU]
 
 
-@pytest.mark.parametrize("command", ["run --calibrate", pytest.param("calibrate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["run --calibrate", "calibrate"])
 def test_calibrations_that_crash_resume_to_identical_bytes(command: str, cut: Path, tmp_path: Path) -> None:
     chosen = words(command, cut, tmp_path)
     [found] = crash(tmp_path, chosen, points="few")

@@ -24,7 +24,8 @@ SHAPE = K2Shape(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
 def test_kimi_k2_is_planned_from_headers_below_a_gigabyte_in_a_cgroup_of_one(
     system: Path, tmp_path: Path, version: int, k2_headers: Path
 ) -> None:

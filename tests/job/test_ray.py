@@ -66,7 +66,8 @@ def stop_workers(nodes: Nodes, driver: "subprocess.Popen[str]") -> dict[int, int
             return still
 
 
-@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "raylet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["worker", "raylet"])
 def test_a_worker_may_be_killed(victim: str, tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
     driver = start_cli(*job(tiny, out, nodes), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -87,7 +88,8 @@ def test_a_worker_may_be_killed(victim: str, tiny: Path, whole: dict[str, bytes]
     assert not list(out.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_driver_is_started_again_and_makes_no_recorded_shard_twice(
     number: signal.Signals, tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_cluster_without_a_node_for_a_task_is_refused(
     assert not list(tmp_path.rglob("*.safetensors*"))
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_a_cluster_to_grow(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setenv("RAY_NODE_TYPE_NAME", "workers")  # as a launcher does, in place of `ray start`

@@ -141,7 +141,7 @@ def finish(case: Case) -> dict[str, bytes]:
     ("verb", "number"),
     [
         ("run --calibrate", signal.SIGTERM),
-        ("evaluate", signal.SIGINT),
+        pytest.param("evaluate", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("run", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("run --evaluate", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("calibrate", signal.SIGTERM, marks=pytest.mark.slow),

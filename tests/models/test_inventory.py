@@ -86,7 +86,7 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     ("parts", "config"),
     [
         (k2_thinking_parts, lambda: k2_config(K2_SHAPE)),
-        (k25_parts, lambda: k25_config(k2_config(K2_SHAPE), vision=WHOLE_VISION)),
+        pytest.param(k25_parts, lambda: k25_config(k2_config(K2_SHAPE), vision=WHOLE_VISION), marks=pytest.mark.slow),
         (k3_parts, lambda: k3_config(K3_SHAPE)),
     ],
     ids=list(SMALL),

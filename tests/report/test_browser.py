@@ -52,7 +52,12 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "dark"), [("wide", False), ("wide", True), ("telephone", False)], ids=["wide", "dark", "telephone"]
+    ("size", "dark"),
+    [
+        pytest.param("wide", True, id="dark"),
+        pytest.param("wide", False, id="wide", marks=pytest.mark.slow),
+        pytest.param("telephone", False, id="telephone", marks=pytest.mark.slow),
+    ],
 )
 def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
     width, height = SIZES[size]

@@ -12,6 +12,7 @@ from k2convert.fit.gpus import find_gpu
 from scripts.bench.gptq_steps import PANEL_FLOPS, Flops, GpuWork, gpu_steps, gpu_time, pass_work, walk_work
 
 
+@pytest.mark.slow
 def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.gptq_steps", str(tiny), "--tokens", "4096"]
     shown = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()

@@ -75,6 +75,7 @@ def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
     assert tokens["foreign"].options(text="--calibrate")[:2] == ["--calibrate", tmp_path / "licence.txt"]
 
 
+@pytest.mark.slow
 def test_figures_of_the_tiny_checkpoint_are_the_known_ones(tmp_path: Path) -> None:
     """Four windows of it; the whole text gives 0.00249 and 0.00156."""
     rows = chosen_rows(["max", "mse", "INT4"], with_peers=False)

@@ -34,7 +34,8 @@ class Gate:
         return False
 
 
-@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False, True])
 def test_killed_after_every_answer(serve: Serve, text: Path, tmp_path: Path, saved: bool) -> None:
     gate = Gate()
     servers = [serve(markov(1, apart=apart), name=name, spoil=gate.spoil) for name, apart in (("a", 0), ("b", 0.4))]

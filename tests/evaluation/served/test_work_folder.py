@@ -73,6 +73,7 @@ class Killer:
         return remove
 
 
+@pytest.mark.slow
 def test_killed_at_every_step_of_its_removal_it_goes_on(
     serve: Serve, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
