@@ -40,7 +40,7 @@ class Magnitude:
 
     scale_max: float
     amax: float
-    is_int4: bool = False
+    is_int4: bool
     largest_exponent: int | None = None
 
     def merge(self, other: Magnitude) -> Magnitude:
@@ -119,7 +119,7 @@ class Bf16Weight:
         if largest >= _INFINITY_BITS:
             raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
         amax = float(bf16_values(largest))
-        return Magnitude(scale_max=amax, amax=amax)
+        return Magnitude(scale_max=amax, amax=amax, is_int4=False)
 
     def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> Bf16Weight:
         """The weight with column j over 2**exponents[j], int8 [K] in -4..4; FormatError if it is not exact."""

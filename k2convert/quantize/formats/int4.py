@@ -137,7 +137,7 @@ class Int4Weight:
                 largest = np.abs(unpack_int4(chunk.packed)) * scales
             scale_max = max(scale_max, float(scales.max(initial=0.0)))
             amax = max(amax, float(round_to_bf16(largest).max(initial=0.0)))
-        return Magnitude(scale_max=scale_max, amax=amax)
+        return Magnitude(scale_max=scale_max, amax=amax, is_int4=True)
 
     def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> Int4Weight:
         """The weight with exponents beside it; FormatError if a scale over its column's power of two is not usable."""

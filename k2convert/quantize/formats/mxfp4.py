@@ -79,7 +79,7 @@ class Mxfp4Weight(Bf16Weight):
         largest_byte, _ = next(self._used_bytes(), (None, None))
         exponent = check_exponent(largest_byte, name=name)
         amax = self._largest()
-        return Magnitude(scale_max=amax, amax=amax, largest_exponent=exponent)
+        return Magnitude(scale_max=amax, amax=amax, is_int4=False, largest_exponent=exponent)
 
     def _largest(self) -> float:
         """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once none is larger."""

@@ -61,12 +61,12 @@ def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
     if weight.channel_exponents is not None:
         check_int4_scales(weight.scale_bits, name=name)
         scale_max, amax = _cpu.magnitude_of_columns(*codes, flat(weight.channel_exponents))
-        return Magnitude(scale_max=scale_max, amax=amax)
+        return Magnitude(scale_max=scale_max, amax=amax, is_int4=True)
     largest_bits, amax, usable = _cpu.measure(*codes)
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
     scale_max = float(bf16_values(np.array(largest_bits, dtype=np.uint16)))
-    return Magnitude(scale_max=scale_max, amax=float(amax))
+    return Magnitude(scale_max=scale_max, amax=float(amax), is_int4=True)
 
 
 def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
@@ -74,7 +74,8 @@ def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
     tally = tally_mxfp4(weight)
     used = np.flatnonzero(tally[:, 0])
     amax = float(np.ldexp(np.array(E2M1_VALUES)[tally[used, 3]], used - SCALE_BIAS).max(initial=0.0))
-    return Magnitude(amax, amax, largest_exponent=check_exponent(used[-1] if used.size else None, name=name))
+    exponent = check_exponent(used[-1] if used.size else None, name=name)
+    return Magnitude(scale_max=amax, amax=amax, is_int4=False, largest_exponent=exponent)
 
 
 _MEASURES: Final[dict[type, Callable[..., Magnitude]]] = {Int4Weight: _measure_int4, Mxfp4Weight: _measure_mxfp4}

@@ -50,7 +50,7 @@ def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
     far = int4_weight(codes, torch.tensor([[1.0], [0.99 * 2.0**-13]]).to(torch.bfloat16))
     assert convert(near, "mse").scale_spread_exceeded == 0
     assert convert(far, "mse").scale_spread_exceeded == 1
-    partner = Magnitude(scale_max=2.0, amax=16.0)
+    partner = Magnitude(scale_max=2.0, amax=16.0, is_int4=True)
     assert convert(near, "mse", near.magnitude().merge(partner)).scale_spread_exceeded == 1
     assert total_metrics(convert(w, "mse") for w in (near, far, far)).scale_spread_exceeded == 2
 

@@ -32,7 +32,7 @@ def awkward() -> Int4Weight:
 @pytest.mark.parametrize("weight", [trained_like(64, 2048, seed=0), trained_like(1200, 1024, seed=1), awkward()])
 def test_int4_weights_equal_modelopt(weight: Int4Weight) -> None:
     assert_equals_modelopt(weight, weight.magnitude())
-    larger = Magnitude(scale_max=1.0, amax=5.0)
+    larger = Magnitude(scale_max=1.0, amax=5.0, is_int4=True)
     shared = weight.magnitude().merge(larger)
     assert shared.amax == max(weight.magnitude().amax, 5.0)
     assert_equals_modelopt(weight, shared)

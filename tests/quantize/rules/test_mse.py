@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
@@ -11,7 +12,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.kernels.cpu import convert
+from k2convert.quantize.kernels.cpu import convert, measure_magnitude
 from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.validation.library_decoders import create_decoder
@@ -142,7 +143,7 @@ def test_the_global_scale_is_exact_at_its_steps() -> None:
 
 def test_a_set_of_zero_scales_gets_global_scale_one() -> None:
     assert mse_global_scale(Magnitude(0.0, 0.0, is_int4=True)) == 1.0
-    assert mse_global_scale(Magnitude(0.0, 0.0)) == 1.0
+    assert mse_global_scale(Magnitude(0.0, 0.0, is_int4=False)) == 1.0
 
 
 def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:
@@ -160,3 +161,20 @@ def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None
         assert counted == count_outside_normal(weight, [1] * 96, Fraction(g)) > 0
     ordinary = trained_like(64, 256, seed=1)
     assert convert(ordinary, rule="mse", global_scale=own_scale(ordinary)).outside_normal == 0
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponents"), [(-8, None), (7, None), (0, None), (1, None), (-8, (4, -4, 0)), (7, (-1, 3, 2))]
+)
+def test_the_global_scale_depends_on_the_scales_and_not_on_the_codes(
+    largest: int, exponents: tuple[int, ...] | None
+) -> None:
+    codes = torch.full((8, 96), largest, dtype=torch.int8)
+    weight = int4_weight(codes, torch.full((8, 3), 1.7 * 2.0**-7, dtype=torch.bfloat16))
+    scale_max = float(weight.scales.max())
+    if exponents is not None:
+        weight = weight.divide_columns(np.repeat(np.array(exponents, dtype=np.int8), 32), name="w")
+        scale_max *= 2.0 ** -min(exponents)
+    expected = mse_global_scale(Magnitude(scale_max, 0.0, is_int4=True))
+    for magnitude in (weight.magnitude(), measure_magnitude(weight, name="w")):
+        assert mse_global_scale(magnitude) == expected

@@ -85,7 +85,7 @@ def test_subnormal_weights_equal_the_full_search() -> None:
 
 
 def test_the_global_scale_lets_the_largest_weight_be_a_seven() -> None:
-    assert mse_global_scale(Magnitude(7.0, 7.0)) == mse_global_scale(Magnitude(1.0, 0.0, is_int4=True))
+    assert mse_global_scale(Magnitude(7.0, 7.0, is_int4=False)) == mse_global_scale(Magnitude(1.0, 0.0, is_int4=True))
 
 
 def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:
