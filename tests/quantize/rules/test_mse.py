@@ -170,7 +170,7 @@ def test_the_global_scale_depends_on_the_scales_and_not_on_the_codes(
     largest: int, exponents: tuple[int, ...] | None
 ) -> None:
     codes = torch.full((8, 96), largest, dtype=torch.int8)
-    weight = int4_weight(codes, torch.full((8, 3), 1.7 * 2.0**-7, dtype=torch.bfloat16))
+    weight = int4_weight(codes, torch.full((8, 3), 1.3 * 2.0**-7, dtype=torch.bfloat16))
     scale_max = float(weight.scales.max())
     if exponents is not None:
         weight = weight.divide_columns(np.repeat(np.array(exponents, dtype=np.int8), 32), name="w")
