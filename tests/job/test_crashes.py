@@ -38,7 +38,7 @@ def test_a_crash_at_every_call_and_twenty_random_moments(small: Path, tmp_path: 
     [found] = crash(tmp_path, ["run", small, "OUT", *OPTIONS], points="every")
     assert found["wrong"] == []
     assert found["tried"] > len(found["calls"]), "every call, and some of the resumes"
-    assert found["killed"] >= 10
+    assert found["killed"] == 20
 
 
 def test_no_change_of_a_file_escapes_the_count(crashes: dict[str, Any]) -> None:
@@ -105,4 +105,4 @@ def test_calibrations_crash_at_every_call_and_twenty_random_moments(short: Path,
     for found in crash(tmp_path, *(words(command, short, tmp_path) for command in COMMANDS), points="every"):
         assert found["wrong"] == []
         assert found["tried"] > len(found["calls"]) > 80
-        assert found["killed"] >= 10
+        assert found["killed"] == 20
