@@ -225,7 +225,7 @@ def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[
 
 
 def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wrong: list[str]) -> int:
-    """Kill 20 runs at random moments of `seconds`. A run that ended before shortens them: the machine may be faster now."""
+    """Kill 20 runs, each at a random moment of its `seconds`, which are fewer after a run that ended before."""
     draw = random.Random(0)
     kills = 0
     for _ in range(100):
