@@ -348,14 +348,12 @@ def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
     }
 
 
-def shrinkage_tries(columns: int, tokens: int) -> int:
-    """Return how many curvatures are factored to choose the shrinkage of an input."""
-    is_open = MIN_TOKENS <= tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns)
-    return 2 * len(SHRINKAGES) if is_open else 0
-
-
 def _factor_flops(columns: int, tokens: int) -> float:
-    return (1 + shrinkage_tries(columns, tokens)) * 2 / 3 * float(columns) ** 3 if tokens >= MIN_TOKENS else 0.0
+    """Return the operations of the factor of an input, and of those that are tried to choose its shrinkage."""
+    if tokens < MIN_TOKENS:
+        return 0.0
+    tries = 2 * len(SHRINKAGES) * (tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns))
+    return (1 + tries) * 2 / 3 * float(columns) ** 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,3 +52,23 @@ def test_shards_have_known_bytes(rule: str, layout: str, activations: str, train
         digest.update(shard.read_bytes())
     assert digest.hexdigest()[:32] == HASHES[rule, layout, activations]
     assert ledger_digest(tmp_path / "out" / "k2convert.json") == LEDGERS[rule, layout, activations]
+
+
+EDGES = {
+    "minus8": "f99d891919ceb99e7a84034c4357d995",
+    "zeros": "89c93fdc6c41a13c87d3ce7aa67b589e",
+    "subnormal": "334dd8f233ab3a9717a3ebc9b8b89466",
+    "wide": "e1fc8ec7480264cae028e7ea0bbcc139",
+    "i64": "de7c5020ee6b01bc592151f5945ac0d8",
+}
+"""Shards by rule mse of checkpoints with codes and scales that a trained one does not have."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_shards_of_rare_weights_have_known_bytes(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    out = tmp_path / "out"
+    execute(plan_job(request.getfixturevalue(name), out, "kimi-k2-thinking-nvfp4", rule="mse"))
+    digest = blake3()
+    for shard in sorted(out.glob("*.safetensors")):
+        digest.update(shard.read_bytes())
+    assert digest.hexdigest()[:32] == EDGES[name]
