@@ -306,7 +306,8 @@ def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) 
         assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
-@pytest.mark.parametrize("device", ["cpu:0", pytest.param("shadow:0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu:0", "shadow:0"])
 def test_a_device_makes_nearly_the_codes_of_the_cpu(
     cut: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["tried"] > 15
 
 
+@pytest.mark.slow
 def test_crashes_of_a_cast_resume_to_identical_bytes(k3_tiny: Path, tmp_path: Path) -> None:
     [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="few")
     assert found["wrong"] == []

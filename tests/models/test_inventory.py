@@ -87,7 +87,7 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     [
         (k2_thinking_parts, lambda: k2_config(K2_SHAPE)),
         pytest.param(k25_parts, lambda: k25_config(k2_config(K2_SHAPE), vision=WHOLE_VISION), marks=pytest.mark.slow),
-        (k3_parts, lambda: k3_config(K3_SHAPE)),
+        pytest.param(k3_parts, lambda: k3_config(K3_SHAPE), marks=pytest.mark.slow),
     ],
     ids=list(SMALL),
 )
