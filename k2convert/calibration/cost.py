@@ -388,7 +388,10 @@ def measured_time(
         if is_walk:
             # Experts are computed with converted gate and up once more, and some tokens twice more, for the errors.
             seconds = 2 * seconds + 2 * MEASURED_SHARE * experts + num_moe * _deciding_seconds(model, size, device)
-    seconds /= size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
+    if size.on_cpu:
+        seconds /= size.workers
+    elif not is_walk:
+        seconds /= len(size.devices)
     return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds)
 
 

@@ -114,12 +114,11 @@ class _LayerConversion:
     def _chunks(self) -> Iterator[tuple[int, HiddenStates, HiddenStates]]:
         """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
         streams = (HIDDEN, MISSING) if self._layer.number else (HIDDEN,)  # nothing is missing in the embedding
-        for chunk in self._layer.chunks(streams, apart=self._held_out):
+        for first, (states, *missing) in self._layer.chunks(streams, apart=self._held_out):
             self._options.check_stop()
-            states, *missing = chunk.streams
             converted = np.subtract(states, missing[0], out=missing[0]) if missing else states.copy()
             states[~finite_windows(converted)] = np.nan
-            yield chunk.first, states, converted
+            yield first, states, converted
 
     def _run_dense(self) -> None:
         """Run both streams through a dense layer, which is not converted with gptq."""

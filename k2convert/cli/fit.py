@@ -17,7 +17,7 @@ from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import CONTEXT, KV_BYTES, UTILIZATION, Fit, Settings, fit_layout
 from k2convert.fit.model import Model, read_model
-from k2convert.fit.search import Holder, WaysOut, find_holders, fp8_and_bf16_tokens, gigabytes, most_experts, ways_out
+from k2convert.fit.search import Holder, find_holders, fp8_and_bf16_tokens, gigabytes, most_experts, ways_out
 from k2convert.fit.serving import (
     ENGINE_NAMES,
     FP8_NOTE,
@@ -157,7 +157,6 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         asked = replace(asked, model=asked.whole.with_experts(most[0]))
         holder = Holder(gpu, most[1])
     model = asked.model
-    ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
     estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
     one = holder_document(holder, model, settings)
@@ -170,18 +169,17 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         partial(show_fit, options.checkpoint, model, settings, holder, estimates),
         partial(show_serving, commands, known=fit_notes(holder, settings)),
     ]
-    if ways is not None:
-        experts = [
-            {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in ways.experts
-        ]
-        one["ways_out"] = {"experts": experts, "count": ways.gpus}
-        views.append(partial(show_ways_out, ways, holder, whole=asked.whole))
-    console.show(asked.document([one]), *views)
-    if ways is None:
+    if holder.fit.holds:
+        console.show(asked.document([one]), *views)
         asked.print_next()
-    elif ways.experts:
-        asked.print_next(experts=ways.experts[0][0])
-    return holder.fit.holds
+        return True
+    experts, gpus = ways_out(asked.whole, holder, settings=settings)
+    fewer = [{"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in experts]
+    one["ways_out"] = {"experts": fewer, "count": gpus}
+    console.show(asked.document([one]), *views, partial(show_ways_out, experts, gpus, holder, whole=asked.whole))
+    if experts:
+        asked.print_next(experts=experts[0][0])
+    return False
 
 
 def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
@@ -332,16 +330,16 @@ def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
     return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
 
 
-def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Model) -> None:
+def show_ways_out(experts: Sequence[tuple[int, Fit]], gpus: int | None, holder: Holder, *, whole: Model) -> None:
     layout = holder.fit.layout
-    for count, fit in ways.experts:
+    for count, fit in experts:
         slots = f"{counted(fit.request_slots, 'request')} of {fit.context:,} tokens"
         kept = f"{count:,} of {whole.shape.num_experts:,} experts per layer"
         print_line(f"fits with {kept}: {fit.tokens:,} tokens of KV cache, {slots}")
-    if not ways.experts:
+    if not experts:
         print_line(f"no number of experts fits on {layout.num_gpus} x {holder.gpu.title} as {layout}")
-    if ways.gpus is not None:
-        print_line(f"fits with all experts on {ways.gpus} x {holder.gpu.title}")
+    if gpus is not None:
+        print_line(f"fits with all experts on {gpus} x {holder.gpu.title}")
 
 
 def _show_model(name: str, model: Model) -> None:

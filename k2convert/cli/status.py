@@ -247,7 +247,11 @@ def status_document(state: JobState) -> dict[str, Any]:
 
 def show_status(destination: Path, state: JobState) -> None:
     document = status_document(state)
-    word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
+    word = "not finished"
+    if state.is_complete:
+        word = "complete"
+    elif state.is_running:
+        word = "running"
     shards = f"{destination}: {word}: {document['finished_shards']} of {counted(document['shards'], 'shard')}"
     if state.progress is None:
         shards += ", " + " of ".join(format_bytes(document[key]) for key in ("finished_bytes", "bytes"))

@@ -67,7 +67,11 @@ def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
 
 
 def _decibels(sqnr: float | None) -> str:
-    return "zero" if sqnr is None else f"{sqnr:.2f} dB" if math.isfinite(sqnr) else "exact" if sqnr > 0 else "broken"
+    if sqnr is None:
+        return "zero"
+    if math.isfinite(sqnr):
+        return f"{sqnr:.2f} dB"
+    return "exact" if sqnr > 0 else "broken"
 
 
 def _show_weights(title: str, weights: WeightsReport) -> None:

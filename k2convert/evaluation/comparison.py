@@ -81,11 +81,10 @@ class LayerComparison:
         self._rows = _router_rows(layer)
         observer = _Choices()
         with layer.writing() as write:
-            for chunk in layer.chunks():
-                (states,) = chunk.streams
-                layer.run(chunk.first, states, observer)
-                kept = chunk.first + np.flatnonzero(finite_windows(states))
-                self._norm[kept] = [_energy(states[window - chunk.first]) for window in kept]
+            for first, (states,) in layer.chunks():
+                layer.run(first, states, observer)
+                kept = first + np.flatnonzero(finite_windows(states))
+                self._norm[kept] = [_energy(states[window - first]) for window in kept]
                 if kept.size and observer.experts is not None:
                     experts = observer.experts.reshape(kept.size, -1, observer.experts.shape[1])
                     self._chosen |= zip(kept.tolist(), experts.astype(np.int16), strict=True)
@@ -99,19 +98,18 @@ class LayerComparison:
         shape = layer.walk.shape
         after = layer.number + 1
         with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
-            for chunk in layer.chunks():
-                (states,) = chunk.streams
-                reference = read(chunk.first, chunk.first + states.shape[0])
+            for first, (states,) in layer.chunks():
+                reference = read(first, first + states.shape[0])
                 kept = np.flatnonzero(finite_windows(reference))
                 states[~finite_windows(reference)] = np.nan
-                layer.run(chunk.first, states, observer)
+                layer.run(first, states, observer)
                 for place, window in enumerate(kept.tolist()):
-                    self._error[number, chunk.first + window] = _energy(states[window], reference[window])
+                    self._error[number, first + window] = _energy(states[window], reference[window])
                     if observer.experts is not None:
                         length = shape[1]
                         experts = observer.experts[place * length : (place + 1) * length]
-                        found = self._agreement(chunk.first + window, experts, numbers)
-                        self._agreeing[number, chunk.first + window] = found
+                        found = self._agreement(first + window, experts, numbers)
+                        self._agreeing[number, first + window] = found
                 write(states)
         layer.progress.reach(layer.walk.ids.size)
 

@@ -121,9 +121,11 @@ def complete_layout(
         tensor = _open_tensor(count, shape, pipeline, data_attention)
     if pipeline is None and count % tensor == 0:
         pipeline = count // tensor
+    if expert is None:
+        expert = tensor if data_attention else 1
     layout = Parallelism(
         tensor=tensor,
-        expert=(tensor if data_attention else 1) if expert is None else expert,
+        expert=expert,
         pipeline=pipeline or 1,
         data_attention=data_attention,
         decode_context=decode_context,

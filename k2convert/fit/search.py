@@ -71,19 +71,11 @@ def most_experts(model: Model, holder: Holder, *, settings: Settings) -> tuple[i
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class WaysOut:
-    """Ways out where a model does not fit: fewer experts per layer, with what then fits, or more of the same GPUs.
+def ways_out(model: Model, holder: Holder, *, settings: Settings) -> tuple[list[tuple[int, Fit]], int | None]:
+    """Return fewer experts per layer, with what then fits, and how many of the same GPUs hold a model.
 
-    `experts` has the most experts for the requests asked for, then the most for one request of the model's maximum.
+    These are the most experts for the requests asked for, then the most for one request of the model's maximum.
     """
-
-    experts: tuple[tuple[int, Fit], ...]
-    gpus: int | None
-
-
-def ways_out(model: Model, holder: Holder, *, settings: Settings) -> WaysOut:
-    """Return what to do about a model that GPUs do not hold."""
     wanted = [settings]
     if (longest := model.shape.max_context) is not None and longest > settings.context:
         wanted.append(replace(settings, context=longest, requests=1))
@@ -91,7 +83,7 @@ def ways_out(model: Model, holder: Holder, *, settings: Settings) -> WaysOut:
     known = {one[0]: one for one in found if one is not None}
     counts = [one.fit.layout.num_gpus for one in find_holders(model, settings=settings, gpus=(holder.gpu,))]
     larger = min((count for count in counts if count > holder.fit.layout.num_gpus), default=None)
-    return WaysOut(tuple(known.values()), larger)
+    return list(known.values()), larger
 
 
 def fewest_holders(model: Model) -> list[Holder]:

@@ -33,7 +33,9 @@ def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
     found: tuple[list[TensorInfo], ...] = tuple([] for _ in range(num_layers))
     for name, tensor in source.tensors.items():
         place = family.classify(name.rpartition(".")[0])
-        layer = None if place is None else 0 if place.role is Role.EMBEDDINGS else place.layer
+        if place is None:
+            continue
+        layer = 0 if place.role is Role.EMBEDDINGS else place.layer
         if layer is not None and layer < num_layers:
             found[layer].append(tensor)
     return tuple(map(ranges_of, found))

@@ -178,8 +178,8 @@ class Layer:
         with self.states.writing(stream or self.model.stream, self.number + 1, self.walk.shape) as write:
             yield write
 
-    def chunks(self, streams: tuple[str, ...] = (), *, apart: int = 0) -> Iterator[Chunk]:
-        """Yield the chunks in order, of the model's stream or of several.
+    def chunks(self, streams: tuple[str, ...] = (), *, apart: int = 0) -> Iterator[tuple[int, list[HiddenStates]]]:
+        """Yield the number of each chunk's first window, and what the layer reads of the model's or of several streams.
 
         No chunk has windows of both kinds: the last `apart` ones, and the others.
         """
@@ -190,7 +190,7 @@ class Layer:
             read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
             for first in (*range(0, border, step), *range(border, num_windows, step)):
                 stop = min(first + step, border if first < border else num_windows)
-                yield Chunk(first, tuple(found(first, stop) for found in read))
+                yield first, [found(first, stop) for found in read]
 
     def run(self, first: int, states: HiddenStates, observer: BlockObserver) -> None:
         """Replace the hidden states of a chunk by those after the layer; `first` is the number of its first window.
@@ -224,14 +224,6 @@ class Layer:
                 f"layer {self.number}: the hidden states of {self.dropped:,} of {self.walk.shape[0]:,} windows are not "
                 "finite. The weights of this layer or an earlier one are damaged. Download the source again."
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Some windows of a layer: the number of the first, and what the layer reads of each stream."""
-
-    first: int
-    streams: tuple[HiddenStates, ...]
 
 
 def finite_windows(states: HiddenStates) -> NDArray[np.bool_]:

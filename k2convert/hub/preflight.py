@@ -142,9 +142,11 @@ def _size_notices(
     is_pro = bool(account.get("isPro"))
     limit = PRO_PRIVATE_BYTES if is_pro else FREE_PRIVATE_BYTES
     if private and total > limit:
-        is_own = namespace == account.get("name")
-        kind = ("a PRO account" if is_pro else "a free account") if is_own else "an organization"
-        room = "what its plan says (free: 100 GB)" if "org" in kind else f"{limit / 1e9:,.0f} GB"
+        kind = "a PRO account" if is_pro else "a free account"
+        room = f"{limit / 1e9:,.0f} GB"
+        if namespace != account.get("name"):
+            kind = "an organization"
+            room = "what its plan says (free: 100 GB)"
         notices.append(
             f"{total / 1e9:,.0f} GB are for a private repository; {kind} has {room} of private storage. "
             "If that is not enough, the Hub refuses uploads midway: use --public or a larger plan"

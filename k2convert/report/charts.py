@@ -414,7 +414,8 @@ def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) ->
         value = float(values[row, column])
         red, green, blue, _ = colors(float(norm(min(value, scale.high))))
         is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-        text = "exact" if np.isinf(value) else f"{value:.2f}" if values.shape[1] <= 4 else f"{value:.1f}"
+        digits = 2 if values.shape[1] <= 4 else 1
+        text = "exact" if np.isinf(value) else f"{value:.{digits}f}"
         color = "#10151a" if is_light else "#f4f7fa"
         axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
 

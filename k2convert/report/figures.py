@@ -149,7 +149,8 @@ def collect_report(
     copy, or if its ledger or journal is damaged.
     """
     ledger, job = read_records(folder)
-    fingerprint = ledger.fingerprint if ledger is not None else job.fingerprint if job is not None else {}
+    known = ledger or job
+    fingerprint = known.fingerprint if known is not None else {}
     records = Journal(folder).records(fingerprint_digest(fingerprint))
     missing: list[str] = []
     if ledger is None:

@@ -200,12 +200,11 @@ def states_of_text(
             observer = _Observer(layer.number, events)
             found: list[Tensor] = []
             with layer.writing() as write:
-                for chunk in layer.chunks():
-                    (states,) = chunk.streams
+                for first, (states,) in layer.chunks():
                     if layer.is_last:
                         found.append(layer.decoder.attend(torch.as_tensor(states))[1])
                         continue
-                    layer.run(chunk.first, states, observer)
+                    layer.run(first, states, observer)
                     found += [] if observer.states is None else [observer.states]
                     write(states)
             if layer.number in layers:
