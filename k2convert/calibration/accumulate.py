@@ -56,9 +56,9 @@ def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, eve
         for layer in layers:
             accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, tokens=LayerTokens.of(walk.ids))
             with layer.writing() as write:
-                for first, (states,) in layer.chunks():
-                    layer.run(first, states, accumulator)
-                    write(states)
+                for first, (hidden,) in layer.chunks():
+                    layer.run(first, hidden, accumulator)
+                    write(hidden)
             statistics = accumulator.finish()
             layer.progress.reach(walk.ids.size)
             save(statistics, layer.dropped)
