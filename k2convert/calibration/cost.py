@@ -418,11 +418,10 @@ def _row_seconds(columns: int, device: str, rate: float) -> float:
 
 def made_up_expert(model: ModelSizes, tokens: int, device: str) -> Callable[[], torch.Tensor]:
     """Return what decodes and computes an expert with this many tokens."""
-    hidden = model.hidden
-    width = model.width
-    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    gate_shape = (model.width, model.hidden)
+    shapes = (gate_shape, gate_shape, gate_shape[::-1])
     layers = [LinearLayer(exact_weight(made_up_weight(rows, columns))) for rows, columns in shapes]
-    states = torch.ones(tokens, hidden, device=device)
+    states = torch.ones(tokens, model.hidden, device=device)
     return lambda: Mlp(*(layer.to(device) for layer in layers))(states)
 
 
