@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from blake3 import blake3
 
-from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.records.fingerprint import source_digest

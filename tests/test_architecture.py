@@ -47,11 +47,10 @@ OWNERS = {
         "job/resources.py",
         "calibration/accumulate.py",
         "calibration/cost.py",
-        "calibration/imatrix_gain.py",
+        "calibration/smoothing.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
         "calibration/layer_tokens.py",
-        "calibration/smoothing.py",
     },
 }
 

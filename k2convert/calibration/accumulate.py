@@ -16,21 +16,20 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.imatrix_gain import (
+from k2convert.calibration.layer_files import gather_statistics, write_layer
+from k2convert.calibration.plan import CalibrationPlan
+from k2convert.calibration.smoothing import (
     SAMPLED_TOKENS,
     HeldOut,
     InputTokens,
     TokenSample,
     chunks,
+    find_exponents,
     imatrix_gains,
     sampled_experts,
     weighted_squares,
 )
-from k2convert.calibration.layer_files import gather_statistics, write_layer
-from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.plan import CalibrationPlan
-from k2convert.calibration.smoothing import find_exponents
-from k2convert.calibration.statistics import StatisticsHeader
+from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out_tokens, is_varied
 from k2convert.errors import CalibrationError
 from k2convert.forward.attention import NOTHING_CACHED, CachedValues, add_cached

@@ -16,7 +16,7 @@ An expert without tokens thus has an even importance, which is rule `mse`. The m
 inner columns of different experts have nothing to do with each other. With 16 tokens in all, it brought SmolLM2 to 1.22
 of the divergence of `mse` in a prototype; this rule brings it to 0.83 (scripts/bench/RESULTS.md).
 
-Where the statistics say that the mean squares of a layer gained nothing (imatrix_gain.py), the importance is even too.
+Where the statistics say that the mean squares of a layer gained nothing (smoothing.py), the importance is even too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import LayerStatistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader

@@ -33,8 +33,7 @@ import numpy as np
 import torch
 
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
-from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
-from k2convert.calibration.smoothing import STEPS
+from k2convert.calibration.smoothing import SAMPLED_TOKENS, STEPS
 from k2convert.calibration.text import HELD_OUT_EVERY, experts_per_token
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
@@ -48,7 +47,7 @@ from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.curvature import SMALL, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
 from k2convert.quantize.gptq.moments import SKETCHED_ROWS, STRENGTHS
@@ -59,7 +58,6 @@ from k2convert.quantize.gptq.rounding import (
     SHRINKAGES,
     round_gptq,
 )
-from k2convert.quantize.gptq.tiles import SMALL
 
 MEASURED_SHARE: Final = 2 / HELD_OUT_EVERY
 """The share of the tokens on which a walk measures errors."""

@@ -8,7 +8,7 @@ inputs are the expert's inner activations, times the router's weight p, as the c
 is corrected for what all experts before it left over.
 
 Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
-token is in files if that is a CPU (layer_tokens.py). The large matrices are cut into tiles (quantize/gptq/tiles.py) and
+token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/curvature.py), and
 sums are made in a fixed order, so the number of workers does not change them. A GPU multiplies in TF32 while it rounds
 gate and up, as in the streams, and in FP32 for everything that is summed over tokens, factored or solved.
 """
@@ -33,11 +33,10 @@ from k2convert.forward.moe import Mlp, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.models import read_architecture
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
-from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import CheckStop, Curvature, Team, cut, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_shrinkage, round_gptq
-from k2convert.quantize.gptq.tiles import CheckStop, Team, cut
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors

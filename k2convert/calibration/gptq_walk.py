@@ -28,8 +28,8 @@ from torch import Tensor
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens, Save, token_weights
 from k2convert.calibration.gptq_layer import DOWN, GATE, UP, ExpertWeights, LayerConverter
 from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
-from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
+from k2convert.calibration.statistics import LayerStatistics
 from k2convert.calibration.text import held_out
 from k2convert.errors import CalibrationError
 from k2convert.forward.attention import CachedValues
@@ -38,9 +38,9 @@ from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
+from k2convert.quantize.gptq.curvature import CheckStop, Team
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
-from k2convert.quantize.gptq.tiles import CheckStop, Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import (
+    LayerStatistics,
     Statistics,
     StatisticsHeader,
     encode_statistics,

@@ -4,7 +4,7 @@ app              registers the verbs; verbs: their arguments and options; option
 run, calibrate, validate, report, inspect, status, publish, fit, recipes
                  a file per verb
 forecast         what a calibration needs and found
-views            plans and runs; validation_view: validations
+views            plans and runs
 console          stdout and stderr; progress: bars and progress lines
 interrupts       Ctrl-C and SIGTERM
 """

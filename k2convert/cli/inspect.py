@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from k2convert.calibration.channels import MIN_TOKENS, Calibration
-from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.statistics import LayerStatistics, open_statistics
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, print_line, print_next, print_note, print_table, show
 from k2convert.cli.verbs import InspectOptions

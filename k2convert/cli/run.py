@@ -267,7 +267,7 @@ def _do(job: Job, options: RunOptions) -> None:
         with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:
             outcome = execute(replace(job, command=command), events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
-        from k2convert.cli.validation_view import show_validation
+        from k2convert.cli.validate import show_validation
 
         show_validation(error.validation)
         raise

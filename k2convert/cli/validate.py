@@ -1,5 +1,7 @@
-"""`validate`: check and measure a result in a folder or on the Hub, and show the findings."""
+"""`validate`: check and measure a result in a folder or on the Hub, and show the findings as tables."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,13 +9,15 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli import console
+from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import NOTHING_KEPT
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.validation_view import print_serve, show_validation
 from k2convert.cli.verbs import ValidateOptions
 from k2convert.errors import (
     CheckpointError,
@@ -27,10 +31,21 @@ from k2convert.errors import (
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.job.opened import Opened, open_ends
 from k2convert.job.opening import read_windows_of
+from k2convert.models import expected_family
 from k2convert.plan.recipe import TextUse
 from k2convert.records.events import Extent
+from k2convert.records.ledger import DecodedError, find_ledger
+from k2convert.records.pruning import share_words
 from k2convert.records.publication import check_shards_are_here
+from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
 from k2convert.validation.remote import folder_bytes
+from k2convert.validation.results import (
+    MAX_OFFENDERS,
+    ContractReport,
+    ValidationReport,
+    WeightsReport,
+    validation_document,
+)
 from k2convert.validation.shards import num_kept
 from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
@@ -157,3 +172,146 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
         text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
     console.print_event(text)
     return cost
+
+
+def show_validation(report: ValidationReport) -> None:
+    show(validation_document(report), partial(_show_tables, report))
+
+
+def _show_tables(report: ValidationReport) -> None:
+    _show_contract(report.contract)
+    if report.weights is not None:
+        _show_weights("weight error, decoded from the written bytes", report.weights)
+    if report.layers is not None:
+        _show_layers(report.layers)
+    if report.layers_skipped:
+        print_line(f"reference layers: skipped ({report.layers_skipped})")
+    if (other := report.comparison) is not None:
+        if other.note is not None:
+            print_line(other.note)
+        _show_contract(other.contract)
+        _show_weights(f"weight error of {other.folder}", other.weights)
+        print_line(
+            f"by tensor: less error here in {other.better_here:,}, less there in {other.better_there:,}, "
+            f"equal in {other.equal:,}"
+        )
+    print_verdict(report.folder, passed=report.passed)
+
+
+def _show_contract(contract: ContractReport) -> None:
+    rows = [
+        (str(r.number), r.verdict, f"{r.count:,}" if r.count else "", f"{r.title} ({r.note})" if r.note else r.title)
+        for r in contract.rules
+    ]
+    title = f"servable contract: {contract.folder} ({contract.layout}, {contract.activations})"
+    print_table(title, ("rule", "verdict", "count", "what must hold"), rows, left=(0, 1, 3))
+    for rule in contract.rules:
+        for offender in rule.offenders:
+            print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
+
+
+def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
+    equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
+    steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
+    plain = _decibels(error.sqnr_db)
+    weighted = _decibels(error.weighted_sqnr_db)
+    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal, weighted
+
+
+def _decibels(sqnr: float | None) -> str:
+    if sqnr is None:
+        return "zero"
+    if math.isfinite(sqnr):
+        return f"{sqnr:.2f} dB"
+    return "exact" if sqnr > 0 else "broken"
+
+
+def _show_weights(title: str, weights: WeightsReport) -> None:
+    totals = weights.totals()
+    if not totals:
+        print_line(f"{title}: no weight could be measured")
+        return
+    is_weighted = any(error.weighted_error is not None for error in totals.values())
+    found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
+    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged", "weighted SQNR")
+    rows = [_error_row(label, error) for label, error in found]
+    known = columns if is_weighted else columns[:-1]
+    shown = [i for i, name in enumerate(known) if not name or any(row[i] for row in rows)]  # no steps without INT4
+    print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    for module, _ in weights.worst(1):
+        print_line(f"worst: {module}")
+    rule = weights.rule
+    if rule.skip_reason:
+        print_line(f"rule: skipped ({rule.skip_reason})")
+    elif rule.tensors > rule.measured:
+        sampled = f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
+        by = sampled if rule.sampled_blocks else "by the rule's arithmetic (it has no kernel)"
+        print_line(
+            f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors regenerated from the source, all "
+            f"{rule.blocks:,} blocks {by}; {len(rule.mismatches):,} tensors differ"
+        )
+    if rule.measured:
+        print_line(
+            f"rule {rule.rule}: {rule.measured:,} tensors measured against the source, not regenerated, because their "
+            "rule needs the calibration; their global scales were regenerated"
+        )
+    for module, problem in list(rule.mismatches.items())[:MAX_OFFENDERS]:
+        print_line(f"rule {rule.rule}: {module}: {problem}")
+    _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
+    _show_comparison_with(
+        "library decoder", weights.decoder_compared, weights.decoder_mismatches, "only with --reference"
+    )
+
+
+def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], skip_reason: str) -> None:
+    if not compared:
+        print_line(f"{what}: skipped ({skip_reason})")
+        return
+    first = f", first {mismatches[0]}" if mismatches else ""
+    print_line(f"{what}: {compared:,} tensors compared, {len(mismatches):,} differ{first}")
+
+
+def _show_layers(report: LayersReport) -> None:
+    """Show every layer's rows, the result's own first, and the routers, of which most have the same words."""
+    found = {error.variant for layer in report.layers for error in layer.errors}
+    rows = [
+        (
+            str(layer.layer),
+            label,
+            f"{error.sqnr_db:.2f} dB",
+            f"{error.cosine:.6f}",
+            "" if error.worst_expert is None else f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
+        )
+        for layer in report.layers
+        for variant, label in labels(found).items()
+        if (error := layer.error(Variant(variant))) is not None
+    ]
+    against = reference_name(found)
+    title = f"reference layers, error of the output against {against} in FP32 ({report.hidden_states})"
+    print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
+    for router in dict.fromkeys(layer.router for layer in report.layers):
+        same = [str(layer.layer) for layer in report.layers if layer.router == router]
+        where = "" if len(same) == len(report.layers) else f" (layer {', '.join(same)})"
+        print_line(f"router: {router}{where}")
+    if weights := report.router_weights_left_out:
+        print_line(f"share of the router's weight that the dropped experts have: {share_words(weights)}")
+        print_line(
+            "all rows of a layer have the same inputs; with --text they are the hidden states of the whole INT4 model, "
+            "so they do not have the errors of the layers below"
+        )
+    for layer in report.layers:
+        for failure in layer.failures:
+            print_line(f"layer {layer.layer}: {failure}")
+
+
+def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
+    """Print how to serve a folder or a repository. `folder` has the result's config.json, and its ledger if any."""
+    from k2convert.fit.serving import result_deployment, serve_command
+
+    config = read_json_file(folder / CONFIG_NAME)
+    ledger = find_ledger(folder)
+    family = expected_family(config, ()).name if ledger is None else str(ledger.source.family)
+    kv_cache = None if ledger is None else ledger.recipe.kv_cache
+    deployment = result_deployment(config, kv_cache, family=family, model=model, revision=revision)
+    if deployment.layout is not None:  # else no engine of ours loads it
+        print_next(serve_command("vllm", deployment).line)

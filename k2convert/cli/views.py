@@ -235,7 +235,7 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
-    from k2convert.cli.validation_view import print_serve
+    from k2convert.cli.validate import print_serve
 
     revision = None if destination.revision == MAIN else destination.revision
     branch = "" if revision is None else f", branch {revision},"

@@ -12,10 +12,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from k2convert.forward.moe import one_torch_thread
-from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.curvature import TILE, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.rounding import round_gptq
-from k2convert.quantize.gptq.tiles import TILE
 
 _TOKENS = 96
 _COLUMNS = TILE + 128

@@ -31,8 +31,7 @@ from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Plan
 from k2convert.records.fingerprint import Source
-from k2convert.records.ledger import build_ledger, encode_ledger
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord, build_ledger, encode_ledger
 
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:

@@ -58,8 +58,8 @@ from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard, shard_task
 from k2convert.machine import available_memory, num_cores
 from k2convert.records.events import Events
+from k2convert.records.ledger import ShardRecord
 from k2convert.records.lock import NO_FLOCK
-from k2convert.records.shard_record import ShardRecord
 
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
 _POLL_SECONDS: Final = 0.2

@@ -35,7 +35,7 @@ from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import ProjectionRecord, ShardRecord, is_weight
+from k2convert.records.ledger import ProjectionRecord, ShardRecord, is_weight
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration

@@ -26,7 +26,7 @@ from k2convert.job.resources import Item
 from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, PackedRecords
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord
 
 
 @dataclass(slots=True)

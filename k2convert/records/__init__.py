@@ -2,9 +2,8 @@
 
 fingerprint      everything that the bytes of a result depend on
 document         JSON files as dataclasses that pydantic checks, and their checksum
-shard_record     one finished shard
 journal          the records of one destination, its job description and its lock
 calibration      what a result was calibrated with
-ledger           k2convert.json, which travels with the result
+ledger           k2convert.json, which travels with the result, and the record of one finished shard
 events           what a running stage reports
 """

@@ -41,8 +41,8 @@ from k2convert.records.fingerprint import (
     other_instructions,
     source_error,
 )
+from k2convert.records.ledger import ShardRecord
 from k2convert.records.lock import read_lock
-from k2convert.records.shard_record import ShardRecord
 
 
 class PackedRecords(MutableMapping[str, ShardRecord]):

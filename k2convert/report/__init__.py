@@ -35,7 +35,7 @@ from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:
     from k2convert.hub.source_card import SourceCard
-    from k2convert.records.shard_record import DecodedError
+    from k2convert.records.ledger import DecodedError
     from k2convert.validation.results import ValidationReport
 
 _REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)

@@ -29,11 +29,10 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.fingerprint import JobDescription, fingerprint_digest
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, find_ledger, summarize
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, ShardRecord, find_ledger, summarize
 
 if TYPE_CHECKING:
-    from k2convert.records.shard_record import DecodedError
+    from k2convert.records.ledger import DecodedError
 
 PROJECTIONS: Final = ("gate", "up", "down")
 MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB

@@ -26,8 +26,7 @@ from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 from k2convert.records.document import plain
-from k2convert.records.ledger import TOTAL
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.ledger import TOTAL, DecodedError
 
 F64 = NDArray[np.float64]
 

@@ -16,8 +16,7 @@ from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpoin
 from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven
+from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven, summarize
 from k2convert.validation.contract.result import Result, open_shard
 from k2convert.validation.decode import differing_totals
 from k2convert.validation.scaling import Scaling

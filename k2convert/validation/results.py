@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from k2convert.records.document import shown
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.ledger import DecodedError
 from k2convert.validation.decode import total_errors
 from k2convert.validation.layers.result import LayersReport
 

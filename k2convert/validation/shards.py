@@ -35,7 +35,7 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.document import Digest, read_sealed, seal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
-from k2convert.records.shard_record import DecodedError, ProjectionRecord, Scalar
+from k2convert.records.ledger import DecodedError, ProjectionRecord, Scalar
 from k2convert.validation.contract.result import Result
 from k2convert.validation.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.validation.contract.tensors import shape_problems

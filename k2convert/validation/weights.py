@@ -33,7 +33,7 @@ from k2convert.quantize.quantizer import NativeQuantizer, has_kernel
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_STEP
 from k2convert.quantize.rules.search_int4 import global_exponent
-from k2convert.records.shard_record import DecodedError, doubt_of, proven
+from k2convert.records.ledger import DecodedError, doubt_of, proven
 from k2convert.validation.decode import measure_decoded
 
 ROW_STRIDE: Final = 61

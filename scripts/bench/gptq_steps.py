@@ -30,8 +30,7 @@ from k2convert.calibration.cost import (
     read_sizes,
     walk_steps,
 )
-from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
-from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
+from k2convert.calibration.smoothing import SAMPLED_ROWS, SAMPLED_TOKENS, STEPS, GateUpRows, Proxy
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.forward.moe import one_torch_thread

@@ -16,7 +16,7 @@ from torch import Tensor
 from whole_models import whole_model
 
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
-from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import LayerStatistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
-from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import (
+    SAMPLED_TOKENS,
     GateUpRows,
     Proxy,
     descend,

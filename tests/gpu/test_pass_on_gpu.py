@@ -7,7 +7,7 @@ import pytest
 import torch
 from statistics_makers import layers_by_pass
 
-from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import LayerStatistics
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 

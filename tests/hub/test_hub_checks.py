@@ -23,7 +23,7 @@ from k2convert.job import transfers
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord
 
 SHARD = "model-00003-of-000005.safetensors"
 

@@ -18,7 +18,7 @@ from published import ALL_RULES, JOB, WITHOUT_SOURCE, assert_published, stop_bef
 
 from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord
 from scripts.fixture_maker.damage import edit_config
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]

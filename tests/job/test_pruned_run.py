@@ -19,8 +19,7 @@ from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
 from k2convert.records.document import encode
 from k2convert.records.fingerprint import source_digest
-from k2convert.records.ledger import pruned_source, read_ledger
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord, pruned_source, read_ledger
 from scripts.fixture_maker.layouts import reap_survivors
 
 INT4 = ("--to", "int4")

@@ -28,7 +28,7 @@ from k2convert.models.names import Role
 from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.document import encode, parse
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord
 from k2convert.validation.results import Verdict, validation_document
 from k2convert.validation.validate import validate_checkpoint
 

@@ -20,8 +20,7 @@ from results import files_of, raw_tensors
 from statistics_makers import HEADER, layers_of, moe_layer, random_statistics, rewrite
 
 from k2convert.calibration.channels import digest_of_exponents
-from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.statistics import LayerStatistics, open_statistics
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule
 from k2convert.job import shard

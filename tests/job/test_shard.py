@@ -15,7 +15,7 @@ from k2convert.job import resources
 from k2convert.job import run as executor
 from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard
-from k2convert.records.shard_record import ShardRecord
+from k2convert.records.ledger import ShardRecord
 
 IN_ANOTHER_PROCESS = """
 import pickle, sys

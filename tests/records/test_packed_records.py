@@ -10,8 +10,7 @@ from command import run_here
 
 from k2convert.plan.recipe import Recipe
 from k2convert.records.journal import Journal, PackedRecords
-from k2convert.records.ledger import below_budget, summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardRecord
+from k2convert.records.ledger import ProjectionRecord, ShardRecord, below_budget, summarize
 
 NUM_PROJECTIONS = 2688  # of a layer of Kimi K3
 

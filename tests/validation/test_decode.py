@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.ledger import DecodedError
 from k2convert.validation.decode import measure_decoded
 
 ELEMENTS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

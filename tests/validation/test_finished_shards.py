@@ -25,7 +25,7 @@ from k2convert.plan.plan import CopyStep, plan_conversion
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.document import encode, parse
-from k2convert.records.shard_record import ShardFindings, ShardRecord
+from k2convert.records.ledger import ShardFindings, ShardRecord
 from k2convert.validation.finished_shard import check_finished_shard
 from k2convert.validation.results import ValidationReport
 from k2convert.validation.validate import validate_checkpoint, validate_sent

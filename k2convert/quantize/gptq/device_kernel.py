@@ -20,9 +20,8 @@ from torch import Tensor
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, ONE_BYTE, SIGN_BIT
-from k2convert.quantize.gptq.curvature import Curvature, make_curvature
+from k2convert.quantize.gptq.curvature import SMALL, CheckStop, Curvature, Team, go_on, make_curvature
 from k2convert.quantize.gptq.rounding import CpuKernel, RoundingKernel, decoded_scales
-from k2convert.quantize.gptq.tiles import SMALL, CheckStop, Team, go_on
 from k2convert.quantize.kernels import _cpu
 
 PANEL: Final = 128

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k2convert.quantize.gptq.tiles import (
+from k2convert.quantize.gptq.curvature import (
     ALONE,
     ROWS,
     Team,

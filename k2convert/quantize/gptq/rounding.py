@@ -29,9 +29,17 @@ from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
-from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import (
+    ALONE,
+    SMALL,
+    CheckStop,
+    Curvature,
+    Team,
+    even_curvature,
+    floats,
+    make_curvature,
+)
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.tiles import ALONE, SMALL, CheckStop, Team, floats
 from k2convert.quantize.kernels import _cpu
 
 SWEEPS: Final = 2

@@ -18,8 +18,7 @@ from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, Role
-from k2convert.records.ledger import Ledger
-from k2convert.records.shard_record import ALL_ZERO, DecodedError
+from k2convert.records.ledger import ALL_ZERO, DecodedError, Ledger
 from k2convert.validation.contract.folder import (
     check_config_unchanged,
     check_hf_quant_config,

@@ -18,7 +18,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import is_weight
+from k2convert.records.ledger import is_weight
 from k2convert.validation.contract.result import Module, Result
 from k2convert.validation.contract.tensors import shape_problems
 from k2convert.validation.scaling import SCALED_DTYPES, Exponents, misfit

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k2convert.errors import PlanError
-from k2convert.quantize.gptq import moments, tiles
+from k2convert.quantize.gptq import curvature, moments
 from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.device_kernel import PANEL, DeviceKernel, check_kernel
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
@@ -82,7 +82,7 @@ def per_panel(run: Callable[[int], Callable[[DeviceKernel], object]]) -> tuple[i
 
 def test_a_layer_of_k2_starts_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """48 groups of gate and up with 56 panels, 384 downs with 16: their codes, and the tries of the shrinkage."""
-    for module in (tiles, moments):  # a device gets whole matrices
+    for module in (curvature, moments):  # a device gets whole matrices
         monkeypatch.setattr(module, "cut", lambda size, *_: [slice(0, size)])
 
     def codes(columns: int) -> Callable[[DeviceKernel], object]:

@@ -6,9 +6,8 @@ import torch
 from gptq_direct import Tokens, correlated, ridge_target, weights
 from torch import Tensor
 
-from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.curvature import Team, make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS, Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.tiles import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in a walk: the sums of a product depend on torch's threads
 

@@ -13,7 +13,7 @@ from blake3 import blake3
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
-from k2convert.records.shard_record import DecodedError
+from k2convert.records.ledger import DecodedError
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import read_result
 from k2convert.validation.contract.scan import scan_shards

@@ -16,9 +16,8 @@ from ptx_device import ptx_device
 from ptx_machine import Kernel
 
 from k2convert.quantize.gptq import panel_kernels
-from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import ALONE, Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels, kernel_for
-from k2convert.quantize.gptq.tiles import ALONE
 
 TARGETS = [
     pytest.param(90, id="sm_90"),
