@@ -7,7 +7,7 @@ copies first.
 import gc
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +28,19 @@ from statistics_makers import random_statistics  # noqa: E402
 
 from k2convert.job import estimate  # noqa: E402  (after the path is set)
 from scripts import fixture_maker as fixtures  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases as slow beyond the first N of a test that is marked `quick(N)`."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] > mark.args[0]:
+                item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -300,6 +300,7 @@ def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_toy_family_in_a_toy_format_is_converted(package: Path, toy: Path, tiny: Path, tmp_path: Path) -> None:
     for rule in ("mse", "max"):
         in_copy(package, COMMAND, "run", toy, tmp_path / rule, "--rule", rule)

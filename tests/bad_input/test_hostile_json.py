@@ -72,6 +72,7 @@ FUZZED: dict[str, tuple[str, bool, Callable[[Path, Path], list[Words]]]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FUZZED)
 def test_any_json_at_any_place_ends_in_at_most_one_line(name: str, small: Path, converted: Path) -> None:
     file, is_source, commands = FUZZED[name]
@@ -151,6 +152,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], object], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RESULTS)
 def test_hostile_result_fails_its_validation(name: str, converted: Path, k2_shaped: Path) -> None:
     file, change, code = RESULTS[name]

@@ -60,6 +60,7 @@ SOURCE_FAULTS = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fault", "name", "number"), SOURCE_FAULTS)
 def test_a_source_that_cannot_be_looked_at_is_one_line(
     fault: str, name: str, number: int, k2_shaped: Path, tmp_path: Path, call: Call
@@ -80,6 +81,7 @@ RESULT_FAULTS = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("verb", "fault", "name", "number"), RESULT_FAULTS)
 def test_a_result_that_cannot_be_looked_at_is_one_line(
     verb: str, fault: str, name: str, number: int, converted: Path, call: Call
@@ -165,6 +167,7 @@ def test_no_more_memory_is_one_line(k2_shaped: Path, tmp_path: Path, call: Call)
     assert_one_line(done, "run the same command again")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", ["run --help", "--version", "recipes", "inspect SOURCE", "inspect SOURCE --json"])
 def test_standard_output_without_room_is_one_line(words: str, k2_shaped: Path) -> None:
     words = words.replace("SOURCE", shlex.quote(str(k2_shaped)))

@@ -118,6 +118,7 @@ def begun(work: WorkFolder, ids: Ids) -> StatisticsHeader:
     return StatisticsHeader("0" * 64, (), ids.size, ids.shape[1], ids.shape[0], 0, 0, {})
 
 
+@pytest.mark.slow
 def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_
     assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
 
 
+@pytest.mark.slow
 def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, tmp_path: Path) -> None:
     """One checkpoint, two texts that differ in the kept-out windows alone: only the error on these is different."""
     ids = windows_of(cut, tokens=18 * 32, window=32)
@@ -253,6 +255,7 @@ def test_files_instead_of_memory_change_no_byte_and_are_gone(
     assert files_of(walked(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", ["few", "one token", "repeated"])
 def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path, case: str) -> None:
     """Tokens that say little about the weights: on other tokens the layer is close to rule `mse`, or better."""

@@ -190,6 +190,7 @@ def test_what_differs_from_the_work_folder_is_named(
         assert_refused(calibrate(source, begun.statistics, "--text", file, *SMALL, *change), says)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "damage",
     [pytest.param(damage, marks=[] if damage in ("flipped", "missing") else pytest.mark.slow) for damage in DAMAGES],

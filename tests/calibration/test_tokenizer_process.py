@@ -44,6 +44,7 @@ def hostile(tiny: Path, folder: Path, change: Callable[[dict[str, Any]], object]
     return folder
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

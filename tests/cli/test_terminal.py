@@ -22,6 +22,7 @@ from scripts import fixture_maker as fixtures
 SIZES = [(80, 24), (200, 50)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
 def test_run_and_validate_look_as_they_should(columns: int, rows: int, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "k2-tiny").symlink_to(tiny)

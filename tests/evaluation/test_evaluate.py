@@ -75,6 +75,7 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
     return out.read_bytes()
 
 
+@pytest.mark.slow
 def test_neither_threads_nor_windows_at_once_change_the_figures(
     cut: Path, result: Path, ids: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def begun(cut: Path, result: Path, ids: Path, folder: Path, monkeypatch: pytest.
     return out
 
 
+@pytest.mark.slow
 def test_another_text_or_option_is_refused_by_name(
     cut: Path, result: Path, ids: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_another_text_or_option_is_refused_by_name(
     assert out.read_bytes() == whole
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["layer-001.safetensors", "hidden-1-002.safetensors"])
 def test_a_damaged_work_file_is_named_and_computed_again(
     name: str, cut: Path, result: Path, ids: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +277,7 @@ def test_checkpoints_that_do_not_compare_are_one_line(
     assert_refused(evaluate(cut, result, "--text", ids, *SMALL, "--out", cut / "x.json"), "is inside the source")
 
 
+@pytest.mark.slow
 def test_the_text_of_the_calibration_needs_any_text(short: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     use = "calibration={tokens: 320, window: 64}"

@@ -138,6 +138,7 @@ def streamed_logits(folder: Path, ids: torch.Tensor, rounding: Rounding) -> torc
     return logits.view(*ids.shape, -1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["source", *MAKERS])
 def test_logits_of_every_window_are_those_of_transformers(
     kind: str, trained: Path, results: dict[str, Path], ids: Path
@@ -158,6 +159,7 @@ def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> 
     assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("kind", "activations"),
     [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],
@@ -176,6 +178,7 @@ def test_figures_follow_from_the_logits_of_transformers(
     assert_same(row_of(evaluation, kind, activations).figures, expected, activations)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["max", "mse", "gptq"])
 def test_figures_are_those_of_the_evaluation_scripts(
     kind: str, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation

@@ -81,6 +81,7 @@ def assert_as_with_cache(model: Path, ids: Path, found: Evaluation, *, cached: t
     assert row.layers[0].relative_error > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_the_latent_and_the_rotary_key_are_rounded(trained: Path, ids: Path, tmp_path: Path, scale: float) -> None:
     model = trained if scale == 1 else with_scale(trained, tmp_path / "scaled", scale)

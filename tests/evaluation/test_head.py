@@ -41,6 +41,7 @@ def same(one: HeadScores, other: HeadScores) -> bool:
     return all(np.array_equal(array, other.arrays()[name]) for name, array in one.arrays().items())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("rows", "pieces"), [(2048, 512), (300, 7), (1, 90), (2047, 45)])
 def test_scores_are_those_of_all_logits_at_once(
     head: Head, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: int

@@ -100,6 +100,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, first: int) -> None:
     evaluate(*pair, text=ids)
@@ -109,6 +110,7 @@ def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, f
     assert "already complete" in evaluate(*pair, text=ids).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_function_and_a_file_for_all_see_changes_too(
     pair: tuple[Path, Path], ids: Path, tmp_path: Path, side: int
@@ -124,6 +126,7 @@ def test_the_function_and_a_file_for_all_see_changes_too(
     assert measure() != first
 
 
+@pytest.mark.slow
 def test_another_theta_and_another_conversion_have_other_figures(
     pair: tuple[Path, Path], made: tuple[Path, Path], ids: Path
 ) -> None:
@@ -244,6 +247,7 @@ def test_rows_of_changed_files_do_not_stay(pair: tuple[Path, Path], ids: Path) -
     assert modes(result) == ["W4A4, FP8 KV"]
 
 
+@pytest.mark.slow
 def test_a_table_grows_by_checkpoints(cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     mse, other = made

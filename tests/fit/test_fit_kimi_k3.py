@@ -59,6 +59,7 @@ def fit_on(name: str, count: int, weights: Weights, shape: ModelShape, settings:
     return fit_layout(weights, shape, chosen, memory_bytes=GPUS[name].memory_bytes, settings=settings)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_released_headers(source: Weights, converted: Weights) -> None:
     """1,560,860,324,864 bytes: a census of the 96 headers. RedHatAI/Kimi-K3-NVFP4 has 1645.9 GB of safetensors
 
@@ -144,6 +145,7 @@ def test_narrow_pieces_of_experts_are_padded(
     assert fit.weights[Role.EXPERTS] == pytest.approx(split * factor, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_requests_share_the_pool_with_their_states(shape: ModelShape, converted: Weights) -> None:
     one, many = (fit_on("b300", 8, converted, shape, Settings(requests=n)) for n in (1, 100))
     assert one.tokens == one.longest == (one.pool_bytes - one.state_bytes) // one.kv_bytes_per_token
@@ -182,6 +184,7 @@ def test_layouts_that_no_engine_has_are_refused(layout: Parallelism, message: st
     assert message in str(refused.value)
 
 
+@pytest.mark.slow
 def test_known_gpus_that_hold_it_are_found(shape: ModelShape, k3_headers: Path) -> None:
     found = answer(k3_headers)
     assert found["weights"]["bytes"] == 1_645_947_954_176

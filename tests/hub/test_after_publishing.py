@@ -48,6 +48,7 @@ def done(hub_after: LoopbackHub) -> str:
     return hub_after.store.repos["me/out"].refs["main"]
 
 
+@pytest.mark.slow
 def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, cli: RunCli) -> None:
     shown = cli("status", WORK)
     assert f"published as hf://me/out at commit {done}\n" in shown.stdout

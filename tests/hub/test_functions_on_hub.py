@@ -19,6 +19,7 @@ def test_only_false_makes_a_repository_public(tiny_hub: LoopbackHub, private: An
     assert "me/out" not in tiny_hub.store.repos
 
 
+@pytest.mark.slow
 def test_private_is_the_default(tiny_hub: LoopbackHub, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cwd)
     k2convert.convert("hf://moon/tiny", "hf://me/out")
@@ -44,6 +45,7 @@ def bars() -> Iterator[None]:
     enable_progress_bars()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("bars")
 @pytest.mark.parametrize("setting", ["as imported", "off", "one is off"])
 def test_progress_bars_of_the_library_are_as_before(tiny_hub: LoopbackHub, tmp_path: Path, setting: str) -> None:

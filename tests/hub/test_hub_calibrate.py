@@ -48,6 +48,7 @@ def test_too_little_disk_is_refused_at_the_start(tiny_hub: LoopbackHub, cli: Run
     assert not (cwd / "there.work").exists()
 
 
+@pytest.mark.slow
 def test_a_pass_that_the_hub_ended_goes_on_with_the_commit_it_began_with(
     tiny_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: bytes
 ) -> None:

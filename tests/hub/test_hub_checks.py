@@ -54,6 +54,7 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
     assert list(repo.files()) == [".gitattributes"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("what", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     tiny_hub: LoopbackHub, cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +107,7 @@ def edit_records(cwd: Path, change: Callable[[dict[str, Any]], object]) -> int:
     return len(paths)
 
 
+@pytest.mark.slow
 def test_uncompared_shards_are_made_again(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
     stop_before_main(tiny_hub, cli)
     number = edit_records(cwd, lambda record: record.pop("checked"))
@@ -115,6 +117,7 @@ def test_uncompared_shards_are_made_again(tiny_hub: LoopbackHub, cli: RunCli, cw
     assert_published(tiny_hub, local_result)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "rules"),
     [

@@ -83,6 +83,7 @@ def test_without_a_folder_to_write_to_a_file_is_asked_for(
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_the_hub_ended_goes_on_with_the_commits_it_began_with(
     both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: Evaluation
 ) -> None:

@@ -77,6 +77,7 @@ def test_validate_of_a_published_one_refuses_what_it_refuses_here(
     assert "contract rules broken: 19" in said(report.stderr)
 
 
+@pytest.mark.slow
 def test_an_evaluation_made_after_publishing_is_published_by_the_same_command(
     server: LoopbackHub, cli: RunCli, local_result: Path, evaluated: Path
 ) -> None:
@@ -101,6 +102,7 @@ def prepared_work(cwd: Path, found: Evaluation) -> None:
     write_evaluation(cwd / WORK, found)
 
 
+@pytest.mark.slow
 def test_a_job_from_hub_to_hub_puts_it_into_the_one_commit(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, evaluated: Path
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_job_from_hub_to_hub_puts_it_into_the_one_commit(
     assert json.loads(cli("validate", "hf://me/out", "--json", code=0).stdout)["passed"]
 
 
+@pytest.mark.slow
 def test_a_job_from_hub_to_hub_with_a_stale_one_changes_nothing_on_main(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, evaluated: Path
 ) -> None:

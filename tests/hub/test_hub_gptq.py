@@ -27,6 +27,7 @@ def source(server: LoopbackHub, short: Path) -> LoopbackHub:
     return server
 
 
+@pytest.mark.slow
 def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
     source: LoopbackHub, cli: RunCli, cwd: Path, local: Path, short: Path, text: Path
 ) -> None:

@@ -32,6 +32,7 @@ def kill_after(server: LoopbackHub, cwd: Path, num_requests: int, seconds: float
         return process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [range(3), *(pytest.param(range(seed, seed + 4), marks=pytest.mark.slow) for seed in range(100, 120, 4))],

@@ -189,6 +189,7 @@ def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHu
     assert not target_of(hub, private=False).private
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "pattern", ["/revision/main", "/tree/", "/preupload/", "/commit/", "/objects/batch", "/paths-info/"]
 )

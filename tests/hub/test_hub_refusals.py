@@ -15,6 +15,7 @@ STORAGE = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", STORAGE)
 @pytest.mark.parametrize(("method", "pattern"), [("POST", "/commit/"), ("GET", "xet-write-token")])
 def test_an_account_without_room_is_told_so_at_once(
@@ -36,6 +37,7 @@ def test_a_token_that_may_not_write_by_xet_is_not_tried_again(tiny_hub: Loopback
     assert "Use a token with write access to that namespace" in said(done.stderr)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [

@@ -69,6 +69,7 @@ def open_tiny(hub: Hub, folder: Path) -> Checkpoint:
     return open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=folder / "small")
 
 
+@pytest.mark.slow
 def test_all_of_k2_is_planned_from_headers(server: LoopbackHub, hub: Hub, k2_headers: Path, tmp_path: Path) -> None:
     server.store.add_folder("moon/k2", k2_headers, hash_shards=False)
     remote = open_remote(hub, resolve_source(hub, RepoRef("moon/k2")), folder=tmp_path / "small")

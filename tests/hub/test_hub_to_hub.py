@@ -55,6 +55,7 @@ def test_kimi_k3_from_hub_to_hub(server: LoopbackHub, cli: RunCli, k3_tiny: Path
     assert "INT4" not in card
 
 
+@pytest.mark.slow
 def test_kimi_k3_from_the_hub_to_a_folder_and_published(
     server: LoopbackHub, cli: RunCli, cwd: Path, k3_tiny: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_hub_to_folder_gives_the_local_bytes(tiny_hub: LoopbackHub, cli: RunCli,
     cli("validate", "out", code=0)
 
 
+@pytest.mark.slow
 def test_several_shards_are_converted_at_once_if_requested(
     tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_folder_to_hub_keeps_the_source(server: LoopbackHub, cli: RunCli, tiny: 
     assert sorted((p.name, p.stat().st_mtime_ns) for p in tiny.iterdir()) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["nowhere", "folder", "Hub"])
 def test_publish_sends_a_folder(tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, tiny: Path, where: str) -> None:
     """All rules are checked if the source is given."""
@@ -204,6 +207,7 @@ def test_a_repository_with_other_weights_is_left_alone(tiny_hub: LoopbackHub, cl
     assert tiny_hub.store.repos["me/out"].num_commits("main") == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tmp_path: Path
 ) -> None:
@@ -241,6 +245,7 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     assert os.environ["HF_TOKEN"] == TOKEN
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damaged", [False, True])
 def test_another_machine(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, damaged: bool) -> None:
     stop_before_main(tiny_hub, cli)
@@ -291,6 +296,7 @@ def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli_pro
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     server: LoopbackHub, cli: RunCli, tiny: Path, cwd: Path, local_result: Path, verb: str

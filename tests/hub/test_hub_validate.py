@@ -48,6 +48,7 @@ def two_shards(*folders: Path) -> int:
     return sum(max((-(-p.stat().st_size // 4096) + 1) * 4096 for p in f.glob("*.safetensors")) for f in folders)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("fault", "with_source"),
     [
@@ -87,6 +88,7 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
     assert 0 < temporary.most <= (two_shards(published, tiny) if with_source else two_shards(published))
 
 
+@pytest.mark.slow
 def test_chosen_layers_only(
     tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched
 ) -> None:
@@ -118,6 +120,7 @@ def test_only_faults_of_chosen_layers_are_seen(tiny_hub: LoopbackHub, cli: RunCl
     assert (bad.returncode, json.loads(bad.stdout)["contract"]["failed"]) == (3, [7])
 
 
+@pytest.mark.slow
 def test_places_may_differ(tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched) -> None:
     repo = tiny_hub.store.add_folder("me/out", published)
     tag = f"hf://me/out@{repo.refs['main']}"

@@ -70,6 +70,7 @@ def test_a_card_in_the_repository_stays(server: LoopbackHub, hub: Hub, cli: RunC
     assert_completed(card_of(server))
 
 
+@pytest.mark.slow
 def test_a_job_from_hub_to_hub_keeps_it(tiny_hub: LoopbackHub, hub: Hub, cli: RunCli) -> None:
     put(tiny_hub, hub, BY_HAND)
     assert f"note: {WORDS}" in cli(*JOB, "--dry-run", code=0).stderr
@@ -191,6 +192,7 @@ def listed(errors: str) -> set[str]:
     return set(line.partition("and these files: ")[2].split(", "))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("moment", ["no report", "a fresh report", "a stale report", "a part of a report"])
 def test_the_report_that_is_published_knows_the_evaluation(
     server: LoopbackHub, cli: RunCli, out: Path, moment: str
@@ -212,6 +214,7 @@ def test_the_report_that_is_published_knows_the_evaluation(
         assert server.store.read("me/out", "report.html") == (out / "report.html").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_job_from_hub_to_hub_makes_its_own_report(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path) -> None:
     work = cwd / "k2convert-work" / "me--out"
     (work / ".k2convert" / "shards").mkdir(parents=True)

@@ -52,6 +52,7 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [

@@ -54,6 +54,7 @@ def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 def test_every_value_is_the_sources_by_the_layouts_own_library(
@@ -125,6 +126,7 @@ def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
 
+@pytest.mark.slow
 def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     """Spreads of 18 and 30 octaves are below the window, those of 15 and 17 have subnormal scales."""
     said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout

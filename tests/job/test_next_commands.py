@@ -53,6 +53,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 
 
+@pytest.mark.slow
 def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path) -> None:
     follow("run", k2_shaped, "out")
     shutil.copytree("out", "cut short")
@@ -65,6 +66,7 @@ def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k
     assert follow("report", "records") == [""]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [b"caf\xc3\xa9 s", b"caf\xe9's", b"a\\ b\nc"])
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_command_can_be_pasted_from_any_terminal(name: bytes, encoding: str, k2_shaped: Path, tmp_path: Path) -> None:

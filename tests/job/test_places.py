@@ -53,6 +53,7 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
         assert str(shown[0]).replace(str(source), str(small)) == str(shown[1])
 
 
+@pytest.mark.quick(1)
 def test_calibrations_and_evaluations_are_the_same(
     kind: str, short: Path, text: Path, walked: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ FORMS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_it_is_the_pruned_result(options: tuple[str, ...], tiny: Path, reap: Path, kept: Path, tmp_path: Path) -> None:
     assert run("run", tiny, tmp_path / "ours", "--keep-experts", kept, *options, "--quiet") == 0
@@ -196,6 +197,7 @@ def test_the_walk_goes_through_the_pruned_model(small: Path, text: Path, tmp_pat
     assert files_of(tmp_path / "ours", without=LEDGER) == files_of(tmp_path / "theirs", without=LEDGER)
 
 
+@pytest.mark.slow
 def test_saved_statistics_of_a_pruned_walk_are_of_the_kept_experts(small: Path, text: Path, tmp_path: Path) -> None:
     """They are what the pruned source's own walk saves, and serve the same --keep-experts only."""
     keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))

@@ -125,6 +125,7 @@ def tasks_of(job: Job) -> list[ShardTask]:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("smoothing", [False, True], ids=["as-is", "smoothing"])
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_the_codes_of_the_walk_are_written_and_compared(
@@ -190,6 +191,7 @@ def test_codes_of_another_source_are_refused(cut: Path, statistics: Statistics, 
         convert_shard(tasks[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_a_result_is_validated_against_its_source_with_and_without_statistics(
     cut: Path, statistics: Statistics, walked: Any, tmp_path: Path, layout: Layout

@@ -89,6 +89,7 @@ def test_a_wrong_text_is_refused_before_the_conversion(short: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_text_of_the_calibration_is_refused_before_the_conversion(short: Path, text: Path, tmp_path: Path) -> None:
     words = ("run", short, tmp_path / "out", "--calibrate", text, "--evaluate", text)
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
@@ -120,6 +121,7 @@ def test_a_full_disk_in_the_evaluation_keeps_the_result(
     assert document(out) == document(evaluated)
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_resumes_behind_its_finished_layers(
     short: Path, text: Path, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

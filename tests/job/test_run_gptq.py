@@ -76,6 +76,7 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> No
         }
 
 
+@pytest.mark.slow
 def test_the_end_begins_with_the_held_out_error(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     lines = run_here("run", short, done / "out", "--calibrate", text, *SMALL, code=0).stdout.splitlines()
     record = read_ledger(done / "out").calibration
@@ -91,6 +92,7 @@ def test_the_end_begins_with_the_held_out_error(short: Path, text: Path, done: P
     assert shown.startswith("outputs of the layers: no held-out figure: only one window\n")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(short: Path, tmp_path: Path) -> None:
     """Fitted to few kinds of tokens, measured on others."""
     generator = np.random.default_rng(0)
@@ -109,6 +111,7 @@ def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(short:
     assert f"warning: {record.warning}" in shown.stderr
 
 
+@pytest.mark.slow
 def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(short: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "scaled.yaml").write_text("name: scaled\nactivations: w4a16\nsmoothing: true\n")
     words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
@@ -225,6 +228,7 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(short, tmp_path / "source"))
     out = tmp_path / "out"

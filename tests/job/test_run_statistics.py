@@ -156,6 +156,7 @@ def unconverted(raw: Result) -> Result:
     return {name: data for name, data in raw.items() if ".mlp.experts." not in name}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_every_tensor_is_what_the_reference_gives(

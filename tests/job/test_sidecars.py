@@ -74,6 +74,7 @@ def cut_tokenizer(source: Path) -> str:
 DAMAGES = [without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_an_engine_lacks_is_said(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli

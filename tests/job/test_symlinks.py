@@ -59,6 +59,7 @@ def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finish
     assert (destination / name).is_symlink()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["report.html", "report.html.tmp", "report.md.tmp"])
 def test_the_report_follows_no_link(name: str, finished: Path, tmp_path: Path) -> None:
     destination = tmp_path / "out"

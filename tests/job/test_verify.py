@@ -110,6 +110,7 @@ def test_parts_may_each_have_a_copy(source: Path, own: Path, tmp_path: Path) -> 
     assert files_of(out) == files_of(own)
 
 
+@pytest.mark.slow
 def test_a_copy_with_another_byte_is_refused_as_soon_as_it_is_seen(
     source: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

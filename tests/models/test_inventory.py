@@ -135,6 +135,7 @@ DAMAGES = (dropped, wrapped, reshaped, as_integers)
 CASES = [(family, name) for family, (specs, _) in SMALL.items() for name in kinds(spec.name for spec in specs)]
 
 
+@pytest.mark.quick(200)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_source_with_one_wrong_tensor_is_refused(family: str, name: str, damage: Callable[..., Tensors]) -> None:

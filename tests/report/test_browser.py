@@ -51,6 +51,7 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
     return blank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dark"),
     [
@@ -136,6 +137,7 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     assert re.findall("<title>(.*?)</title>", document) == [f"{read}; map-up; true"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("size", "dark"),
     [
@@ -169,6 +171,7 @@ def test_each_chart_of_an_evaluation_has_one_size(evaluated: ReportFiles) -> Non
     assert not [chart for chart in charts if re.search(r' (width|height)="', chart)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["reported", "evaluated"])
 @pytest.mark.parametrize("width", [320, 360, 390, 1280])
 def test_every_screen_shows_everything(name: str, tmp_path: Path, width: int, request: pytest.FixtureRequest) -> None:

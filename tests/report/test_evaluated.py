@@ -64,6 +64,7 @@ def card(folder: Path) -> str:
     return files["README.md"].decode()
 
 
+@pytest.mark.quick(1)
 def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluation, Path, ReportFiles]) -> None:
     found, folder, files = shown
     page = files.page.read_text()

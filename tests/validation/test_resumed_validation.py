@@ -129,6 +129,7 @@ def damage_kept(folder: Path, _source: Path) -> None:
         path.write_bytes(raw)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", [touch_result, touch_source, damage_kept])
 def test_what_changed_meanwhile_is_read_again(
     change: Callable[[Path, Path], None], mse: Path, tiny: Path, tmp_path: Path, read: list[str]

@@ -107,6 +107,7 @@ def refused(*arguments: object) -> str:
     return lines[0]
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_that_is(name: str, serve: Serve, options: list[object]) -> None:
     change, words = ANSWERS[name]

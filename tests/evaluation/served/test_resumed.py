@@ -81,6 +81,7 @@ def test_interrupted_while_it_waits_it_ends_at_once_and_says_how_to_go_on(
     assert list(tmp_path.glob("compare-*.work/a/window-000.json"))
 
 
+@pytest.mark.slow
 def test_a_damaged_answer_is_asked_for_again(serve: Serve, text: Path, tmp_path: Path) -> None:
     gate = Gate()
     gate.left = 5

@@ -95,6 +95,7 @@ def test_the_table_names_its_rows_and_what_they_are_compared_with(tiny: Path, pr
     assert "share of the router's weight that the dropped experts have: " in shown
 
 
+@pytest.mark.slow
 def test_layers_that_are_skipped_say_why(tiny: Path, pruned: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "out"))
     edit_config(folder, rope_theta=1.0)
