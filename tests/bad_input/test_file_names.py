@@ -20,6 +20,7 @@ def text(cut: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(cut / "eval.txt", folder / NAME))
 
 
+@pytest.mark.slow
 def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: RunCli) -> None:
     statistics = text.parent / "s.stats"
     out = text.parent / "out"

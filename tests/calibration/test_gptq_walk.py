@@ -130,6 +130,7 @@ def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_o
         assert tiny_walk.path("layer", layer).read_bytes() == work.path("layer", layer).read_bytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_second_stream_is_what_the_converted_layer_gives(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int

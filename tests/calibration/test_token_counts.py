@@ -44,6 +44,7 @@ def text(tiny: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [pytest.param("calibrate", marks=pytest.mark.slow), "run"])
 def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     cut: Path, text: Path, tmp_path: Path, verb: str
@@ -75,6 +76,7 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     assert f"{line}. It needs 2 for each of its {inputs} inputs: use {option}{enough}\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_median_is_that_of_the_statistics(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("calibrate", tiny, out, "--text", tiny / "calibration.txt", "--tokens", "2048", "--window", "256")

@@ -129,6 +129,7 @@ def test_a_device_that_is_not_here_is_refused_in_one_line(tiny: Path, ids: Path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["calibrate", "run", "evaluate"])
 def test_a_long_computation_needs_long_and_the_next_command_has_it(
     cut: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str

@@ -197,6 +197,7 @@ def test_status_knows_evaluations_with_a_file_and_in_a_result(
     assert re.fullmatch(rf"{rows}: complete evaluation: 1 model on [\d,]+ tokens of novel\.txt\n", shown.stdout)
 
 
+@pytest.mark.slow
 def test_status_of_a_run_does_not_forget_its_evaluation(
     short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_
     assert not list(tmp_path.glob("*.work"))
 
 
+@pytest.mark.slow
 def test_rows_of_the_same_text_stay_and_others_need_replace(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
     source, result = pair
     evaluate(source, result, "--activations", "both", text=ids)

@@ -192,6 +192,7 @@ def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, resu
         assert shown.endswith(f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n")
 
 
+@pytest.mark.slow
 def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path) -> None:
     shown = run_fit(k2_headers, "--gpu", "b200").stdout
     table = [line.split("│") for line in shown.splitlines() if "│" in line]

@@ -84,6 +84,7 @@ def test_24_layers_have_a_kv_cache_and_69_have_states(shape: ModelShape) -> None
     assert all_fp32 / MIB == pytest.approx(443.11, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_state_is_divided_by_heads(shape: ModelShape, converted: Weights) -> None:
     """vllm-project/vllm, pull request 50855 (2026-08-03): with TP8, a request's recurrent state is 0.75 MiB per layer.
 
@@ -95,6 +96,7 @@ def test_a_state_is_divided_by_heads(shape: ModelShape, converted: Weights) -> N
     assert whole.state_bytes == 8 * fit.state_bytes
 
 
+@pytest.mark.slow
 def test_a_gpu_of_8_agrees_with_aiconfigurator(shape: ModelShape, source: Weights) -> None:
     """aiconfigurator-core 0.12.0, moonshotai/Kimi-K3, TP8, its own operations.
 
@@ -133,6 +135,7 @@ def test_a_gpu_of_8_has_about_195_gb_of_the_source(shape: ModelShape, source: We
     assert fit.weight_bytes > source.num_bytes / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "expert", "factor"), [(8, 1, 1), (16, 1, 4 / 3), (16, 2, 1), (32, 2, 4 / 3), (16, 16, 1)]
 )
@@ -278,6 +281,7 @@ def test_damaged_lists_of_layers_are_refused(
     assert said(done.stderr).count("\n") == 1
 
 
+@pytest.mark.slow
 def test_fewer_experts_fit_on_fewer_gpus(shape: ModelShape, converted: Weights) -> None:
     """mgoin/Kimi-K3-pruned50 has 448 experts."""
     half = shape.with_experts(448)

@@ -58,6 +58,7 @@ def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, cli
     assert document["published"] == {"repo": "me/out", "commit": done}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
 def test_every_next_command_works_as_printed(
     done: str, hub_after: LoopbackHub, cli: RunCli, words: tuple[str, ...]

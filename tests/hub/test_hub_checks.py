@@ -72,6 +72,7 @@ def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     assert_nothing_on_main(tiny_hub)
 
 
+@pytest.mark.slow
 def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
     tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "novel.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_that_evaluates_reads_its_shards_back_and_makes_one_commit(
     server: LoopbackHub, cli: RunCli, cwd: Path, short: Path, text: Path

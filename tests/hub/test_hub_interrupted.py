@@ -192,6 +192,7 @@ def test_a_job_continued_with_less_room_keeps_to_it(
     assert watched.most < room
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["00002-of-000005.safetensors", "tokenizer.json"], ids=["header", "small file"])
 def test_an_interrupt_while_planning_waits_for_no_answer(tiny_hub: LoopbackHub, cwd: Path, name: str) -> None:
     tiny_hub.traffic.inject(Fault("GET", name, status=429, retry_after=300))

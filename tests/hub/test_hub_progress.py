@@ -34,6 +34,7 @@ def test_a_hub_job_on_screen(columns: int, rows: int, tiny_hub: LoopbackHub, cwd
     assert any(len(s) == 3 and 100 > s[0] > s[2] for s in shares), f"phases run ahead of each other: {shares}"
 
 
+@pytest.mark.slow
 def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
 ) -> None:

@@ -56,6 +56,7 @@ def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = 
     return sent(hub, folder).commit_to_main(shards=hashes_of(folder), files=files, message="Add the model")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("with_xet", "part_bytes"), [(True, None), (False, None), (False, 500_000)], ids=["Xet", "one PUT", "multipart"]
 )

@@ -142,6 +142,7 @@ def test_a_shard_outside_the_index_is_accepted(tiny_hub: LoopbackHub, hub: Hub, 
     assert tiny_hub.traffic.matching("GET", "stray") == []
 
 
+@pytest.mark.slow
 def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackHub, tiny: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     with (source / "samples.tar").open("wb") as file:

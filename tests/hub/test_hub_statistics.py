@@ -88,6 +88,7 @@ def put(server: LoopbackHub, name: str, folder: Path, statistics: Path, *, as_fi
     return server.store.add_folder(name, folder).refs["main"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("repo", "as_file", "address"),
     [

@@ -24,6 +24,7 @@ from scripts.fixture_maker.damage import edit_config
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
 def test_hub_to_hub(
     tiny_hub: LoopbackHub, cli_process: RunCli, cwd: Path, local_result: Path, disable_xet: str

@@ -134,6 +134,7 @@ def test_places_may_differ(tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, publi
     assert 0 < temporary.most <= two_shards(tiny)
 
 
+@pytest.mark.slow
 def test_partners_come_in_ranges(server: LoopbackHub, cli: RunCli, split: Path, cwd: Path, temporary: Watched) -> None:
     """Gate and up, and the parts of one projection, lie in different shards of the source."""
     cli("run", split, "out", "--layout", "compressed-tensors", code=0)
@@ -203,6 +204,7 @@ def test_without_room_nothing_is_downloaded(
     assert temporary.most == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_nothing(tiny_hub: LoopbackHub, cwd: Path, published: Path, number: signal.Signals) -> None:
     tiny_hub.store.add_folder("me/out", published)
@@ -222,6 +224,7 @@ def test_an_interrupt_leaves_nothing(tiny_hub: LoopbackHub, cwd: Path, published
     assert list((cwd / "temporary").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_report_on_a_repository_goes_into_the_current_folder_or_where_asked(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, published: Path, temporary: Watched
 ) -> None:

@@ -48,6 +48,7 @@ def test_publish_adds_a_version(server: LoopbackHub, cli: RunCli, cwd: Path, loc
     assert "published as hf://me/out@v2 at commit " in cli("status", "out").stdout
 
 
+@pytest.mark.slow
 def test_a_job_adds_a_version(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, by_max: Path) -> None:
     tiny_hub.store.add_folder("me/out", local_result, private=True)
     repo = tiny_hub.store.repos["me/out"]

@@ -101,6 +101,7 @@ def test_front_matter_alone_gets_a_text(server: LoopbackHub, hub: Hub, cli: RunC
     assert not is_by_hand(card_of(server))
 
 
+@pytest.mark.slow
 def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
     server: LoopbackHub, hub: Hub, cli: RunCli, out: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
     assert card_of(server) == edited
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "card", [b"caf\xe9, no UTF-8\n", b"---\nlicense: [mit\n---\nbroken\n", b"---\n- mit\n---\nx\n"]
 )

@@ -93,6 +93,7 @@ def forward(tiny: Path) -> Forward:
     return run
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_and_routing_are_equal(dtype: torch.dtype, tiny: Path, tmp_path: Path, forward: Forward) -> None:
     source = open_checkpoint(tiny)

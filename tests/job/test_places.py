@@ -76,6 +76,7 @@ def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, byt
     return [result(out), {"saved": saved.read_bytes()}]
 
 
+@pytest.mark.quick(1)
 def test_results_are_read_wherever_they_lie(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
     place = placed(kind, finished, tmp_path / "place")
     for options in ((), ("--source", small)):

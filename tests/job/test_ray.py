@@ -132,6 +132,7 @@ def test_a_job_waits_for_nodes_that_join_late_and_refuses_another_version(
         nodes.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry run"])
 def test_a_cluster_without_a_node_for_a_task_is_refused(
     more: tuple[str, ...], small: Path, nodes: Nodes, tmp_path: Path
@@ -162,6 +163,7 @@ def test_a_job_waits_for_a_cluster_to_grow(small: Path, tmp_path: Path, monkeypa
         nodes.close()
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(small: Path, nodes: Nodes, tmp_path: Path) -> None:
     number = len(nodes.nodes)
     said = run_here(*job(small, tmp_path / "out", nodes), "--dry-run", code=0).stdout
@@ -173,6 +175,7 @@ def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(small: Path, no
     assert "estimate" not in document
 
 
+@pytest.mark.slow
 def test_an_expected_error_names_the_node(small: Path, nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / ".k2convert" / "shards").mkdir(parents=True)

@@ -152,6 +152,7 @@ def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> Non
         assert (k25 / sidecar).read_bytes() == (tmp_path / "out" / sidecar).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_large_file_beside_the_weights_is_never_whole_in_memory(tiny: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     with (source / "samples.tar").open("wb") as file:

@@ -52,6 +52,7 @@ def test_report_shows_it_and_running_again_keeps_it(short: Path, text: Path, eva
     assert "Evaluation of the whole model" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_result_with_fewer_experts_and_a_bf16_copy_are_evaluated(
     tiny: Path, short: Path, text: Path, tmp_path: Path
 ) -> None:

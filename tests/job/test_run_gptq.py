@@ -156,6 +156,7 @@ def test_a_finished_run_is_not_made_again(short: Path, text: Path, done: Path, t
     assert "the conversion is complete, and its statistics were not kept" in shown
 
 
+@pytest.mark.slow
 def test_another_text_or_option_is_refused_by_name(
     short: Path, text: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_the_converted_experts_that_wait() -> None:
         assert waiting_bytes(shards, num_layers=5) == most
 
 
+@pytest.mark.slow
 def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
     files = [tmp_path / "first.npy", tmp_path / "second.npy"]
@@ -305,6 +307,7 @@ def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done
     assert kept.words[first : first + 4] == tuple(words)
 
 
+@pytest.mark.slow
 def test_weights_are_not_the_measure_of_a_calibrated_result(short: Path, done: Path, tmp_path: Path) -> None:
     note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
     by_max = tmp_path / "max"

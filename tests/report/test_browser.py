@@ -68,6 +68,7 @@ def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, da
     assert not blank_charts(pixels, palette)
 
 
+@pytest.mark.slow
 def test_a_blank_chart_would_be_noticed(reported: ReportFiles, tmp_path: Path) -> None:
     page = tmp_path / "blank.html"
     text = reported.page.read_text()

@@ -65,6 +65,7 @@ def test_the_wrapped_checkpoint_is_of_the_k25_family(tiny: Path, tmp_path: Path)
     assert {f"language_model.{name}" for name in open_checkpoint(tiny).tensors} < set(wrapped.tensors)
 
 
+@pytest.mark.slow
 def test_clients_decode_what_the_libraries_decode(converted: dict[Variant, Path]) -> None:
     for variant, folder in converted.items():
         files = Checkpoint(folder)

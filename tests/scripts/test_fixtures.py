@@ -208,6 +208,7 @@ def test_k25_inventory_is_that_of_the_released_shards() -> None:
     assert sum(spec.num_bytes for spec in parts[0]) == 995_000_320
 
 
+@pytest.mark.slow
 def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = subprocess.run([ROOT / "scripts" / "fixtures", "list"], capture_output=True, text=True, check=True).stdout
     assert {line.split()[0] for line in listed.splitlines()} >= {"k25", "split", "k2-shaped", "k2-thinking-headers"}

@@ -13,6 +13,7 @@ from scripts.fixture_maker import TINY
 ROOT = TINY.parents[2]
 
 
+@pytest.mark.slow
 def test_it_is_refused_in_one_line_without_a_device(tmp_path: Path) -> None:
     """By the script, before it installs anything, and by the module, if torch finds no device."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")

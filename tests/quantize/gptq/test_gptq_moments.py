@@ -118,6 +118,7 @@ def test_sums_of_many_outputs_with_random_signs_choose_the_strength_that_all_out
     assert_close(correction, expected, 1e-3)
 
 
+@pytest.mark.slow
 def test_workers_change_no_byte_of_matrices_with_many_tiles() -> None:
     """1,300 columns are six tiles in a row when they are factored, and three when they are multiplied."""
     tokens = make_tokens(MIN_TOKENS + 100, 1296, 1040)
