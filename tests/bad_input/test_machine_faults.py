@@ -113,9 +113,8 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
     assert call("run", k2_shaped, out).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "number", [errno.ENOSYS, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOLCK, errno.EOPNOTSUPP, 524))]
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524])
 def test_a_file_system_without_flock_is_locked_by_a_file(
     number: int, k2_shaped: Path, tmp_path: Path, call: Call
 ) -> None:
@@ -143,7 +142,8 @@ def test_a_file_system_without_flock_is_locked_by_a_file(
     assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {part}")
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, pytest.param(errno.EOPNOTSUPP, marks=pytest.mark.slow)])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_a_file_system_that_cannot_sync_folders_is_used_as_it_is(
     number: int, k2_shaped: Path, tmp_path: Path, call: Call
 ) -> None:

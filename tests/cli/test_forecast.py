@@ -55,15 +55,10 @@ def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[obje
     return ("--text", file, "--tokens", tokens, "--window", window)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("verb", "kind"),
-    [
-        ("run", "cut"),
-        pytest.param("calibrate", "shaped", marks=pytest.mark.slow),
-        pytest.param("run", "tiny", marks=pytest.mark.slow),
-        pytest.param("calibrate", "tiny", marks=pytest.mark.slow),
-        pytest.param("run", "shaped", marks=pytest.mark.slow),
-    ],
+    [("run", "cut"), ("calibrate", "shaped"), ("run", "tiny"), ("calibrate", "tiny"), ("run", "shaped")],
 )
 def test_a_dry_run_says_the_memory_that_the_run_takes(
     ids: Path, tmp_path: Path, verb: str, kind: str, request: pytest.FixtureRequest

@@ -39,7 +39,7 @@ def test_evaluate_refuses_before_it_writes(cut: Path, tmp_path: Path, field: str
 
 
 @pytest.mark.quick(12)
-@pytest.mark.parametrize("model", ["tiny", pytest.param("k3_tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["tiny", "k3_tiny"])
 @pytest.mark.parametrize("field", sorted(BOUNDS))
 def test_fit_has_an_answer_or_one_line(model: str, field: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source = Path(shutil.copytree(request.getfixturevalue(model), tmp_path / "source"))

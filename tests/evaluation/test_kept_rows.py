@@ -101,7 +101,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, first: int) -> None:
     evaluate(*pair, text=ids)
     for number, (name, change) in enumerate(CHANGES.items(), first):

@@ -42,9 +42,8 @@ def both_on_hub(tiny_hub: LoopbackHub, local_result: Path) -> LoopbackHub:
 ENDS = ("hf://moon/tiny", "hf://me/ours")
 
 
-@pytest.mark.parametrize(
-    "on_hub", [(True, True), *(pytest.param(one, marks=pytest.mark.slow) for one in ((True, False), (False, True)))]
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("on_hub", [(True, True), (True, False), (False, True)])
 def test_checkpoints_on_the_hub_have_the_same_figures(
     both_on_hub: LoopbackHub,
     cli: RunCli,

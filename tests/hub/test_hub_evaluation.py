@@ -54,9 +54,8 @@ def test_a_stale_one_is_not_published(server: LoopbackHub, cli: RunCli, evaluate
     assert commits(server) == 0
 
 
-@pytest.mark.parametrize(
-    "damage", ["other weights", "no document", pytest.param("a large file", marks=pytest.mark.slow)]
-)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("damage", ["other weights", "no document", "a large file"])
 def test_validate_of_a_published_one_refuses_what_it_refuses_here(
     server: LoopbackHub, cli: RunCli, evaluated: Path, damage: str
 ) -> None:

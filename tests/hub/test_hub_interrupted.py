@@ -35,7 +35,7 @@ def kill_after(server: LoopbackHub, cwd: Path, num_requests: int, seconds: float
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
-    [range(3), *(pytest.param(range(seed, seed + 4), marks=pytest.mark.slow) for seed in range(100, 120, 4))],
+    [range(3), *(range(seed, seed + 4) for seed in range(100, 120, 4))],
     ids=lambda seeds: f"from {seeds.start}",
 )
 def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
@@ -132,9 +132,8 @@ def random_fault(choice: random.Random) -> Fault:
     return Fault("GET", r"\.safetensors$", broken, after_bytes=after)
 
 
-@pytest.mark.parametrize(
-    ("seed", "num_faults"), [(1, 6), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(50, 56))]
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("seed", "num_faults"), [(1, 6), *((seed, 5) for seed in range(50, 56))])
 def test_faults_are_survived(
     seed: int, num_faults: int, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, without_xet: None
 ) -> None:

@@ -18,7 +18,7 @@ from screen import Screen, in_terminal, same_as_golden
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), pytest.param(200, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
 def test_a_hub_job_on_screen(columns: int, rows: int, tiny_hub: LoopbackHub, cwd: Path, hub_environment: None) -> None:
     tiny_hub.traffic.bytes_per_second = 1_000_000.0
     seen: list[str] = []

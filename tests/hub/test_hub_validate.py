@@ -205,7 +205,7 @@ def test_without_room_nothing_is_downloaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(tiny_hub: LoopbackHub, cwd: Path, published: Path, number: signal.Signals) -> None:
     tiny_hub.store.add_folder("me/out", published)
     tiny_hub.traffic.bytes_per_second = 300_000

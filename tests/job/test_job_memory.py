@@ -114,7 +114,8 @@ def cgroup(*, memory: int, cores: int) -> Generator[Callable[[], None]]:
             folder.rmdir()
 
 
-@pytest.mark.parametrize(("memory", "experts"), [(500_000_000, 8), pytest.param(1 << 30, 32, marks=pytest.mark.slow)])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("memory", "experts"), [(500_000_000, 8), (1 << 30, 32)])
 def test_a_conversion_finishes_in_a_real_cgroup_of_one_core(memory: int, experts: int, tmp_path: Path) -> None:
     """The slow one has 2 GB of weights and the memory of a small container."""
     shape = replace(SHAPE, experts=experts)

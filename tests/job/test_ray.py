@@ -31,13 +31,10 @@ def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
     return ("run", str(source), str(out), "--ray", nodes.address, "--cpus-per-shard", "1")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("split", "a snapshot of the cache"),
-        pytest.param("small", "a folder of links", marks=pytest.mark.slow),
-        pytest.param("k3_edges", "plain", marks=pytest.mark.slow),
-    ],
+    [("split", "a snapshot of the cache"), ("small", "a folder of links"), ("k3_edges", "plain")],
 )
 def test_a_cluster_gives_equal_bytes_wherever_the_source_lies(
     name: str, kind: str, nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest

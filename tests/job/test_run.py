@@ -44,12 +44,12 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
         ("tiny", ("--recipe", "kimi-k2-thinking-nvfp4-mlp")),
-        *((name, ()) for name in ("minus8", "zeros", "subnormal", "wide")),
-        *(pytest.param(name, (), marks=pytest.mark.slow) for name in ("k25", "split", "reap", "i64")),
+        *((name, ()) for name in ("minus8", "zeros", "subnormal", "wide", "k25", "split", "reap", "i64")),
     ],
 )
 def test_max_is_the_libraries(name: str, more: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path) -> None:

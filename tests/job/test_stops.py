@@ -142,10 +142,10 @@ def finish(case: Case) -> dict[str, bytes]:
     ("verb", "number"),
     [
         ("run --calibrate", signal.SIGTERM),
-        pytest.param("evaluate", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("run", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("run --evaluate", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("calibrate", signal.SIGTERM, marks=pytest.mark.slow),
+        ("evaluate", signal.SIGINT),
+        ("run", signal.SIGINT),
+        ("run --evaluate", signal.SIGINT),
+        ("calibrate", signal.SIGTERM),
     ],
 )
 def test_a_verb_interrupted_at_work_says_what_is_kept_and_resumes(

@@ -82,12 +82,13 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     return sorted((one.name, one.dtypes[0], one.shape) for one in model.tensors(source.tensors, experts))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("parts", "config"),
     [
         (k2_thinking_parts, lambda: k2_config(K2_SHAPE)),
-        pytest.param(k25_parts, lambda: k25_config(k2_config(K2_SHAPE), vision=WHOLE_VISION), marks=pytest.mark.slow),
-        pytest.param(k3_parts, lambda: k3_config(K3_SHAPE), marks=pytest.mark.slow),
+        (k25_parts, lambda: k25_config(k2_config(K2_SHAPE), vision=WHOLE_VISION)),
+        (k3_parts, lambda: k3_config(K3_SHAPE)),
     ],
     ids=list(SMALL),
 )

@@ -56,8 +56,8 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
     ("size", "dark"),
     [
         pytest.param("wide", True, id="dark"),
-        pytest.param("wide", False, id="wide", marks=pytest.mark.slow),
-        pytest.param("telephone", False, id="telephone", marks=pytest.mark.slow),
+        pytest.param("wide", False, id="wide"),
+        pytest.param("telephone", False, id="telephone"),
     ],
 )
 def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
@@ -144,8 +144,8 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     [
         pytest.param("wide", False, id="wide-light"),
         pytest.param("telephone", True, id="telephone-dark"),
-        pytest.param("wide", True, id="wide-dark", marks=pytest.mark.slow),
-        pytest.param("telephone", False, id="telephone-light", marks=pytest.mark.slow),
+        pytest.param("wide", True, id="wide-dark"),
+        pytest.param("telephone", False, id="telephone-light"),
     ],
 )
 def test_the_charts_of_an_evaluation_are_painted(evaluated: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:

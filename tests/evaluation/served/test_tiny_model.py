@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("top_k", "least"), [(64, 0.7), pytest.param(256, 0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("top_k", "least"), [(64, 0.7), (256, 0.8)])
 def test_the_bound_is_most_of_the_true_divergence(
     trained: Path, tmp_path: Path, serve: Serve, top_k: int, least: float
 ) -> None:
