@@ -122,6 +122,7 @@ def leaves_all(call: Callable[[], object]) -> None:
     assert changed == {}
 
 
+@pytest.mark.slow
 def test_every_function_leaves_the_process_as_it_was() -> None:
     state()
     calls = (convert, calibrate, evaluate, lambda: k2convert.validate("out", TINY), lambda: k2convert.inspect(TINY))

@@ -113,7 +113,7 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
     assert call("run", k2_shaped, out).returncode == 0
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524])
 def test_a_file_system_without_flock_is_locked_by_a_file(
     number: int, k2_shaped: Path, tmp_path: Path, call: Call

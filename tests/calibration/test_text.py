@@ -125,7 +125,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
     assert few.ids.shape == (3, 10)
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [

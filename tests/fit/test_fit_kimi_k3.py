@@ -112,6 +112,7 @@ def test_a_gpu_of_8_agrees_with_aiconfigurator(shape: ModelShape, source: Weight
     assert fit.weights[Role.ATTENTION] == pytest.approx(9.875e9, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "count", "holds"),
     [("b300", 8, True), ("gb300", 8, True), ("b200", 16, True), ("gb200", 16, True), ("b200", 8, False),

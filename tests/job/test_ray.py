@@ -31,7 +31,7 @@ def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
     return ("run", str(source), str(out), "--ray", nodes.address, "--cpus-per-shard", "1")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("split", "a snapshot of the cache"), ("small", "a folder of links"), ("k3_edges", "plain")],

@@ -137,7 +137,7 @@ def finish(case: Case) -> dict[str, bytes]:
     return contents(case.folder)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "number"),
     [
