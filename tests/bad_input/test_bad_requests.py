@@ -318,6 +318,7 @@ def test_a_bad_setting_is_blamed_and_not_the_recipe(
     assert not dest.exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>/dev/full"])
 def test_a_job_needs_no_stream_to_talk_to(streams: str, k2_shaped: Path, dest: Path) -> None:
     words = shlex.join([sys.executable, "-m", "k2convert", "run", str(k2_shaped), str(dest), "--device", "cpu"])

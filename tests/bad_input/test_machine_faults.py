@@ -81,7 +81,7 @@ RESULT_FAULTS = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("verb", "fault", "name", "number"), RESULT_FAULTS)
 def test_a_result_that_cannot_be_looked_at_is_one_line(
     verb: str, fault: str, name: str, number: int, converted: Path, call: Call
@@ -153,6 +153,7 @@ def test_a_file_system_that_cannot_sync_folders_is_used_as_it_is(
     assert_one_line(call("run", k2_shaped, tmp_path / "other", **(fault | {"FAIL_ERRNO": errno.EIO})), "other")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("verb", "number"), [("run", 0), ("run", 3), ("validate", 0), ("validate", 1)])
 def test_no_more_threads_is_one_line(
     verb: str, number: int, k2_shaped: Path, tmp_path: Path, result: Path, call: Call

@@ -241,6 +241,7 @@ def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: P
         assert files_of(walked(work, planned(cut, ids))) == whole
 
 
+@pytest.mark.slow
 def test_files_instead_of_memory_change_no_byte_and_are_gone(
     cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

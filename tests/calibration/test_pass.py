@@ -191,10 +191,7 @@ def test_what_differs_from_the_work_folder_is_named(
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "damage",
-    [pytest.param(damage, marks=[] if damage in ("flipped", "missing") else pytest.mark.slow) for damage in DAMAGES],
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["layer-000.safetensors", "hidden-001.safetensors", ".k2convert/calibration.json"])
 def test_a_damaged_work_file_is_named_and_the_pass_is_computed_again(
     cut: Path, text: Path, begun: Begun, whole: Path, name: str, damage: str

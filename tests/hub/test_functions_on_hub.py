@@ -45,7 +45,7 @@ def bars() -> Iterator[None]:
     enable_progress_bars()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("bars")
 @pytest.mark.parametrize("setting", ["as imported", "off", "one is off"])
 def test_progress_bars_of_the_library_are_as_before(tiny_hub: LoopbackHub, tmp_path: Path, setting: str) -> None:

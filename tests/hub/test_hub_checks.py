@@ -54,7 +54,7 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
     assert list(repo.files()) == [".gitattributes"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("what", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     tiny_hub: LoopbackHub, cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def test_a_job_that_evaluates_reads_its_shards_back_and_makes_one_commit(
     assert not list((work / ".k2convert").glob("evaluation.*work*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_whose_evaluation_fails_resumes_it_and_converts_nothing_again(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, text: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ STORAGE = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", STORAGE)
 @pytest.mark.parametrize(("method", "pattern"), [("POST", "/commit/"), ("GET", "xet-write-token")])
 def test_an_account_without_room_is_told_so_at_once(

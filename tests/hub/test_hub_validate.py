@@ -48,7 +48,7 @@ def two_shards(*folders: Path) -> int:
     return sum(max((-(-p.stat().st_size // 4096) + 1) * 4096 for p in f.glob("*.safetensors")) for f in folders)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fault", "with_source"),
     [

@@ -40,6 +40,7 @@ def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("name", COPIED.values(), ids=COPIED)
 def test_a_value_that_is_no_number_stops_the_run(

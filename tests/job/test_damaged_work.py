@@ -53,14 +53,7 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(name, damage, marks=[] if damage == ("flipped", "missing")[place % 2] else pytest.mark.slow)
-        for place, name in enumerate(NAMES)
-        for damage in DAMAGES
-    ],
-)
+@pytest.mark.parametrize(("name", "damage"), [(name, damage) for damage in DAMAGES for name in NAMES])
 def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     name: str,
     damage: str,

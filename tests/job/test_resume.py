@@ -30,6 +30,7 @@ def seconds(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_run_is_resumed(seed: int, tiny: Path, seconds: float, local_result: Path, tmp_path: Path) -> None:
     process = start("run", tiny, tmp_path / "out")

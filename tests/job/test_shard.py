@@ -32,7 +32,7 @@ def plan(source: Path, destination: Path, **overrides: Any) -> Job:
     return plan_job(source, destination, statistics=statistics, **overrides)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}]
 )

@@ -325,6 +325,7 @@ def widen(name: str) -> Callable[[SmallCheckpoint], None]:
     return lambda checkpoint: checkpoint.replace(name, torch.cat([checkpoint.tensors()[name]] * 2))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [("lm_head.weight", remove), ("model.norm.weight", wrap), ("model.layers.2.self_attn.kv_b_proj.weight", widen)],

@@ -95,6 +95,7 @@ def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(mse: Converted
     assert total(mse).sqnr_db == pytest.approx(22.617, abs=0.005)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rule", get_args(Rule))
 def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections: dict[str, Int4Weight]) -> None:
     converted = convert(create_quantizer("native", rule=rule), projections)

@@ -138,7 +138,7 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     assert re.findall("<title>(.*?)</title>", document) == [f"{read}; map-up; true"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dark"),
     [

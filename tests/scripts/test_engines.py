@@ -99,6 +99,7 @@ def test_kimi_k3_is_loaded_but_not_computed() -> None:
     assert Task(ENGINES["vllm-0.33"], W4A16).computes
 
 
+@pytest.mark.slow
 def test_copies_have_one_defect_each(converted: dict[Variant, Path], tmp_path: Path) -> None:
     result = converted[K3_W4A4]
     good = tmp_path / "k3"

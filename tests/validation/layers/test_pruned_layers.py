@@ -57,6 +57,7 @@ def blocks_of_transformers(folder: Path, ids: torch.Tensor) -> dict[int, tuple[t
     return found
 
 
+@pytest.mark.slow
 def test_pruning_alone_is_the_error_that_transformers_finds(tiny: Path, pruned: Path) -> None:
     text = ("--layers", "all", "--text", tiny / "eval.txt", "--tokens", 64)
     shown = run_here("validate", pruned, "--source", tiny, *text, "--json")
