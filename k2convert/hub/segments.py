@@ -94,13 +94,14 @@ class PartialFile:
                 self._taken[segment] = self.done[segment]
             self._lock.notify_all()
 
-    def write(self, data: bytearray, position: int) -> None:
+    def write(self, data: memoryview, position: int) -> None:
         """Write all of `data` at `position`; raises DiskFullError, DestinationWriteError."""
         # The kernel lets only one thread at a time write to a file; the others would spin.
-        done = 0
-        with self._writing, writing(self.path), memoryview(data) as view:
-            while done < len(view):
-                done += os.pwrite(self.descriptor, view[done:], position + done)
+        with self._writing, writing(self.path):
+            while data:
+                count = os.pwrite(self.descriptor, data, position)
+                data = data[count:]
+                position = position + count
 
     def wait(self, seconds: float) -> None:
         """Return when a segment was finished or released, or after `seconds`."""
