@@ -32,11 +32,15 @@ from scripts import fixture_maker as fixtures  # noqa: E402
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases as slow beyond the first N of a test that is marked `quick(N)`."""
+    """Mark cases as slow beyond the first N of a test that is marked `quick(N)`; it has no slow ones of its own."""
     cases: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("quick")
         if mark is not None:
+            if item.get_closest_marker("slow") is not None:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: is marked as slow, so it is not one of {mark.args[0]} quick cases"
+                )
             name = item.nodeid.partition("[")[0]
             cases[name] += 1
             if cases[name] > mark.args[0]:

@@ -51,12 +51,12 @@ def _of_links(source: Path, folder: Path) -> Path:
 
 
 PLACES: Final[dict[str, Callable[[Path, Path], Path]]] = {
-    "plain": lambda source, _: source,
     "a snapshot of the cache": lambda source, folder: put_into_cache(
         source, folder / "hub", repo=f"moon/{source.name}"
     ),
+    "a folder of links": _of_links,
+    "plain": lambda source, _: source,
     "a linked folder": _linked,
     "a staged copy": _staged,
-    "a folder of links": _of_links,
 }
-"""A function for each: it gets a checkpoint and an empty folder, and returns the place."""
+"""A function for each, the most usual first: it gets a checkpoint and an empty folder, and returns the place."""

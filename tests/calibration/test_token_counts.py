@@ -45,7 +45,7 @@ def text(tiny: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [pytest.param("calibrate", marks=pytest.mark.slow), "run"])
+@pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     cut: Path, text: Path, tmp_path: Path, verb: str
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("side", [0, 1])
 def test_the_function_and_a_file_for_all_see_changes_too(
     pair: tuple[Path, Path], ids: Path, tmp_path: Path, side: int
 ) -> None:

@@ -24,10 +24,7 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if not name.endswith("job.json")}
 
 
-RARE = ("plain", "a linked folder", "a staged copy")
-
-
-@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] if kind in RARE else []) for kind in PLACES])
+@pytest.fixture(params=PLACES)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -37,6 +34,7 @@ def placed(kind: str, source: Path, folder: Path) -> Path:
     return PLACES[kind](source, folder)
 
 
+@pytest.mark.quick(2)
 def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
     source = placed(kind, small, tmp_path / "place")
     out = tmp_path / "out"
