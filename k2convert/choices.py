@@ -3,7 +3,7 @@
 import re
 from typing import Final, Literal
 
-from k2convert.errors import ArgumentError, quoted
+from k2convert.errors import ArgumentError, check_number, quoted
 
 Rule = Literal["gptq", "imatrix", "mse", "max"]
 """Ways to choose block scales: together with the codes, layer by layer, so that each layer makes up for the ones before
@@ -49,3 +49,13 @@ def parse_size(text: str) -> int:
         raise ArgumentError(f"{quoted(text)}: not a size. Write for example 200GB.")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def read_size(name: str, given: object) -> int | None:
+    """Return a size in bytes, given as a number or as text like "200GB"; None if none is. Raises ArgumentError."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return parse_size(given)
+    check_number(name, given, least=1)
+    return int(str(given))

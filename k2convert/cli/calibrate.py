@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.calibration.statistics import open_statistics
-from k2convert.choices import parse_size
+from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     display_walk,
@@ -43,7 +43,7 @@ def calibrate(options: CalibrateOptions) -> None:
             text_files(options.text, device=options.device),
             TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics),
             hub=Hub(notify=console.notifier()),
-            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+            max_disk=read_size("--max-disk", options.max_disk),
         ) as plan,
     ):
         waiting.end()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from k2convert.choices import parse_size
+from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import (
@@ -49,7 +49,7 @@ def evaluate(options: EvaluateOptions) -> None:
                 options.out,
                 options.any_text,
                 options.replace,
-                None if options.max_disk is None else parse_size(options.max_disk),
+                read_size("--max-disk", options.max_disk),
             ),
             hub=Hub(notify=console.notifier()),
         ) as plan,
@@ -127,7 +127,7 @@ def _show_unkept(plan: "EvaluationPlan") -> None:
 
 def _next_command(plan: "EvaluationPlan", found: "Evaluation") -> str:
     """Return the command for the report on the nearest result in a folder, with its source if that is the reference."""
-    places = {one.name: one for one in plan.checkpoints[1:] if one.local is not None and one.ledger is not None}
+    places = {one.name: one for one in plan.checkpoints[1:] if one.source.local is not None and one.ledger is not None}
     rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
     nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
     if nearest is None or nearest.ledger is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.index import missing_sidecars
-from k2convert.choices import parse_size
+from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     final_evaluation,
@@ -148,7 +148,7 @@ def _job_options(options: RunOptions) -> JobOptions:
         statistics=options.statistics,
         text=text_files(options.calibrate, device=options.device, rounds=True) if options.calibrate else None,
         workers=options.workers,
-        max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        max_disk=read_size("--max-disk", options.max_disk),
         private=not options.public,
     )
 
@@ -223,7 +223,7 @@ def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
     assert options.ray is not None
     from k2convert.job.ray import connect
 
-    max_disk = None if options.max_disk is None else parse_size(options.max_disk)
+    max_disk = read_size("--max-disk", options.max_disk)
     return connect(options.ray, cpus=options.cpus_per_shard, max_disk=max_disk)
 
 

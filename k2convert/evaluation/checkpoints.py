@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.files import file_digest
@@ -43,11 +42,6 @@ class EvaluatedCheckpoint:
     def checkpoint(self) -> Checkpoint:
         """Headers, index and config."""
         return self.source.checkpoint
-
-    @property
-    def local(self) -> Path | None:
-        """Its folder; None if it is on the Hub."""
-        return self.checkpoint.folder if self.source.remote is None else None
 
     def inputs(self) -> dict[str, str]:
         """Return the identity of every file that it is computed from, as it is now; raises SourceReadError."""

@@ -143,7 +143,7 @@ class EvaluationPlan:
         reference, *others = self.inputs
         origins: dict[str, Origin] = {}
         for one, inputs in zip(self.checkpoints[1:], others, strict=True):
-            place = one.place if one.local is None else str(one.local.resolve())
+            place = one.place if one.source.local is None else str(one.source.local.resolve())
             origins[one.name] = origin_of(place, reference, inputs)
         return Made(document, reference, origins, tuple(planned.model for planned in self.models[1:]))
 

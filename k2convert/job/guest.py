@@ -8,8 +8,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import cast
 
-from k2convert.choices import parse_size
-from k2convert.errors import ArgumentError, K2ConvertError, MachineError, check_number, explain, quoted, require_extra
+from k2convert.errors import ArgumentError, K2ConvertError, MachineError, explain, quoted, require_extra
 from k2convert.job.resources import as_guest
 
 
@@ -54,13 +53,3 @@ def read_places(name: str, given: object, *, least: int = 1) -> list[str]:
     if len(found) < least:
         raise ArgumentError(f"{name}: expected at least one path.")
     return found
-
-
-def read_size(name: str, given: object) -> int | None:
-    """Return a size in bytes, given as a number or as text like "200GB"; None if none is. Raises ArgumentError."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return parse_size(given)
-    check_number(name, given, least=1)
-    return int(str(given))

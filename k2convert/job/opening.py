@@ -77,7 +77,7 @@ def plan_statistics(
 
     checkpoint = source.checkpoint
     work = statistics_work(statistics)
-    check_output_path(statistics, source=checkpoint.folder if source.remote is None else None)
+    check_output_path(statistics, source=source.local)
     recipe = load_recipe(detect_family(checkpoint).recipe, {})
     claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
     fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)

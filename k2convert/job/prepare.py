@@ -161,7 +161,7 @@ def prepare(
     folder = destination.folder
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
-    check_destination(folder, source=checkpoint.folder if source.remote is None else None)
+    check_destination(folder, source=source.local)
     plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=text is not None)
     items = output_items(plan)
     walk = None
@@ -352,7 +352,7 @@ def memory_bytes(job: Job, *, walk: int = 0) -> int:
 def check_job_memory(job: Job) -> None:
     """Refuse a job whose shards do not fit into the memory (PlanError); a walk's own needs are not in this."""
     check_memory(
-        str(job.source.checkpoint.folder if job.source.remote is None else job.source.remote.repo),
+        str(job.source.local or job.source.repo),
         needed=memory_bytes(job),
         available=available_memory() + peak_bytes(),
         use="fewer --workers, a larger limit (the container's, Slurm's --mem, `ulimit -v`), or ",
@@ -368,7 +368,7 @@ def plan_walk(
 
     path = text.saved
     if path is not None:
-        check_output_path(path, source=source.checkpoint.folder if source.remote is None else None)
+        check_output_path(path, source=source.local)
         if path.resolve().is_relative_to(folder.resolve()):
             raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(

@@ -87,6 +87,11 @@ class Source:
         return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
     @property
+    def local(self) -> Path | None:
+        """Its folder; None if it is on the Hub."""
+        return self.checkpoint.folder if self.remote is None else None
+
+    @property
     def repo(self) -> str | None:
         return self.remote.repo if self.remote is not None else None
 

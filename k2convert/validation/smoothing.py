@@ -25,7 +25,7 @@ from k2convert.validation.scaling import (
 
 def calibration_of(result: Result, statistics: Statistics) -> Calibration:
     """Return what the conversion took from its statistics; CalibrationError if these are not its statistics."""
-    record = None if result.ledger is None else result.ledger.calibration
+    record = result.calibration_record
     if record is None:
         raise CalibrationError(f"{result.folder}: was converted without any, by its ledger. Leave out --statistics.")
     if record.statistics != statistics.digest:
@@ -33,8 +33,7 @@ def calibration_of(result: Result, statistics: Statistics) -> Calibration:
             f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "
             f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
         )
-    pruning = None if result.ledger is None else result.ledger.pruning
-    return Calibration(statistics.keep_experts(pruning), weighted=record.imatrix, smoothing=record.smoothing)
+    return Calibration(statistics.keep_experts(result.pruning), weighted=record.imatrix, smoothing=record.smoothing)
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:
@@ -44,7 +43,7 @@ def read_scaling(result: Result, *, shards: Shards) -> Scaling:
     calibration, its exponents are what the norms and all that reads them must have.
     """
     calibration = result.calibration
-    record = None if result.ledger is None else result.ledger.calibration
+    record = result.calibration_record
     if result.source is None or record is None or record.exponents_digest is None:
         return NO_SCALING
     derived, problems = _derive(result, shards)

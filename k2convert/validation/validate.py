@@ -200,8 +200,8 @@ def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Resu
     other = read_result(folder, source=source)
     _check_operands(other)
     _check_source(other)
-    ours, theirs = (None if s.ledger is None else s.ledger.pruning for s in (result, other))
-    if (ours and ours.kept) != (theirs and theirs.kept) or other.source is None:
+    ours, theirs = (one.pruning and one.pruning.kept for one in (result, other))
+    if ours != theirs or other.source is None:
         raise CheckpointError(
             f"{folder}: does not keep the same experts as {result.folder}, by their ledgers, so their weights cannot "
             "be compared. Leave out --against."
@@ -363,6 +363,6 @@ def _compute_layers(
         tokens=request.tokens,
         budget=result.budget,
         scaling=result.scaling,
-        whole=whole if result.is_pruned else None,
+        whole=whole if result.pruning is not None else None,
         events=events,
     )

@@ -164,7 +164,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     """
     found = Findings(7)
     scaling = result.scaling
-    if result.is_pruned:
+    if result.pruning is not None:
         every = "every tensor" if result.is_int4 else "every other tensor"
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
     if result.is_smoothed:

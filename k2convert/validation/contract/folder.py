@@ -167,12 +167,12 @@ def check_config_unchanged(result: Result) -> Findings:
     elif result.config is None:
         found.skip("config.json cannot be read, see rule 11")
     else:
-        if result.is_pruned:
+        if result.pruning is not None:
             part = "" if result.is_int4 else "the rest of "
             found.title = f"{part}config.json equals the source's, except for the number of experts"
         unread = () if result.is_int4 else QUANTIZATION_KEYS
         for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
-            if result.is_pruned and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
+            if result.pruning is not None and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
                 stated = "missing" if after is ABSENT else quoted(after)
                 found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
             elif before is ABSENT:

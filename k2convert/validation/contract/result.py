@@ -21,7 +21,9 @@ from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import Ledger, find_ledger, pruned_source
+from k2convert.records.pruning import PruningRecord
 from k2convert.validation.results import NO_SOURCE
 from k2convert.validation.scaling import NO_SCALING, Scaling
 
@@ -142,15 +144,19 @@ class Result:
         return self.declared.get("quant_method") == "quark"
 
     @property
-    def is_smoothed(self) -> bool:
-        """Return whether the ledger states smoothing."""
-        record = None if self.ledger is None else self.ledger.calibration
-        return record is not None and record.exponents_digest is not None
+    def calibration_record(self) -> CalibrationRecord | None:
+        """The calibration that the ledger states."""
+        return None if self.ledger is None else self.ledger.calibration
 
     @property
-    def is_pruned(self) -> bool:
-        """Return whether the ledger has a list of kept experts."""
-        return self.ledger is not None and self.ledger.pruning is not None
+    def is_smoothed(self) -> bool:
+        """Return whether the ledger states smoothing."""
+        return self.calibration_record is not None and self.calibration_record.exponents_digest is not None
+
+    @property
+    def pruning(self) -> PruningRecord | None:
+        """The kept experts, by the ledger; None if it has no list of them."""
+        return None if self.ledger is None else self.ledger.pruning
 
     @property
     def converted(self) -> list[Module]:

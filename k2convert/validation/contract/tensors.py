@@ -186,7 +186,7 @@ def check_expert_counts(result: Result) -> Findings:
     for fault in model.find_faults(result.tensors, experts):
         if not _is_reported(result, fault):
             found.error(fault.name, model.problem(fault))
-    if not found.errors and not result.is_pruned and result.source is not None:
+    if not found.errors and result.pruning is None and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
             problem = f"the result has {count} experts per layer, the source {total}, and the ledger has no list of "
@@ -215,7 +215,7 @@ def _is_reported(result: Result, fault: Fault) -> bool:
 
 
 def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
-    pruning = None if result.ledger is None else result.ledger.pruning
+    pruning = result.pruning
     if pruning is None:
         return
     kept = pruning.kept.num_experts
