@@ -45,6 +45,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return destination
 
 
+@pytest.mark.slow
 def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
     commands = [
         ("inspect", TINY),

@@ -57,7 +57,7 @@ def state() -> dict[str, Any]:
         "streams": (sys.stdin, sys.stdout, sys.stderr),
         "path": list(sys.path),
         "locale": locale.setlocale(locale.LC_ALL),
-        "matplotlib": (mpl.get_backend(auto_select=False), dict(mpl.rcParams)),
+        "matplotlib": (dict(mpl.rcParams), mpl.get_backend(auto_select=False)),  # reading all settles the backend
         "random": (random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())),
         "numpy": (np.geterr(), np.get_printoptions()),
         "limits": [resource.getrlimit(kind) for kind in range(16)],
@@ -124,14 +124,12 @@ def leaves_all(call: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 def test_every_function_leaves_the_process_as_it_was() -> None:
-    state()
     calls = (convert, calibrate, evaluate, lambda: k2convert.validate("out", TINY), lambda: k2convert.inspect(TINY))
     for call in (*calls, convert_with_a_text, convert):
         leaves_all(call)
 
 
 def test_so_does_a_function_that_fails() -> None:
-    state()
     whole = {"source": TINY, "text": "text.txt"}
     leaves_all(lambda: fail_in_the_middle(k2convert.convert, source=TINY, destination="out"))
     leaves_all(lambda: fail_in_the_middle(k2convert.calibrate, **whole, statistics="a.stats", tokens=256, window=64))

@@ -100,6 +100,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", DAMAGED_INDEXES)
 def test_index_and_config_that_do_not_fit_are_refused(name: str, refuse_at_once: Refuse) -> None:
     refuse_at_once(*DAMAGED_INDEXES[name])

@@ -96,6 +96,7 @@ DAMAGED_SHARDS: dict[str, tuple[Damage, list[str]]] = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", DAMAGED_SHARDS)
 def test_damaged_shard_is_refused_before_anything_is_made(name: str, refuse_at_once: Refuse) -> None:
     assert SHARD in refuse_at_once(*DAMAGED_SHARDS[name])

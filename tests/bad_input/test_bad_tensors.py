@@ -100,6 +100,7 @@ MISFITS: dict[str, tuple[Damage, list[str]]] = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", MISFITS)
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_made(name: str, refuse_at_once: Refuse) -> None:
     refuse_at_once(*MISFITS[name])

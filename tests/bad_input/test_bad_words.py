@@ -29,6 +29,7 @@ ODDITIES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", ODDITIES)
 def test_odd_words_are_shown_or_passed_over(name: str, source: Path, dest: Path) -> None:
     ODDITIES[name](source)

@@ -72,7 +72,7 @@ FUZZED: dict[str, tuple[str, bool, Callable[[Path, Path], list[Words]]]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FUZZED)
 def test_any_json_at_any_place_ends_in_at_most_one_line(name: str, small: Path, converted: Path) -> None:
     file, is_source, commands = FUZZED[name]
@@ -131,6 +131,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SOURCES)
 def test_hostile_source_is_refused_in_one_line(name: str, small: Path, result: Path) -> None:
     damage, words = SOURCES[name]
@@ -152,7 +153,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], object], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RESULTS)
 def test_hostile_result_fails_its_validation(name: str, converted: Path, k2_shaped: Path) -> None:
     file, change, code = RESULTS[name]

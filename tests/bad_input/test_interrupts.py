@@ -21,6 +21,7 @@ def catches_signals(process: subprocess.Popen[str]) -> bool:
     return False
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("seconds", "number"),
     [(seconds, (signal.SIGINT, signal.SIGTERM)[i % 2]) for i, seconds in enumerate((0, 0.02, 0.05, 0.1, 0.2, 0.4))],

@@ -153,6 +153,7 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
             np.testing.assert_array_equal(array, arrays[name], err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["MLA", "grouped queries", "loud keys"])
 def test_what_a_cache_holds_is_what_is_in_that_of_transformers(
     kind: str, trained: Path, ids: Tensor, tmp_path: Path

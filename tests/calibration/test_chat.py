@@ -132,6 +132,7 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> No
     assert rendered() == "from the file<|endoftext|>"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [

@@ -130,7 +130,7 @@ def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_o
         assert tiny_walk.path("layer", layer).read_bytes() == work.path("layer", layer).read_bytes()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_second_stream_is_what_the_converted_layer_gives(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int
@@ -217,6 +217,7 @@ class Stop(Exception):  # noqa: N818 - the test's own
     """The walk was asked to stop."""
 
 
+@pytest.mark.slow
 def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=512, window=64)
     whole = files_of(walked(conversion_work(tmp_path / "whole"), planned(cut, ids)))

@@ -82,6 +82,7 @@ def test_the_process_makes_text_of_tokens_too(tiny: Path, tmp_path: Path) -> Non
         assert process.decode([97]) == "a"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_cannot_take_the_machines_memory(tiny: Path, tmp_path: Path) -> None:
     hostile(tiny, tmp_path, replace_e(10_000))
     (tmp_path / "text.txt").write_text("e" * 200_000)

@@ -55,7 +55,7 @@ def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[obje
     return ("--text", file, "--tokens", tokens, "--window", window)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "kind"),
     [("run", "cut"), ("calibrate", "shaped"), ("run", "tiny"), ("calibrate", "tiny"), ("run", "shaped")],

@@ -32,6 +32,7 @@ def test_a_page_goes_into_a_pipe_as_it_is(run_cli: RunCli) -> None:
         assert (done.returncode, done.stdout) == (0, (FOLDER / f"{topic}.md").read_text())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("topic", PAGES)
 def test_a_page_is_whole_on_a_terminal_of_80_columns(topic: str, tmp_path: Path) -> None:
     ended = in_terminal("guide", topic, columns=80, rows=24, folder=tmp_path, PAGER="cat")

@@ -153,6 +153,7 @@ def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest
     assert len({label.split()[0] for label in row_labels(twins)}) == len(names), "full names where short ones are equal"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("columns", [80, 40])
 def test_recipes_and_states_fit_the_terminal(columns: int, cut: Path, tmp_path: Path) -> None:
     (tmp_path / "source").symlink_to(cut)

@@ -71,6 +71,7 @@ def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     assert "21 of 62 shards" in lines[3]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", [("inspect", "k2-tiny"), ("run", "k2-tiny", "out", "--dry-run")])
 def test_no_number_is_broken_over_two_lines(words: tuple[str, ...], k2_numbers: Path, tmp_path: Path) -> None:
     (tmp_path / "k2-tiny").symlink_to(k2_numbers)

@@ -38,7 +38,7 @@ def test_evaluate_refuses_before_it_writes(cut: Path, tmp_path: Path, field: str
         assert not list(tmp_path.glob("x.json*"))
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("model", ["tiny", "k3_tiny"])
 @pytest.mark.parametrize("field", sorted(BOUNDS))
 def test_fit_has_an_answer_or_one_line(model: str, field: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -138,7 +138,7 @@ def streamed_logits(folder: Path, ids: torch.Tensor, rounding: Rounding) -> torc
     return logits.view(*ids.shape, -1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["source", *MAKERS])
 def test_logits_of_every_window_are_those_of_transformers(
     kind: str, trained: Path, results: dict[str, Path], ids: Path
@@ -159,7 +159,7 @@ def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> 
     assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "activations"),
     [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],

@@ -149,9 +149,8 @@ def test_another_theta_and_another_conversion_have_other_figures(
     assert rows(result)[0].figures.divergence.mean > first.divergence.mean
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [("theta", 0), pytest.param("weights", 0, marks=pytest.mark.slow), ("weights", 1)]
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("name", "side"), [("theta", 0), ("weights", 1), ("weights", 0)])
 def test_an_interrupted_evaluation_does_not_go_on_with_changed_files(
     pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch, name: str, side: int
 ) -> None:
@@ -183,6 +182,7 @@ def test_a_file_that_changes_while_it_is_evaluated_is_refused(
     assert not (pair[1] / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_run_evaluates_a_changed_result_again(cut: Path, tmp_path: Path) -> None:
     text = tmp_path / "novel.txt"
     text.write_text("The ship sails on, and nobody knows where. " * 20)

@@ -164,6 +164,7 @@ def test_what_does_not_fit_says_how_much_is_missing(tiny: Path) -> None:
 RTX = ("--gpu", "rtx-pro-6000", "--count", "4")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Path) -> None:
     shown = run_fit(k2_headers, *RTX, code=3)
     assert (

@@ -118,7 +118,7 @@ def test_uncompared_shards_are_made_again(tiny_hub: LoopbackHub, cli: RunCli, cw
     assert_published(tiny_hub, local_result)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "rules"),
     [
@@ -145,6 +145,7 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
     return {module: figures | {"squared_error": figures["energy"]} for module, figures in decoded.items()}
 
 
+@pytest.mark.slow
 def test_a_changed_side_file(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = transfers.keep_small_files
 

@@ -42,7 +42,7 @@ def both_on_hub(tiny_hub: LoopbackHub, local_result: Path) -> LoopbackHub:
 ENDS = ("hf://moon/tiny", "hf://me/ours")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_hub", [(True, True), (True, False), (False, True)])
 def test_checkpoints_on_the_hub_have_the_same_figures(
     both_on_hub: LoopbackHub,

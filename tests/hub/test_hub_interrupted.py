@@ -89,6 +89,7 @@ def test_kimi_k3_killed_at_random_moments_ends_right(
     assert list(server.store.repos["me/out"].refs) == ["main"]
 
 
+@pytest.mark.slow
 def test_a_partial_download_goes_on(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_faults_are_survived(
     assert_published(tiny_hub, local_result)
 
 
+@pytest.mark.slow
 def test_disk_is_within_limits(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path) -> None:
     """The least room is that of the largest source shard and its result."""
     plan = json.loads(cli(*JOB, "--dry-run", "--json").stdout)

@@ -64,7 +64,7 @@ def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.hub.client.FIRST_RETRY_SECONDS", 0.001)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "answer"),
     [

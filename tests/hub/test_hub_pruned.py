@@ -39,6 +39,7 @@ def on_hub(server: LoopbackHub, made: Path, result: Path) -> None:
 BOTH = ("validate", "hf://me/out", "--source", "hf://moon/whole", "--json")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "16")], ids=["all", "one layer"])
 def test_validate_with_both_on_the_hub(server: LoopbackHub, cli: RunCli, made: Path, layers: tuple[str, ...]) -> None:
     on_hub(server, made, made / "out")
@@ -73,6 +74,7 @@ def job(server: LoopbackHub, made: Path, tmp_path: Path) -> tuple[str | Path, ..
     return "run", "hf://moon/whole", "hf://me/job", "--yes", "--keep-experts", kept
 
 
+@pytest.mark.slow
 def test_a_job_compares_by_the_list(server: LoopbackHub, cli: RunCli, made: Path, job: tuple[str | Path, ...]) -> None:
     cli(*job, code=0)
     for path in (made / "out").glob("*.safetensors"):

@@ -155,6 +155,7 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
     assert not server.store.blob(before.sha256).exists()
 
 
+@pytest.mark.slow
 def test_faults_of_upload_and_commits_are_retried(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
     server.traffic.inject(
         Fault("POST", "/preupload/", status=503),
@@ -190,7 +191,7 @@ def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHu
     assert not target_of(hub, private=False).private
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "pattern", ["/revision/main", "/tree/", "/preupload/", "/commit/", "/objects/batch", "/paths-info/"]
 )
@@ -203,6 +204,7 @@ def test_a_page_as_answer_is_retried(
     assert len(server.traffic.injected) == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("status", [403, 503])
 def test_last_uploads_are_retried(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, status: int) -> None:
     server.api.lfs_suffixes = (".safetensors", ".png")

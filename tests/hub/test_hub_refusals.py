@@ -37,7 +37,7 @@ def test_a_token_that_may_not_write_by_xet_is_not_tried_again(tiny_hub: Loopback
     assert "Use a token with write access to that namespace" in said(done.stderr)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [

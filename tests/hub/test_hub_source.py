@@ -97,6 +97,7 @@ def test_missing_repository_or_revision_says_what_to_check(hub: Hub, ref: RepoRe
         resolve_source(hub, ref)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_passing_trouble_is_retried(tiny_hub: LoopbackHub, hub: Hub, tmp_path: Path, status: int) -> None:
     tiny_hub.traffic.inject(

@@ -23,6 +23,7 @@ def source(server: LoopbackHub, cut: Path) -> LoopbackHub:
     return server
 
 
+@pytest.mark.slow
 def test_hub_to_hub_gives_the_local_bytes(source: LoopbackHub, cli: RunCli, by_imatrix: Path, statistics: Path) -> None:
     cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes", code=0)
     for path in by_imatrix.glob("*.safetensors"):

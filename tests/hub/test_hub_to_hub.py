@@ -39,6 +39,7 @@ def test_hub_to_hub(
     assert_published(tiny_hub, local_result)
 
 
+@pytest.mark.slow
 def test_kimi_k3_from_hub_to_hub(server: LoopbackHub, cli: RunCli, k3_tiny: Path, tmp_path: Path) -> None:
     """The card says what was proven of the written bytes, and what engines need."""
     server.store.add_folder("moon/tiny", k3_tiny)
@@ -246,7 +247,7 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     assert os.environ["HF_TOKEN"] == TOKEN
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_another_machine(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, damaged: bool) -> None:
     stop_before_main(tiny_hub, cli)
@@ -289,6 +290,7 @@ def test_a_source_with_another_hash_is_refused(tiny_hub: LoopbackHub, cli: RunCl
     assert f"{SHARDS[1]}: this source shard has other bytes" in done.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b"])
 def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli_process: RunCli, inside: str) -> None:
     done = cli_process(*JOB, HF_TOKEN=f"hf_Part{inside}Other", code=1)
@@ -297,7 +299,7 @@ def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli_pro
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     server: LoopbackHub, cli: RunCli, tiny: Path, cwd: Path, local_result: Path, verb: str
@@ -328,6 +330,7 @@ def test_a_file_as_a_work_folder_is_refused(tiny_hub: LoopbackHub, cli: RunCli, 
     assert f"{name}: is not a folder" in " ".join(done.stderr.split())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.json"])
 def test_a_folder_as_a_download_is_named(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, suffix: str) -> None:
     (cwd / "w" / ".k2convert" / "download" / f"{SHARDS[0]}{suffix}").mkdir(parents=True)

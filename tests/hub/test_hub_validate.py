@@ -103,6 +103,7 @@ def test_chosen_layers_only(
     assert 0 < temporary.most <= two_shards(published, tiny)
 
 
+@pytest.mark.slow
 def test_only_faults_of_chosen_layers_are_seen(tiny_hub: LoopbackHub, cli: RunCli, published: Path) -> None:
     shard = published / "model-00003-of-000005.safetensors"
     flip(shard, header_of(shard).tensors["model.layers.2.mlp.gate.weight"].begin)

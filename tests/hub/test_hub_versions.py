@@ -31,6 +31,7 @@ def assert_version(server: LoopbackHub, result: Path, branch: str, before: str) 
     assert f"vllm serve me/out --revision {branch} " in server.store.read("me/out", "README.md", branch).decode()
 
 
+@pytest.mark.slow
 def test_publish_adds_a_version(server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, by_max: Path) -> None:
     server.store.add_folder("me/out", local_result, private=True)
     before = server.store.repos["me/out"].refs["main"]

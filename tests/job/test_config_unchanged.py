@@ -49,7 +49,7 @@ def test_the_fixtures_have_every_field_of_the_published_configs(tiny: Path, k25:
     assert json.loads((k25 / "config.json").read_text())["text_config"]["rope_scaling"]["factor"] == 64
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"), [("tiny", "calibrated"), ("tiny", "int4"), ("k25", "data-free"), ("k25", "bf16"), ("k25", "int4")]
 )

@@ -44,6 +44,7 @@ def test_kimi_k2_is_planned_from_headers_below_a_gigabyte_in_a_cgroup_of_one(
     assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
 
 
+@pytest.mark.slow
 def test_memory_bounds_the_plan_on_many_cores_with_a_word(system: Path, tmp_path: Path, tiny: Path) -> None:
     source = make_k2_thinking_headers(tmp_path / "k2", shape=replace(K2_SHAPE, moe_layers=2))
     before = planned_memory(source, tmp_path / "out")

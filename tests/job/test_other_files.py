@@ -47,6 +47,7 @@ ORDINARY: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_what_no_engine_reads_is_left_alone(name: str, small: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -106,7 +107,7 @@ REFUSED: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_an_engine_reads_or_the_job_writes_is_named(name: str, small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

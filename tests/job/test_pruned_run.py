@@ -188,6 +188,7 @@ def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_pa
     assert ours.exponents_digest is not None
 
 
+@pytest.mark.slow
 def test_the_walk_goes_through_the_pruned_model(small: Path, text: Path, tmp_path: Path) -> None:
     keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))
     calibrate = ("--calibrate", text, *SMALL_TEXT, "--quiet")

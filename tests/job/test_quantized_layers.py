@@ -125,7 +125,7 @@ def tasks_of(job: Job) -> list[ShardTask]:
     ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [False, True], ids=["as-is", "smoothing"])
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_the_codes_of_the_walk_are_written_and_compared(

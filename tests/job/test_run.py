@@ -44,7 +44,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -60,7 +60,7 @@ def test_max_is_the_libraries(name: str, more: tuple[str, ...], request: pytest.
         assert (native / path.name).read_bytes() == (reference / path.name).read_bytes()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*zip(SOURCES, ("modelopt", "compressed-tensors") * 5, strict=False), ("tiny", "compressed-tensors")],
@@ -87,6 +87,7 @@ def max_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Pa
     return convert(tiny, tmp_path / "out", "--rule", "max", "--layout", request.param)
 
 
+@pytest.mark.quick(1)
 def test_a_flipped_block_scale_is_found_and_a_missing_file_at_once(max_result: Path, tiny: Path) -> None:
     words = ("validate", max_result, "--source", tiny)
     weights = json.loads(run_here(*words, "--reference", "--json", code=0).stdout)["weights"]
@@ -232,6 +233,7 @@ def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> 
     assert not [name for name in after if "weight_packed" in name or "weight_shape" in name]
 
 
+@pytest.mark.slow
 def test_shared_experts_and_dense_mlp_are_converted_on_request(tiny: Path, tmp_path: Path) -> None:
     result = convert(tiny, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp")
     tensors = load(result)

@@ -67,6 +67,7 @@ def test_a_result_with_fewer_experts_and_a_bf16_copy_are_evaluated(
     assert "activations" not in exact["model"]
 
 
+@pytest.mark.slow
 def test_a_declared_fp8_cache_is_evaluated(short: Path, text: Path, tmp_path: Path, evaluated: Path) -> None:
     run_here("run", short, tmp_path / "out", "--set", "kv_cache=fp8", "--evaluate", text, code=0)
     found = json.loads(document(tmp_path / "out"))["rows"][0]
@@ -109,6 +110,7 @@ def test_options_that_do_not_fit_are_named(
     assert problem in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_the_evaluation_keeps_the_result(
     short: Path, text: Path, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_tensors_without_experts_are_those_of_a_run_with_statistics(short: Path,
     assert all(".mlp.experts." in name for name in found if found[name] != weighted[name])
 
 
+@pytest.mark.slow
 def test_partners_in_different_shards_in_the_other_layout(cut: Path, text: Path, tmp_path: Path) -> None:
     options = ("--calibrate", text, *SMALL, "--layout", "compressed-tensors", "--activations", "w4a16")
     words = ("run", cut, tmp_path / "out", *options, "--workers", "3")

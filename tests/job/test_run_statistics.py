@@ -156,7 +156,7 @@ def unconverted(raw: Result) -> Result:
     return {name: data for name, data in raw.items() if ".mlp.experts." not in name}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_every_tensor_is_what_the_reference_gives(
@@ -397,6 +397,7 @@ def test_a_killed_run_resumes_with_its_kept_command(cut: Path, statistics: Path,
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_where_imatrix_gained_nothing_the_result_is_that_of_mse(tiny: Path, tmp_path: Path) -> None:
     """Gate, up and down of two layers: each marked projection has the bytes of mse, each other one those of imatrix."""
     whole = random_statistics(tmp_path / "whole", tiny)

@@ -235,7 +235,7 @@ while True:
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_compiled_code_that_does_not_stop_is_left(number: signal.Signals, times: int, tmp_path: Path) -> None:
     words = [sys.executable, "-c", _BUSY, str(tmp_path)]

@@ -36,6 +36,7 @@ def refusal(source: Path, destination: Path) -> str:
     return error
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("name", "begun"),
     [*((name, begun) for name in FILES for begun in (False, True)), *((name, False) for name in FOLDERS)],

@@ -82,7 +82,7 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     return sorted((one.name, one.dtypes[0], one.shape) for one in model.tensors(source.tensors, experts))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "config"),
     [
@@ -166,6 +166,7 @@ def faults(folder: Path, tensors: Tensors) -> list[str]:
     return [offender.name for check in rules for offender in check(result).result().offenders]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     ("family", "kept"), [(family, k) for family, (specs, _) in SMALL.items() for k in ("experts", "rest")]

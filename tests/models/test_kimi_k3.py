@@ -198,6 +198,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_kimi_k3_in_mxfp4_is_refused_in_one_line(what: str, k3_tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "source"
@@ -246,6 +247,7 @@ def test_unusable_scales_stop_the_run_and_name_the_tensor(
     assert EXPERT in result.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "command",
     [

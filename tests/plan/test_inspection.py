@@ -12,6 +12,7 @@ def holdings(run_cli: RunCli, folder: Path) -> dict[tuple[str, str], int]:
     return {(h["role"], h["form"]): h["num_weights"] for h in document["holdings"]}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
     out = tmp_path / "out"

@@ -48,6 +48,7 @@ JOBS: dict[str, Change | str] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", JOBS)
 def test_damaged_job_is_refused_and_made_again(name: str, result: Path, tiny: Path) -> None:
     whole = (result / JOB).read_bytes()

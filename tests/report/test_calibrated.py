@@ -185,7 +185,7 @@ CHARTS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EVERYWHERE))
 def test_page_markdown_card_and_json_say_the_same(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)

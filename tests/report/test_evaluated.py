@@ -205,7 +205,7 @@ def numbers(document: Any, value: float) -> Any:
 HUGE = (1e308, 0.0, 1e-308, 123456789.125)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", HUGE)
 def test_absurd_numbers_are_shown(records_only: Path, value: float) -> None:
     def change(document: dict[str, Any]) -> None:

@@ -187,6 +187,7 @@ def test_k2_shaped_values_look_like_quantization_aware_training(k2_shaped: Path)
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_k2_headers_are_the_whole_model_in_a_few_megabytes(k2_headers: Path) -> None:
     shards = sorted(k2_headers.glob("*.safetensors"))
     assert shards[0].name == "model-00001-of-000062.safetensors"

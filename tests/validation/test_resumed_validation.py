@@ -164,6 +164,7 @@ def test_modules_that_span_shards_are_measured_once(split: Path, tmp_path: Path,
     assert len(report.weights.errors) == 144
 
 
+@pytest.mark.slow
 def test_a_killed_command_resumes_and_says_so(mse: Path, tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
     folder = shutil.copytree(mse, tmp_path / "out")
     process = start_cli("validate", folder, "--source", tiny, stderr=subprocess.PIPE)

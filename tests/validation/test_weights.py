@@ -108,6 +108,7 @@ def columns_like(source: SourceWeight, *, is_scaled: bool) -> tuple[SourceWeight
     return over_powers(source, exponents if is_scaled else None), importance
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("rule", "is_weighted"), [("imatrix", True), ("imatrix", False), ("mse", False)])
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("kind", ["int4", "bf16"])

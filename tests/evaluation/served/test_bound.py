@@ -52,6 +52,7 @@ def merged(p: Array, q: Array, tokens: NDArray[np.int32], top_k: int) -> Array:
     return np.array(found)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("spread", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("apart", [0.05, 0.5, 3.0])
 def test_the_bound_is_below_the_divergence_and_rises_with_k(spread: float, apart: float) -> None:

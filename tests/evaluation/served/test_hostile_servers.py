@@ -192,6 +192,7 @@ def test_a_status(status: int, serve: Serve, options: list[object]) -> None:
     assert len(asked) == (connection.NUM_ATTEMPTS if status in (429, 500, 503) else 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_status_that_passes_is_waited_for(status: int, serve: Serve, options: list[object]) -> None:
     failures = [status] * 2
@@ -265,6 +266,7 @@ def test_an_enormous_answer_is_not_read_to_its_end(
     assert sent < 1 << 26
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("drip", [b"", b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 90000\r\n\r\n{"])
 def test_an_answer_in_drips_is_not_waited_for(
     drip: bytes, serve: Serve, options: list[object], monkeypatch: pytest.MonkeyPatch

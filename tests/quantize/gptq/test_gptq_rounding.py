@@ -58,6 +58,7 @@ def tried_bytes(block: np.ndarray) -> list[int]:
     return list(range(first, first + NUM_SCALES))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("columns", "block"), [(16, 0), (48, 1), (160, 8), (160, 9)])
 def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
     columns: int, block: int, kernel: RoundingKernel
@@ -128,6 +129,7 @@ def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
     assert found.sum() <= 1.01 * mse.sum()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["zero", "rank 3", "duplicates", "silent columns"])
 def test_any_form_gives_codes_as_good_as_those_of_mse(kind: str, kernel: RoundingKernel) -> None:
     columns = 160

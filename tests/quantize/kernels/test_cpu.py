@@ -58,6 +58,7 @@ def test_large_tensor(rule: Rule) -> None:
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("reach", [0, 1, 4])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_importance_equals_rules(maker: str, reach: int) -> None:
@@ -185,6 +186,7 @@ def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("rule", "global_scale"),
     [

@@ -85,6 +85,7 @@ def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint
     return found
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("reach", REACH, ids=["even", "narrow", "exponents"])
 @pytest.mark.parametrize("maker", ["trained-minus-eight", "any-bytes", "few-magnitudes", "zeros", "wide-spread"])
 def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -> None:
@@ -136,6 +137,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         measure_quantized(source, codes, name="w", magnitude=magnitude)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (-1, 1), (-1, 2), (0, 3), (-4, 4)])
 @pytest.mark.parametrize("any_bytes_written", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)

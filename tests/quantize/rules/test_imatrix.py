@@ -49,6 +49,7 @@ def few_scales(weight: Int4Weight, exponents: np.ndarray) -> Int4Weight:
     return Int4Weight(weight.packed, np.resize(kept, weight.scale_bits.shape), exponents)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("maker", "rows", "reach"),
     [

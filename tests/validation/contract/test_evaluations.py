@@ -96,6 +96,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_evaluation_is_refused(modelopt: Converted, name: str) -> None:
     change, words = DAMAGED[name]

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 from converted import Converted, check, verdicts
 
 from k2convert.checkpoint.index import open_checkpoint
@@ -12,6 +13,7 @@ from k2convert.validation.contract.scan import scan_shards
 from k2convert.validation.results import Verdict
 
 
+@pytest.mark.quick(4)
 def test_every_rule_passes(good: Converted) -> None:
     result = read_result(good.folder, source=open_checkpoint(good.source))
     errors = {module.name: SimpleNamespace(sqnr_db=20.0, changed_codes=None) for module in result.converted}

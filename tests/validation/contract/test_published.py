@@ -33,6 +33,7 @@ def kept(name: str, reader: str) -> dict[str, bool]:
     return {module: READERS[reader](module, entries, True) for module in modules_of(engine, wrapped=True, moe=MOE)}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_list_leaves_every_engine_with_the_same_modules(name: str, reader: str) -> None:

@@ -150,6 +150,7 @@ def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return apply
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "factor", "words"),
     [

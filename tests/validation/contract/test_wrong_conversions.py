@@ -126,7 +126,7 @@ def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> 
     assert len(found_by_rule_alone(mse)) == 36
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("parameter", "apply", "words"),
     [
@@ -163,6 +163,7 @@ def test_another_power_of_two_with_block_scales_that_make_up_for_it(mse: Convert
     assert list(found_by_rule_alone(mse)) == [module]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("key", "changed"),
     [
@@ -228,7 +229,7 @@ def test_what_cannot_be_made_again_is_skipped(
     assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (0, 0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "mse")])
 def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> None:
     """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""

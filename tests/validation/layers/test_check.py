@@ -144,6 +144,7 @@ def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_both_layouts_and_name_styles_give_the_same_figures(
     tiny: Path, k25: Path, mse: Path, by_max: Path, convert_source: Callable[..., Path]
 ) -> None:

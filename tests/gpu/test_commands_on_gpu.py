@@ -1,0 +1,102 @@
+"""On real devices commands give the CPU's figures within TF32's noise, and the same bytes every time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conversions import convert
+from safetensors.torch import load_file
+from statistics_makers import layers_by_pass
+
+import k2convert
+from k2convert.calibration.statistics import LayerStatistics
+from k2convert.quantize.formats.nvfp4 import unpack_nibbles
+from k2convert.quantize.gptq.device_kernel import check_device
+from k2convert.records.calibration import OutputErrors
+from k2convert.records.evaluation import Evaluation
+from k2convert.records.ledger import find_ledger
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+
+def statistics(folder: Path, devices: tuple[str, ...], *, workers: int) -> list[LayerStatistics]:
+    ids = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
+    return layers_by_pass(folder, ids, num_layers=2, devices=devices, workers=workers)[1]
+
+
+def test_statistics_are_those_of_the_cpu(tiny: Path) -> None:
+    devices = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    for here, there in zip(statistics(tiny, ("cpu",), workers=2), statistics(tiny, devices, workers=4), strict=True):
+        assert np.abs(here.tokens - there.tokens).sum() <= 0.02 * here.tokens.sum()
+        for name in ("gate_up_mean_square", "gate_up_amax"):
+            np.testing.assert_allclose(getattr(there, name), getattr(here, name), rtol=0.05)
+
+
+def test_bytes_do_not_depend_on_workers(tiny: Path) -> None:
+    once, again = (statistics(tiny, ("cuda:0",), workers=workers) for workers in (1, 4))
+    for one, other in zip(once, again, strict=True):
+        for name in ("gate_up_mean_square", "down_mean_square", "saliency", "tokens", "smoothing_exponents"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_the_device_rounds_as_the_cpu_does() -> None:
+    check_device("cuda:0")
+
+
+def test_a_result_is_nearly_that_of_the_cpu_and_the_same_again(trained: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(0, 2048, (8, 128)))
+    settings = {"calibration.tokens": 1024, "calibration.window": 128}
+    results: dict[str, Path] = {}
+    errors: dict[str, dict[int, OutputErrors]] = {}
+    for name in ("cpu", "cuda", "again"):
+        device = "cpu" if name == "cpu" else "cuda"
+        results[name] = tmp_path / name
+        k2convert.convert(trained, results[name], text=ids, device=device, settings=settings)
+        ledger = find_ledger(results[name])
+        assert ledger is not None
+        assert ledger.calibration is not None
+        errors[name] = ledger.calibration.held_out
+    for number, of_cpu in errors["cpu"].items():
+        assert errors["cuda"][number].gptq_error == pytest.approx(of_cpu.gptq_error, rel=0.05)
+        assert errors["cuda"][number].mse_error == pytest.approx(of_cpu.mse_error, rel=0.05)
+    first = min(errors["cpu"])
+    for shard in sorted(results["cpu"].glob("*.safetensors")):
+        assert (results["cuda"] / shard.name).read_bytes() == (results["again"] / shard.name).read_bytes()
+        here = load_file(shard)
+        there = load_file(results["cuda"] / shard.name)
+        for name, codes in here.items():
+            if f"layers.{first}.mlp.experts." in name and name.endswith("_proj.weight"):
+                mine, other = (unpack_nibbles(part.numpy()) for part in (codes, there[name]))
+                assert (mine == other).mean() > (0.7 if "down_proj" in name else 0.9), name
+
+
+def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    result = convert(trained, tmp_path / "result", rule="max")
+    np.save(ids, np.random.default_rng(0).integers(0, 2048, (8, 128)))
+
+    def evaluated(device: str, out: str) -> Evaluation:
+        return k2convert.evaluate(
+            trained,
+            [result, trained],
+            [ids],
+            tokens=1024,
+            window=128,
+            activations="both",
+            device=device,
+            out=tmp_path / out,  # type: ignore[arg-type]
+        )
+
+    here = evaluated("cpu", "cpu.json")
+    there = evaluated("cuda", "cuda.json")
+    again = evaluated("cuda", "again.json")
+    assert (tmp_path / "cuda.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+    assert there == again
+    for one, other in zip(here.rows, there.rows, strict=True):
+        assert other.figures.divergence.mean == pytest.approx(one.figures.divergence.mean, rel=0.05)
+        assert other.figures.perplexity == pytest.approx(one.figures.perplexity, rel=0.01)
+        for layer, same in zip(one.layers, other.layers, strict=True):
+            assert same.relative_error == pytest.approx(layer.relative_error, rel=0.05, abs=1e-9)
+    assert there.rows[-1].figures.divergence.maximum == 0, "the source against itself"
