@@ -7,15 +7,13 @@ import ctypes
 import os
 import random
 import re
-import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 from k2convert import __version__
@@ -182,14 +180,13 @@ class Hub:
         return self.call("check the model card", ask)
 
     @contextmanager
-    def stream_range(self, url: str, *, begin: int, end: int, direct: bool = True) -> Generator["RangeBody"]:
-        """Open bytes [begin, end) of `url`, in one attempt; raises HubRequestError for any other range.
+    def stream_range(self, url: str, *, begin: int, end: int) -> Generator[Iterator[bytes]]:
+        """Open bytes [begin, end) of `url` as pieces, in one attempt; raises HubRequestError for any other range.
 
-        Unless `direct`, all bytes come through the HTTP library, and the connection can serve another request. `file://`
-        is a file in the local cache.
+        `file://` is a file in the local cache.
         """
         if url.startswith(FILE_SCHEME):
-            yield RangeBody(_file_pieces(url, begin, end), end - begin, connection=None, where=url)
+            yield exact_pieces(_file_pieces(url, begin, end), end - begin, where=url)
             return
         check_online()
         from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -208,19 +205,14 @@ class Hub:
                     f"{url}: asked for bytes {begin}-{end - 1}, but the answer was {response.status_code} "
                     f"{quoted(answered)}. A proxy may remove the Range header: connect without it."
                 )
-            connection = body_socket(response, end - begin) if direct else None
-            yield RangeBody(response.iter_raw(), end - begin, connection=connection, where=url)
+            yield exact_pieces(response.iter_raw(), end - begin, where=url)
 
     def fetch_range(self, url: str, *, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of `url`, retried."""
-        data = bytearray(end - begin)
 
         def fetch() -> bytes:
-            filled = 0
-            with self.stream_range(url, begin=begin, end=end, direct=False) as body:
-                while count := body.read_into(memoryview(data)[filled:]):
-                    filled += count
-            return bytes(data)
+            with self.stream_range(url, begin=begin, end=end) as pieces:
+                return b"".join(pieces)
 
         return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
 
@@ -265,73 +257,19 @@ def _file_pieces(url: str, begin: int, end: int) -> Iterator[bytes]:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
 
 
-class RangeBody:
-    """The bytes of one range response, read into the caller's memory.
-
-    The HTTP library yields the first piece. If `connection` is given, the rest is read from that socket. The library
-    would copy each piece (64 KB, or 16 KB over TLS) four times and hold the interpreter meanwhile. Over TLS, which
-    the Hub uses, a fetch without the socket took 1.1 to 1.3 times as long and 1.3 times the client's CPU seconds; over
-    plain HTTP 1.0 to 1.2 times both (two cores, shared with the server). `python -m scripts.bench.range_reads` measures
-    it.
-    """
-
-    def __init__(
-        self, pieces: Iterator[bytes], num_bytes: int, *, connection: socket.socket | None, where: str
-    ) -> None:
-        self._pieces = pieces
-        self._num_bytes = num_bytes
-        self._where = where
-        self._connection = connection
-        self._received = 0
-        self._piece: memoryview | None = None
-
-    def read_into(self, memory: memoryview) -> int:
-        """Fill the beginning of `memory`, return how many bytes, 0 at the end; raises HubRequestError."""
-        if self._piece is None or (not self._piece and self._connection is None):
-            self._piece = memoryview(next(self._pieces, b""))
-            self._received += len(self._piece)
-            if self._received > self._num_bytes:
-                raise self._failed(f"the answer had more of {self._num_bytes:,} bytes")
-        if self._piece:
-            count = min(len(self._piece), len(memory))
-            memory[:count] = self._piece[:count]
-            self._piece = self._piece[count:]
-            return count
-        if self._connection is not None and self._received < self._num_bytes:
-            try:
-                count = self._connection.recv_into(memory[: self._num_bytes - self._received])
-            except OSError as error:  # a broken line has more errors than Python has classes for
-                raise self._failed(f"the connection to the Hub failed ({type(error).__name__}: {error})") from error
-            self._received += count
-            if count:
-                return count
-        if self._received < self._num_bytes:
-            raise self._failed(f"the answer had only {self._received:,} of {self._num_bytes:,} bytes")
-        return 0
-
-    def _failed(self, reason: str) -> HubRequestError:
+def exact_pieces(pieces: Iterator[bytes], num_bytes: int, *, where: str) -> Iterator[bytes]:
+    """Yield the pieces of a body; raises HubRequestError unless they are `num_bytes` in all."""
+    received = 0
+    for piece in pieces:
+        received += len(piece)
+        if received > num_bytes:
+            break
+        yield piece
+    if received != num_bytes:
+        amount = "more" if received > num_bytes else f"only {received:,}"
+        reason = f"the answer had {amount} of {num_bytes:,} bytes"
         remedy = "Check the network, then run the same command again to continue."
-        return HubRequestError(f"{self._where}: {reason}. {remedy}", reason=reason, transient=True)
-
-
-def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
-    """The socket with the rest of a body, or None: not HTTP/1.1, an encoded body, another length, TLS within TLS."""
-    headers = response.headers
-    stream = response.extensions.get("network_stream")
-    coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
-    if (
-        stream is None
-        or coded
-        or response.http_version != "HTTP/1.1"
-        or headers.get("Content-Length") != str(num_bytes)
-    ):
-        return None
-    connection: object = stream.get_extra_info("socket")
-    kind = socket.socket if stream.get_extra_info("ssl_object") is None else ssl.SSLSocket
-    if not isinstance(connection, kind):
-        return None
-    connection.settimeout(STALL_SECONDS)
-    return connection
+        raise HubRequestError(f"{where}: {reason}. {remedy}", reason=reason, transient=True)
 
 
 def is_offline() -> bool:

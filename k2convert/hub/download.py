@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from threading import Event
 
@@ -166,7 +167,7 @@ def _fetch_runs(
                 partial.wait(0.2)  # another connection may still release its run
                 continue
             try:
-                _stream_run(hub, partial, url, run, halt, arrived, direct=num_failures == 0)
+                _stream_run(hub, partial, url, run, halt, arrived)
                 num_failures = 0
             except HubRequestError as error:
                 num_failures = 1 if partial.done[run.start] else num_failures + 1
@@ -180,31 +181,30 @@ def _fetch_runs(
         partial.wake()
 
 
-def _stream_run(
-    hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, arrived: Arrived, *, direct: bool
-) -> None:
+def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, arrived: Arrived) -> None:
     """Write one range response into the file, and mark each segment when its last byte is written."""
     position = run.start * partial.segment_bytes
     segment = run.start
-    memory = BUFFERS.empty(_WRITE_BYTES).data
-    filled = 0
+    held = BytesIO()
 
     def write() -> None:
-        nonlocal position, segment, filled
-        partial.write(memory[:filled], position)
-        position = position + filled
-        filled = 0
+        nonlocal position, segment
+        partial.write(held.getbuffer()[: held.tell()], position)
+        position += held.tell()
+        held.seek(0)
         while segment < run.stop and position >= partial.end_of(segment):
             partial.finish(segment)
             arrived(partial.end_of(segment) - segment * partial.segment_bytes, True)
             segment += 1
 
-    with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1), direct=direct) as body:
+    with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1)) as pieces:
         try:
-            while not halt.is_set() and (count := body.read_into(memory[filled:])):
-                filled += count
-                if filled == len(memory):
+            for piece in pieces:
+                held.write(piece)
+                if held.tell() >= _WRITE_BYTES:
                     write()
+                if halt.is_set():
+                    break
         finally:
             write()  # after a broken connection too
 
