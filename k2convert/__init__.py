@@ -98,8 +98,8 @@ def convert(
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
     """
-    from k2convert.choices import Device, read_size
-    from k2convert.errors import check_choice, check_flags
+    from k2convert.choices import Device
+    from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places
     from k2convert.job.locations import read_destination
@@ -157,7 +157,7 @@ def calibrate(
     `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
     again after a failure, it resumes. Raises any K2ConvertError.
     """
-    from k2convert.choices import read_size
+    from k2convert.errors import read_size
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_place, read_places
     from k2convert.job.opening import open_calibration, text_files
@@ -257,8 +257,8 @@ def evaluate(
     is replaced. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called again
     after a failure, it resumes. Raises any K2ConvertError.
     """
-    from k2convert.choices import AskedActivations, ComputedKvCache, read_size
-    from k2convert.errors import check_choice, check_flags
+    from k2convert.choices import AskedActivations, ComputedKvCache
+    from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place, read_places
     from k2convert.job.opening import text_files

@@ -1,9 +1,6 @@
 """Words and sizes that several wings share, each defined once."""
 
-import re
 from typing import Final, Literal
-
-from k2convert.errors import ArgumentError, check_number, quoted
 
 Rule = Literal["gptq", "imatrix", "mse", "max"]
 """Ways to choose block scales: together with the codes, layer by layer, so that each layer makes up for the ones before
@@ -40,22 +37,3 @@ IMATRIX_PARTS: Final[tuple[ImatrixPart, ...]] = ("gate_up", "down")
 
 BLOCK_SIZE: Final = 16  # input columns that share one NVFP4 block scale
 MAX_COLUMN_EXPONENT: Final = 4  # smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes in `200GB`, `1.5TB`, `64GiB` or a plain number; raises ArgumentError."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kMGT]?)(i)?B?", text.strip(), flags=re.IGNORECASE)
-    if match is None:
-        raise ArgumentError(f"{quoted(text)}: not a size. Write for example 200GB.")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def read_size(name: str, given: object) -> int | None:
-    """Return a size in bytes, given as a number or as text like "200GB"; None if none is. Raises ArgumentError."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return parse_size(given)
-    check_number(name, given, least=1)
-    return int(str(given))

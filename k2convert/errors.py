@@ -8,6 +8,7 @@ because it is a bug of k2convert.
 import errno
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Generator, Sequence
@@ -247,6 +248,25 @@ def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:
         needs = format_bytes(needed)
         limit = format_bytes(allowed)
         raise DiskFullError(f"{what} needs at least {needs} of disk at once, but may use {limit}. {remedy}")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in `200GB`, `1.5TB`, `64GiB` or a plain number; raises ArgumentError."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kMGT]?)(i)?B?", text.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise ArgumentError(f"{quoted(text)}: not a size. Write for example 200GB.")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def read_size(name: str, given: object) -> int | None:
+    """Return a size in bytes, given as a number or as text like "200GB"; None if none is. Raises ArgumentError."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return parse_size(given)
+    check_number(name, given, least=1)
+    return int(str(given))
 
 
 def format_bytes(count: float) -> str:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.calibration.statistics import open_statistics
-from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     display_walk,
@@ -20,7 +19,7 @@ from k2convert.cli.forecast import (
 from k2convert.cli.options import job_command
 from k2convert.cli.progress import Waiting
 from k2convert.cli.verbs import CalibrateOptions
-from k2convert.errors import format_bytes
+from k2convert.errors import format_bytes, read_size
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration, text_files
 from k2convert.plan.recipe import TextUse

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import (
@@ -19,7 +18,7 @@ from k2convert.cli.forecast import (
 from k2convert.cli.options import job_command
 from k2convert.cli.progress import Waiting
 from k2convert.cli.verbs import EvaluateOptions
-from k2convert.errors import counted, format_bytes
+from k2convert.errors import counted, format_bytes, read_size
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.opening import text_files

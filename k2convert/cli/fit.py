@@ -8,11 +8,11 @@ from typing import Any
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import Engine, parse_size
+from k2convert.choices import Engine
 from k2convert.cli import console
 from k2convert.cli.console import print_line, print_note, print_table
 from k2convert.cli.verbs import AUTO, FitOptions
-from k2convert.errors import FitError, counted, format_bytes
+from k2convert.errors import FitError, counted, format_bytes, parse_size
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import CONTEXT, KV_BYTES, UTILIZATION, Fit, Settings, fit_layout

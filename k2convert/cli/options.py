@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import parse_size
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import ArgumentError, HubError, shortened
+from k2convert.errors import ArgumentError, HubError, parse_size, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from k2convert.job.locations import Destination, open_named_statistics
 from k2convert.job.opened import open_origin
 from k2convert.job.publish import prepare_publication, publish_folder, validate_publication
 from k2convert.records.events import Extent
-from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
+from k2convert.records.journal import Published, check_shards_are_here, find_published, has_left, record_published
 from k2convert.validation.remote import folder_bytes
 
 

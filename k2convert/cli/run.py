@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k2convert.checkpoint.index import missing_sidecars
-from k2convert.choices import read_size
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     final_evaluation,
@@ -39,7 +38,7 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import UnservableError, counted, require_extra
+from k2convert.errors import UnservableError, counted, read_size, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.locations import read_destination

@@ -22,10 +22,9 @@ from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.document import plain
 from k2convert.records.evaluation import find_evaluation
-from k2convert.records.journal import JobState, Journal
+from k2convert.records.journal import JobState, Journal, find_published, has_left
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
-from k2convert.records.publication import find_published, has_left
 
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 

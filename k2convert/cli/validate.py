@@ -34,9 +34,9 @@ from k2convert.job.opening import read_windows_of
 from k2convert.models import expected_family
 from k2convert.plan.recipe import TextUse
 from k2convert.records.events import Extent
+from k2convert.records.journal import check_shards_are_here
 from k2convert.records.ledger import DecodedError, find_ledger
 from k2convert.records.pruning import share_words
-from k2convert.records.publication import check_shards_are_here
 from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
 from k2convert.validation.remote import folder_bytes
 from k2convert.validation.results import (

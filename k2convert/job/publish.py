@@ -31,8 +31,8 @@ from k2convert.job.resources import Item, output_headers
 from k2convert.job.transfers import Uploads
 from k2convert.machine import BUFFERS
 from k2convert.records.events import SILENT, Events
+from k2convert.records.journal import Published, record_published
 from k2convert.records.ledger import Ledger, read_ledger
-from k2convert.records.publication import Published, record_published
 from k2convert.validation.remote import LOCAL, Shards
 from k2convert.validation.results import ValidationReport
 from k2convert.validation.validate import validate_checkpoint, validate_sent

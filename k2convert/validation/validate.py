@@ -22,9 +22,8 @@ from k2convert.models.names import WEIGHT_PACKED
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
-from k2convert.records.journal import Journal
+from k2convert.records.journal import Journal, check_finished
 from k2convert.records.ledger import ProjectionRecord, ShardRecord
-from k2convert.records.publication import check_finished
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import Result, read_result
 from k2convert.validation.contract.scan import ShardBytes

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from k2convert.choices import parse_size
-from k2convert.errors import ArgumentError
+from k2convert.errors import ArgumentError, parse_size
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.resources import Item, least_room
 
