@@ -37,6 +37,7 @@ from k2convert.checkpoint.names import (
     PROCESSOR_NAMES,
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
+    SNAPSHOTS,
     TIKTOKEN_NAME,
     TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
@@ -124,7 +125,9 @@ class Checkpoint:
 def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
     """Read config, index and headers of a folder; `read` opens shards that lie elsewhere. Raises CheckpointError."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
+        what = "is a file" if is_there(folder) else "no such folder"
+        raise CheckpointError(f"{folder}: {what}. Pass the folder that holds {CONFIG_NAME} and the shards.")
+    check_level(folder)
     config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
     index = read_json_file(index_path) if is_there(index_path) else None
@@ -137,6 +140,16 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
     return build_checkpoint(
         folder=folder, config_text=config_text, index=index, present=present, load=lambda shard: read(folder / shard)
     )
+
+
+def check_level(folder: Path) -> None:
+    """Refuse a folder above a checkpoint's, as that of a repository in the Hub's cache (CheckpointError)."""
+    if is_there(folder / CONFIG_NAME):
+        return
+    found = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
+    if found:
+        newest = max(found, key=lambda path: path.stat().st_mtime)
+        raise CheckpointError(f"{folder}: has no {CONFIG_NAME}, but {newest} has one. Pass that folder.")
 
 
 def build_checkpoint(

@@ -44,7 +44,7 @@ CALIBRATION_JOB_NAME: Final = "calibration.json"
 
 BLOBS_FOLDER: Final = "blobs"
 """In the Hub's cache: CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE is a link to models--OWNER--NAME/blobs/HASH."""
-_SNAPSHOTS: Final = "snapshots"
+SNAPSHOTS: Final = "snapshots"
 _CACHED_MODEL: Final = "models--"
 
 
@@ -52,5 +52,5 @@ def model_name(folder: Path) -> str:
     """Return the name of a model's folder; in the Hub's cache, where that is a commit, the repository's."""
     folder = folder.resolve()
     repo = folder.parent.parent.name
-    is_cached = folder.parent.name == _SNAPSHOTS and repo.startswith(_CACHED_MODEL)
+    is_cached = folder.parent.name == SNAPSHOTS and repo.startswith(_CACHED_MODEL)
     return repo.rpartition("--")[2] if is_cached else folder.name

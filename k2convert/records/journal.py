@@ -23,6 +23,7 @@ from typing import Any
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, is_temporary, is_there, list_folder, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
+from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     IGNORE_NAME,
@@ -345,6 +346,7 @@ def check_finished(folder: Path) -> None:
     if (job := journal.job()) is None:
         names = [path.name for path in list_folder(folder)]
         if folder.is_dir() and INDEX_NAME not in names and not any(name.endswith(SHARD_SUFFIX) for name in names):
+            check_level(folder)
             raise CheckpointError(
                 f"{folder}: holds no checkpoint: neither {CONFIG_NAME} nor a shard. Pass the folder of a finished "
                 "conversion."

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import RunCli, run, said
+from command import RunCli, run, run_here, said
+from places import put_into_cache
 
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json, edit_tensor
@@ -63,10 +64,21 @@ def test_destination_that_could_harm_is_refused(name: str, source: Path, dest: P
 
 def test_source_that_is_no_folder_is_refused(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
     assert "no such folder" in refuse(source=tmp_path / "nowhere", dest=dest)
-    assert "no such folder" in refuse(source=a_file(tmp_path / "file"), dest=dest)
+    assert "is a file" in refuse(source=a_file(tmp_path / "file"), dest=dest)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in refuse(source=empty, dest=dest)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_folder_above_a_checkpoint_is_told_which_one_it_has(
+    source: Path, dest: Path, tmp_path: Path, refuse: Refuse, levels: int
+) -> None:
+    """That of several models, and that of a repository in the Hub's cache."""
+    snapshot = put_into_cache(source, tmp_path / "hub", repo="moon/k2")
+    above = snapshot.parents[levels - 1]
+    assert f"{above}: has no config.json, but {snapshot} has one. Pass that folder." in refuse(source=above, dest=dest)
+    assert str(snapshot) in run_here("validate", above, code=1).stderr
 
 
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
