@@ -230,6 +230,7 @@ class Journal:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
         job = self.job()
         if job is None:
+            check_level(self.destination)
             raise DestinationError(
                 f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )

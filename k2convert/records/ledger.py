@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 
 from k2convert import __version__
 from k2convert.checkpoint.files import is_there
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.index import Checkpoint, check_level
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
@@ -364,6 +364,7 @@ def read_ledger(folder: Path) -> Ledger:
     with remedy(_REMEDY):
         ledger = find_ledger(folder)
     if ledger is None:
+        check_level(folder)
         raise CheckpointError(f"{folder}: not a finished conversion (no {LEDGER_NAME}). Finish `k2convert run` first.")
     return ledger
 

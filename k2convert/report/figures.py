@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import list_folder, read_json_file
+from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, model_name
 from k2convert.errors import CheckpointError, K2ConvertError, counted, remedy
 from k2convert.fit.model import Model, Tensor, read_result
@@ -224,6 +225,7 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
         ledger = find_ledger(folder)
     job = Journal(folder).job()
     if ledger is None and job is None:
+        check_level(folder)
         raise CheckpointError(
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."

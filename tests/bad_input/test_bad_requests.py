@@ -78,7 +78,8 @@ def test_a_folder_above_a_checkpoint_is_told_which_one_it_has(
     snapshot = put_into_cache(source, tmp_path / "hub", repo="moon/k2")
     above = snapshot.parents[levels - 1]
     assert f"{above}: has no config.json, but {snapshot} has one. Pass that folder." in refuse(source=above, dest=dest)
-    assert str(snapshot) in run_here("validate", above, code=1).stderr
+    for words in (["validate"], ["report"], ["status"], ["publish", "--repo", "me/k2"]):
+        assert f"but {snapshot} has one" in run_here(*words, above, code=1).stderr, words
 
 
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
