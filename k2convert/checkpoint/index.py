@@ -9,6 +9,7 @@ Also here: the files next to the weights (tokenizer, chat template, processors, 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
@@ -125,7 +126,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
     """Read config, index and headers of a folder; `read` opens shards that lie elsewhere. Raises CheckpointError."""
     if not folder.is_dir():
-        what = "is a file" if is_there(folder) else "no such folder"
+        what = "is a file" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {what}. Pass the folder that holds {CONFIG_NAME} and the shards.")
     check_level(folder)
     config_text = read_text_file(folder / CONFIG_NAME)
@@ -144,12 +145,13 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
 
 def check_level(folder: Path) -> None:
     """Refuse a folder above a checkpoint's, as that of a repository in the Hub's cache (CheckpointError)."""
-    if is_there(folder / CONFIG_NAME):
-        return
-    found = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
-    if found:
-        newest = max(found, key=lambda path: path.stat().st_mtime)
-        raise CheckpointError(f"{folder}: has no {CONFIG_NAME}, but {newest} has one. Pass that folder.")
+    with suppress(OSError):  # what cannot be looked at is not the one
+        if is_there(folder / CONFIG_NAME):
+            return
+        found = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
+        if found:
+            newest = max(found, key=lambda path: path.stat().st_mtime)
+            raise CheckpointError(f"{folder}: has no {CONFIG_NAME}, but {newest} has one. Pass that folder.")
 
 
 def build_checkpoint(

@@ -9,8 +9,8 @@
     DEST/.k2convert/published.json        where the result was published, written when main of the repository has it;
                                           the shards of a job for the Hub are removed after their upload
 
-Nothing in these files depends on time, host or path of the run: an interrupted and an uninterrupted run of the same
-source end in the same bytes.
+Nothing in job.json and shards/ depends on time, host or path of the run: an interrupted and an uninterrupted run of the
+same source end in the same bytes.
 """
 
 import pickle

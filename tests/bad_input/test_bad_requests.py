@@ -65,6 +65,8 @@ def test_destination_that_could_harm_is_refused(name: str, source: Path, dest: P
 def test_source_that_is_no_folder_is_refused(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
     assert "no such folder" in refuse(source=tmp_path / "nowhere", dest=dest)
     assert "is a file" in refuse(source=a_file(tmp_path / "file"), dest=dest)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "no such folder" in refuse(source=tmp_path / "link", dest=dest)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in refuse(source=empty, dest=dest)
@@ -77,6 +79,7 @@ def test_a_folder_above_a_checkpoint_is_told_which_one_it_has(
     """That of several models, and that of a repository in the Hub's cache."""
     snapshot = put_into_cache(source, tmp_path / "hub", repo="moon/k2")
     above = snapshot.parents[levels - 1]
+    (above / "loop").symlink_to("loop")  # cannot be looked at
     assert f"{above}: has no config.json, but {snapshot} has one. Pass that folder." in refuse(source=above, dest=dest)
     for words in (["validate"], ["report"], ["status"], ["publish", "--repo", "me/k2"]):
         assert f"but {snapshot} has one" in run_here(*words, above, code=1).stderr, words
