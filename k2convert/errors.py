@@ -151,7 +151,9 @@ def quoted(value: object) -> str:
 def cut(text: str, limit: int = 300) -> str:
     """Return what another program said, on one line and cut to `limit` characters."""
     text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."
 
 
 _BIDI: Final = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
@@ -165,7 +167,9 @@ def visible(text: str) -> str:
 
 def shortened(text: str) -> str:
     """Return a name as it is if it is plain text of at most 80 characters, else `quoted`."""
-    return text if len(text) <= MAX_QUOTED and text.isprintable() else quoted(text)
+    if len(text) <= MAX_QUOTED and text.isprintable():
+        return text
+    return quoted(text)
 
 
 @contextmanager
@@ -225,7 +229,9 @@ def _own_requirement(name: str, extra: str) -> list[str]:
     source = kept.get("vcs_info")
     if folder is not None:
         place = unquote(url.removeprefix("file://")) + extra
-        return ["-e", place] if folder.get("editable") else [place]
+        if folder.get("editable"):
+            return ["-e", place]
+        return [place]
     if source is not None:
         return [f"{name} @ {source['vcs']}+{url}@{source['commit_id']}"]
     return [f"{name} @ {url}"] if url else [name]
@@ -273,7 +279,9 @@ def format_bytes(count: float) -> str:
     """Format a size in decimal units, as disks and the Hub do."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} {unit}"
+            return f"{count:.2f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
 
@@ -300,7 +308,9 @@ def explain(error: BaseException, *, resumes: bool) -> str | None:
     """Return the one line for a failure of the machine; None for anything else. Work of one that `resumes` is kept."""
     line = _explain(error)
     is_kept = resumes and line is not None and line.endswith(_AGAIN)
-    return f"{line} Finished work is kept." if is_kept else line
+    if is_kept:
+        return f"{line} Finished work is kept."
+    return line
 
 
 def _explain(error: BaseException) -> str | None:
@@ -311,7 +321,9 @@ def _explain(error: BaseException) -> str | None:
     if isinstance(error, ImportError) and ("failed to map segment" in str(error) or "annot allocate" in str(error)):
         return _NO_MEMORY
     if isinstance(error, OSError):
-        return _NO_MEMORY if error.errno == errno.ENOMEM else _explain_file(error)
+        if error.errno == errno.ENOMEM:
+            return _NO_MEMORY
+        return _explain_file(error)
     if isinstance(error, ValueError) and "null byte" in str(error):
         return "a name has a null character, which no file has. Choose a different name."
     return None

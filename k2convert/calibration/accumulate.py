@@ -176,7 +176,9 @@ class LayerAccumulator:
         self._input.add(self._x, weights)
         self._sample.add(self._x, weights)
         for call in self._calls:
-            sums = self._shared if call.expert is None else self._experts.setdefault(call.expert, _Sums())
+            sums = self._shared
+            if call.expert is not None:
+                sums = self._experts.setdefault(call.expert, _Sums())
             own = weights[call.tokens]
             norms = call.norms
             routed = float(call.tokens.numel())

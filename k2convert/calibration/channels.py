@@ -97,7 +97,9 @@ class Calibration:
         in_down = parts.projection == "down"
         is_shared_down = in_down and parts.role is Role.SHARED_EXPERTS
         if ("down" if in_down else "gate_up") in layer.without_imatrix and not is_shared_down:
-            columns = layer.down_mean_square.shape[1] if in_down else layer.gate_up_mean_square.size
+            columns = layer.gate_up_mean_square.size
+            if in_down:
+                columns = layer.down_mean_square.shape[1]
             return np.full(columns, MAX_IMPORTANCE, dtype=np.uint8)
         if in_down:
             return block_importance(self._down(layer, parts))
@@ -121,11 +123,15 @@ class Calibration:
         tokens = int(layer.tokens[expert])
         if layer.num_experts == 1:
             return self._of_all_tokens(row)
-        return drawn_to_even(row, tokens) if tokens < MIN_TOKENS else row
+        if tokens < MIN_TOKENS:
+            return drawn_to_even(row, tokens)
+        return row
 
     def _of_all_tokens(self, mean_square: NDArray[np.float32]) -> NDArray[np.float32]:
         tokens = self.statistics.tokens
-        return drawn_to_even(mean_square, tokens) if tokens < MIN_LAYER_TOKENS else mean_square
+        if tokens < MIN_LAYER_TOKENS:
+            return drawn_to_even(mean_square, tokens)
+        return mean_square
 
     def _misfit(self, layer: LayerStatistics, found: str) -> CalibrationError:
         return CalibrationError(

@@ -76,7 +76,9 @@ def main() -> None:
         chat = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # its signal ends the process
         try:
-            name = "tool_use" if chat["tools"] is not None and "tool_use" in job["templates"] else "default"
+            name = "default"
+            if chat["tools"] is not None and "tool_use" in job["templates"]:
+                name = "tool_use"
             template = compiled[name] = compiled.get(name) or compile_template(job["templates"][name])
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
             text = template.render(**job["variables"] | chat | {"documents": None})

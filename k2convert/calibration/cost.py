@@ -164,7 +164,9 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
     sizes = {role: [0] * architecture.num_layers for role in (Role.ATTENTION, Role.DENSE_MLP)}
     for name, tensor in source.tensors.items():
         module, _, parameter = name.rpartition(".")
-        place = family.classify(module) if parameter in (WEIGHT, WEIGHT_PACKED) else None
+        place = None
+        if parameter in (WEIGHT, WEIGHT_PACKED):
+            place = family.classify(module)
         if place is None or place.layer is None or place.role is Role.EXPERTS:
             continue
         if place.layer < architecture.num_layers:
@@ -206,7 +208,9 @@ def walk_memory(model: ModelSizes, size: PassSize) -> tuple[int, int]:
     """Return the same of a walk of rule gptq, without the buffers for reading, which a conversion counts."""
     square = 4 * model.hidden**2
     part = model.width * model.hidden
-    tried = min(size.workers, 2 * len(SHRINKAGES)) if model.hidden <= SMALL else 1
+    tried = 1
+    if model.hidden <= SMALL:
+        tried = min(size.workers, 2 * len(SHRINKAGES))
     states = 4 * size.chunk_tokens * model.hidden
     chosen = model.routed(size.num_tokens)
     if size.on_cpu:
@@ -268,19 +272,6 @@ def _attention_bytes(model: ModelSizes, size: PassSize, windows: int) -> int:
     return 4 * (3 * windows * size.window * model.hidden + at_once)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Floating-point operations of a step, in FP32 and in FP64."""
-
-    fp32: float = 0.0
-    fp64: float = 0.0
-
-    @property
-    def operations(self) -> float:
-        """All operations, in those of FP32: one in FP64 takes as long as two."""
-        return self.fp32 + 2 * self.fp64
-
-
 def other_flops(model: ModelSizes, size: PassSize) -> float:
     """Return the operations of a pass outside of routed experts: what every token passes, and attention."""
     return sum(_other_flops(model, size, layer) for layer in model.layers(size))
@@ -304,7 +295,7 @@ def layer_operations(model: ModelSizes, size: PassSize, *, is_walk: bool) -> tup
     expert = _expert_flops(model, size)
     streams = 1
     if is_walk:
-        expert += sum(step.operations for step in walk_steps(model, size).values())
+        expert += sum(walk_steps(model, size).values())
         streams = 2
     others = [streams * _other_flops(model, size, layer) for layer in range(model.num_layers)]
     return tuple(own + expert * (layer in model.moe_layers) for layer, own in enumerate(others))
@@ -314,7 +305,7 @@ def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]
     """Return the share of a MoE layer's walk that is done before it is decided how gate and up are rounded, before
     they are rounded, and before down is.
     """
-    steps = {name: work.operations for name, work in walk_steps(model, size).items()}
+    steps = walk_steps(model, size)
     total = layer_operations(model, size, is_walk=True)[model.moe_layers[0]]
     streams = total - sum(steps.values()) + steps["moments of gate and up"]
     prepared = streams + steps["shrinkage and factor of gate and up"]
@@ -322,27 +313,32 @@ def walk_shares(model: ModelSizes, size: PassSize) -> tuple[float, float, float]
     return streams / total, prepared / total, rounded / total
 
 
-def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
-    """Return the work of each step that a walk of rule gptq does in a MoE layer beyond the two streams."""
+def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, float]:
+    """Return the operations of each step that a walk of rule gptq does in a MoE layer beyond the two streams.
+
+    They are counted in those of FP32: one in FP64 takes as long as two.
+    """
     hidden = model.hidden
     width = model.width
     experts = model.num_experts
     tokens = size.num_tokens
     routed = model.routed(tokens)
     summed = tokens * hidden**2 if tokens >= MIN_TOKENS else 0
-    summed_of_down = routed * width * (width + 2 * hidden) if routed >= MIN_TOKENS else 0
+    summed_of_down = 0
+    if routed >= MIN_TOKENS:
+        summed_of_down = routed * width * (width + 2 * hidden)
     sums = min(hidden, SKETCHED_ROWS)
     corrected = width**2 * ((len(STRENGTHS) + 1) * width / 3 + 8 * len(STRENGTHS) * sums + 2 * hidden)
     corrected += 4 * hidden * width * sums
     return {
-        "experts, converted": Work((1 + 2 * MEASURED_SHARE) * _expert_flops(model, size)),
-        "moments of gate and up": Work(float(summed)),
-        "shrinkage and factor of gate and up": Work(fp64=_factor_flops(hidden, tokens)),
-        "codes of gate and up": Work(6.0 * 2 * width * experts * hidden**2),
-        "moments of down": Work(float(experts * summed_of_down)),
-        "shrinkage and factor of down": Work(fp64=experts * _factor_flops(width, routed)),
-        "correction of down": Work(experts * corrected if routed >= FEW_TOKENS else 0.0),
-        "codes of down": Work(experts * (6.0 * hidden * width**2 + 2.0 * routed * width * hidden)),
+        "experts, converted": (1 + 2 * MEASURED_SHARE) * _expert_flops(model, size),
+        "moments of gate and up": float(summed),
+        "shrinkage and factor of gate and up": 2 * _factor_flops(hidden, tokens),
+        "codes of gate and up": 6.0 * 2 * width * experts * hidden**2,
+        "moments of down": float(experts * summed_of_down),
+        "shrinkage and factor of down": 2 * experts * _factor_flops(width, routed),
+        "correction of down": experts * corrected if routed >= FEW_TOKENS else 0.0,
+        "codes of down": experts * (6.0 * hidden * width**2 + 2.0 * routed * width * hidden),
     }
 
 
@@ -399,7 +395,7 @@ def _deciding_seconds(model: ModelSizes, size: PassSize, device: str) -> float:
     steps = walk_steps(model, size)
     for name in ("experts, converted", "codes of gate and up", "codes of down"):
         del steps[name]
-    seconds = sum(work.operations for work in steps.values()) / rate
+    seconds = sum(steps.values()) / rate
     for columns, rows in ((model.hidden, 2 * model.width), (model.width, model.hidden)):
         seconds += model.num_experts * rows * _row_seconds(columns, device, rate)
     return seconds

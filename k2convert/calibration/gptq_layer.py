@@ -319,7 +319,9 @@ class LayerConverter:
             down = self.weights.read(number, DOWN, device)
             downs.append((down, shared_scale([down])))
         without_data = self._without_data(inner, device)
-        codes = without_data if curvature is None else round_together(inner, curvature, self._kernel(device))
+        codes = without_data
+        if curvature is not None:
+            codes = round_together(inner, curvature, self._kernel(device))
         of_mse = self._without_data(downs, device)
         found: list[_Expert] = []
         for place, number in enumerate(group):
@@ -387,7 +389,9 @@ class LayerConverter:
                 halves = _halves(expert.tokens[rows], inputs)
                 missing.add(expert.inner[rows], left, halves, self.team)
             correction, strength = correct(moments, missing, self.team)
-            target = down.weight.values if correction is None else down.weight.values + correction
+            target = down.weight.values
+            if correction is not None:
+                target = down.weight.values + correction
             codes = round_gptq(target, down.global_scale, curvature, self._kernel(self.device, threads=self.workers))
         self.write(self.weights.module(number, DOWN), codes.weight())
         change = DenseWeight(decoded(codes).weight.decode() - down.weight.values)

@@ -154,7 +154,9 @@ class _LayerConversion:
                 f"layer {layer.number}: the hidden states of the converted model are not finite, those of the "
                 "source are. Use a different text, or convert with --statistics."
             )
-        halves = self._halves(first + np.flatnonzero(kept)) if first < self._num_fitted else None
+        halves = None
+        if first < self._num_fitted:
+            halves = self._halves(first + np.flatnonzero(kept))
         collected.add(x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
         return kept
 

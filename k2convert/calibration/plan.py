@@ -146,7 +146,9 @@ class WalkPlan:
 
     def check_room(self) -> None:
         """Refuse a walk that cannot finish for lack of disk; raises DiskFullError with both numbers."""
-        advice = "Allow more with --max-disk, or free some space" if any(self.fetched) else "Free some space"
+        advice = "Free some space"
+        if any(self.fetched):
+            advice = "Allow more with --max-disk, or free some space"
         check_disk(
             f"{self.work.folder}: the {self.work.purpose}",
             needed=self.disk_needed,
@@ -247,11 +249,15 @@ class CalibrationPlan:
     @property
     def held_out_windows(self) -> int:
         """The windows that are kept out of everything that is fitted."""
-        return 0 if self.needs is None else int(held_out(self.walk.text.windows.ids.shape[0]).sum())
+        if self.needs is None:
+            return 0
+        return int(held_out(self.walk.text.windows.ids.shape[0]).sum())
 
     def last_layer(self, shard: str) -> int:
         """Return the last layer that an output shard waits for, -1 if it waits for none."""
-        return -1 if self.needs is None else self.needs[shard].last
+        if self.needs is None:
+            return -1
+        return self.needs[shard].last
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the operations of each layer."""
@@ -302,7 +308,9 @@ def plan_calibration(
     architecture = read_architecture(source.checkpoint)
     num_layers = architecture.num_layers
     ids = text.windows.ids
-    needs = None if shards is None else {shard.name: shard_needs(shard) for shard in shards}
+    needs = None
+    if shards is not None:
+        needs = {shard.name: shard_needs(shard) for shard in shards}
     states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
     floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
     statistics = num_layers * (4 * floats + _LAYER_SLACK_BYTES)

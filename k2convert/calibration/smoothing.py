@@ -325,7 +325,9 @@ class TokenSample:
 
 def chunks(values: Tensor) -> Iterator[slice]:
     """Yield rows of f32 [t, I] that are summed in FP64 at once: few on a CPU, many on a GPU."""
-    step = _CHUNK_ROWS if values.device.type == "cpu" else _CUDA_CHUNK_ROWS
+    step = _CUDA_CHUNK_ROWS
+    if values.device.type == "cpu":
+        step = _CHUNK_ROWS
     for start in range(0, values.shape[0], step):
         yield slice(start, start + step)
 

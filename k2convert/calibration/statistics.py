@@ -413,7 +413,9 @@ def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistic
     found = open_statistics(path)
     if found.digest != digest:
         raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")
-    return found if pruning is None else found.keep_experts(pruning)
+    if pruning is None:
+        return found
+    return found.keep_experts(pruning)
 
 
 def _check_tensors(shard: ShardHeader, norms: Mapping[int, str]) -> None:

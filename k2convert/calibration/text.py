@@ -166,7 +166,9 @@ def ids_of_line(line: str) -> Ids:
     """Return the ids of a .jsonl line that holds a list of them; raises CalibrationError without a place."""
     try:
         document: object = parse_json(line)
-        ids = cast(dict[str, Any], document).get("input_ids") if isinstance(document, dict) else document
+        ids = document
+        if isinstance(document, dict):
+            ids = cast(dict[str, Any], document).get("input_ids")
         array = np.array(ids)
     except (ValueError, OverflowError) as error:
         raise CalibrationError(f"not {_IDS} ({error}).") from None
@@ -224,7 +226,9 @@ _MOST_TOKENS: Final = 1 << 20  # no config asks for more by default
 def experts_per_token(source: Checkpoint) -> int:
     """Return how many experts a token chooses, 1 if the config does not say."""
     value = text_config(source.config).get("num_experts_per_tok")
-    return value if isinstance(value, int) and value > 0 else 1
+    if isinstance(value, int) and value > 0:
+        return value
+    return 1
 
 
 def default_tokens(source: Checkpoint, *, window: int) -> int:

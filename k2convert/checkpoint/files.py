@@ -62,7 +62,9 @@ def check_plain_file(path: Path) -> None:
     if S_ISREG(mode):
         return
     if path.is_symlink():
-        problem = "is a folder or a device, not a file" if mode else "leads to no file"
+        problem = "leads to no file"
+        if mode:
+            problem = "is a folder or a device, not a file"
         raise MalformedFileError(f"{path}: is a link to {quoted(str(path.readlink()))}, which {problem}.")
     if mode:
         raise MalformedFileError(f"{path}: is a folder or a device, not a file.")
@@ -132,7 +134,9 @@ def _is_deep(document: dict[str, Any]) -> bool:
 
 
 def _children(node: Any) -> Iterable[Any]:
-    return cast(dict[str, Any], node).values() if isinstance(node, dict) else cast(list[Any], node)
+    if isinstance(node, dict):
+        return cast(dict[str, Any], node).values()
+    return cast(list[Any], node)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -197,7 +201,9 @@ def walk_folder(folder: Path) -> list[Path]:
 
 def mapping_or_empty(value: object) -> dict[str, Any]:
     """Return a part of a JSON document if it is an object, else an empty one."""
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value)
+    return {}
 
 
 def dump_json(document: dict[str, Any]) -> bytes:
@@ -235,13 +241,17 @@ def known_sha256(path: Path) -> str | None:
     blob = path.resolve()
     notes = path.parent / ".cache" / "huggingface" / "download"
     if blob.parent.name == BLOBS_FOLDER:
-        return blob.name if _SHA256.fullmatch(blob.name) else None
+        if _SHA256.fullmatch(blob.name):
+            return blob.name
+        return None
     try:
         _, sha256, seconds = (notes / f"{path.name}.metadata").read_text().split()
         is_current = path.stat().st_mtime <= float(seconds) + 1  # as huggingface_hub decides it
     except (OSError, ValueError):
         return None
-    return sha256 if is_current and _SHA256.fullmatch(sha256) else None
+    if is_current and _SHA256.fullmatch(sha256):
+        return sha256
+    return None
 
 
 def is_there(path: Path) -> bool:
@@ -255,7 +265,9 @@ def is_there(path: Path) -> bool:
 
 def num_bytes_of(content: Content) -> int:
     """Return the length of `content`; raises OSError if the file does not exist."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
+    if isinstance(content, bytes):
+        return len(content)
+    return content.stat().st_size
 
 
 def own_suffix() -> str:

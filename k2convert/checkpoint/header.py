@@ -143,7 +143,9 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
 
 def _tensor_info(name: str, entry: Any, *, shard: str, base: int) -> TensorInfo:
     if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-        problem = "is longer than any model's" if name.isprintable() else "has control characters"
+        problem = "has control characters"
+        if name.isprintable():
+            problem = "is longer than any model's"
         raise MalformedFileError(f"the name {problem}.")
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -173,14 +175,18 @@ def _check_coverage(tensors: dict[str, TensorInfo], *, data_begin: int, file_byt
     position = data_begin
     for tensor in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
         if tensor.begin != position:
-            kind = "overlaps the previous tensor" if tensor.begin < position else "leaves a gap before it"
+            kind = "leaves a gap before it"
+            if tensor.begin < position:
+                kind = "overlaps the previous tensor"
             raise MalformedFileError(
                 f"{where}: tensor {shortened(tensor.name)} {kind} (it starts at byte {tensor.begin}, "
                 f"expected {position})."
             )
         position = tensor.end
     if position != file_bytes:
-        kind = "truncated" if position > file_bytes else "longer than its header states"
+        kind = "longer than its header states"
+        if position > file_bytes:
+            kind = "truncated"
         raise MalformedFileError(f"{where}: {kind}: the header has {position:,} bytes, the file {file_bytes:,}.")
 
 

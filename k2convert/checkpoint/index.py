@@ -179,7 +179,9 @@ def build_checkpoint(
         for name, shard in weight_map.items():
             tensor = tensors.get(name)
             if tensor is None or tensor.shard != shard:
-                found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
+                found = "no shard has it"
+                if tensor is not None:
+                    found = f"it is in {tensor.shard}"
                 raise MalformedFileError(
                     f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
                 )

@@ -53,4 +53,6 @@ def model_name(folder: Path) -> str:
     folder = folder.resolve()
     repo = folder.parent.parent.name
     is_cached = folder.parent.name == SNAPSHOTS and repo.startswith(_CACHED_MODEL)
-    return repo.rpartition("--")[2] if is_cached else folder.name
+    if is_cached:
+        return repo.rpartition("--")[2]
+    return folder.name

@@ -176,7 +176,9 @@ class ShardReader:
                 "Check the disk, then run the same command again."
             ) from error
         # Unaligned tensors are copied to an aligned buffer.
-        return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
+        if begin % DTYPE_BYTES[tensor.dtype] == 0:
+            return data
+        return data.copy()
 
     def _open(self, shard: str) -> _File:
         with self._lock:

@@ -114,7 +114,9 @@ class ShardWriter:
     @property
     def sha256(self) -> str | None:
         """The sha256 of a committed file as hex, or None if it is not `for_upload`."""
-        return None if self._sha256 is None else self._sha256.hexdigest()
+        if self._sha256 is None:
+            return None
+        return self._sha256.hexdigest()
 
     def _flush(self) -> None:
         filled = self._filled
@@ -141,7 +143,9 @@ class ShardWriter:
             self._sha256.update(data)
 
     def _store(self, used: NDArray[np.uint8], position: int) -> None:
-        aligned = len(used) - len(used) % ALIGNMENT if self._direct is not None else 0
+        aligned = 0
+        if self._direct is not None:
+            aligned = len(used) - len(used) % ALIGNMENT
         if self._direct is not None:
             _write_all(self._direct, used[:aligned].data, position)
         if aligned < len(used):

@@ -74,7 +74,9 @@ class Verb(TyperCommand):
             if parameter.param_type_name == "argument":
                 panels.setdefault("Arguments", []).append((str(parameter.metavar), record[1]))
             else:
-                panel = getattr(parameter, "rich_help_panel", None) if is_long else None
+                panel = None
+                if is_long:
+                    panel = getattr(parameter, "rich_help_panel", None)
                 panels.setdefault(panel or "Options", []).append(record)
         for panel, records in panels.items():
             with formatter.section(panel):

@@ -77,7 +77,9 @@ def _show_result(plan: "CalibrationPlan", header: "StatisticsHeader", options: C
     path = options.statistics
     num_bytes = path.stat().st_size
     document = plan_document(plan, finished_layers=plan.walk.num_layers)
-    dropped = f", {header.dropped:,} windows dropped" if header.dropped else ""
+    dropped = ""
+    if header.dropped:
+        dropped = f", {header.dropped:,} windows dropped"
     statistics = open_statistics(path)
     layers = {number: statistics.layer(number).tokens.tolist() for number in plan.architecture.moe_layers}
     console.show(

@@ -31,7 +31,9 @@ _LONGEST_BEFORE = 40
 
 def compare(options: CompareOptions) -> None:
     """Ask what is missing, then show the figures."""
-    saved = None if is_address(options.reference) else open_saved(Path(options.reference))
+    saved = None
+    if not is_address(options.reference):
+        saved = open_saved(Path(options.reference))
     is_saved = saved is not None
     if is_saved and (options.text or options.tokenizer or options.save or options.model_a):
         raise typer.BadParameter(
@@ -44,8 +46,12 @@ def compare(options: CompareOptions) -> None:
     if options.model is not None and not is_address(options.model):
         raise typer.BadParameter("B is the address of a server, http://HOST:PORT/v1. Saved answers are A")
     with Waiting("asks the servers which models they serve"):
-        first = None if saved is not None else _open(options, options.reference, is_reference=True)
-        second = None if options.model is None else _open(options, options.model, is_reference=False)
+        first = None
+        if saved is None:
+            first = _open(options, options.reference, is_reference=True)
+        second = None
+        if options.model is not None:
+            second = _open(options, options.model, is_reference=False)
     sides, work = _sides(options, saved, first, second)
     with ExitStack() as stack:
         for side in sides:
@@ -165,5 +171,7 @@ def _show(found: Evaluation, options: CompareOptions) -> None:
 
 
 def _mean(value: Mean) -> str:
-    error = "" if value.standard_error is None else f" +- {value.standard_error:.2g}"
+    error = ""
+    if value.standard_error is not None:
+        error = f" +- {value.standard_error:.2g}"
     return f"{value.mean:.3g}{error}"

@@ -254,7 +254,9 @@ def format_rate(count: float) -> str:
     """Format bytes a second to three digits at most."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
-            return f"{count:.0f} {unit}/s" if count >= 99.5 or unit == "B" else f"{count:.1f} {unit}/s"
+            if count >= 99.5 or unit == "B":
+                return f"{count:.0f} {unit}/s"
+            return f"{count:.1f} {unit}/s"
         count /= 1000
     return f"{count:.2f} GB/s"
 

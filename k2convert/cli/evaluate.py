@@ -101,7 +101,9 @@ def _show_plan(plan: "EvaluationPlan", found: Forecast, line: str) -> None:
         "disk_needed": plan.walk.disk_needed,
     }
     fetched = sum(plan.walk.fetched)
-    fetches = f", fetches {format_bytes(fetched)} from the Hub" if fetched else ""
+    fetches = ""
+    if fetched:
+        fetches = f", fetches {format_bytes(fetched)} from the Hub"
     console.show(
         document | found.document(),
         line,

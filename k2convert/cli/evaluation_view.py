@@ -14,7 +14,9 @@ def show_evaluation(found: Evaluation) -> None:
     """Print the figures of every model, its worst layers and tokens."""
     text = found.text
     names = ", ".join(name for name, _ in text.texts)
-    dropped = f", {text.dropped:,} windows dropped" if text.dropped else ""
+    dropped = ""
+    if text.dropped:
+        dropped = f", {text.dropped:,} windows dropped"
     print_table(
         f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
         ("model", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1, %", "left top 5, %"),
@@ -59,7 +61,9 @@ def _verdict_line(verdict: Verdict) -> str:
     """Say which of two models is nearer to the reference, or that the text does not tell."""
     nearer, farther = (_called(model) for model in (verdict.nearer, verdict.farther))
     found = verdict.difference
-    error = "" if found.standard_error is None else f" +- {found.standard_error:.2g}"
+    error = ""
+    if found.standard_error is not None:
+        error = f" +- {found.standard_error:.2g}"
     if verdict.is_clear:
         return f"{nearer} is nearer than {farther}: its KL is {found.mean:.2g}{error} less, on the same tokens"
     return f"{nearer} and {farther} are not told apart: their KL differs by {found.mean:.2g}{error} on the same tokens"

@@ -53,7 +53,9 @@ def fit(options: FitOptions) -> None:
         overhead_bytes=parse_size(options.overhead),
     )
     experts = None if options.experts in (None, AUTO) else options.experts
-    model = whole if experts is None else whole.with_experts(int(experts))
+    model = whole
+    if experts is not None:
+        model = whole.with_experts(int(experts))
     asked = _Asked(options, opened.checkpoint, whole, model, settings)
     count = options.count
     fits = _answer_all(asked, gpu) if gpu is None or count is None else _answer_one(asked, gpu, count)
@@ -119,7 +121,9 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
     if options.memory is not None:
         return Gpu(options.memory, f"GPU of {options.memory}", parse_size(options.memory))
     try:
-        return None if options.gpu is None else find_gpu(options.gpu)
+        if options.gpu is None:
+            return None
+        return find_gpu(options.gpu)
     except FitError as error:
         raise FitError(f"--gpu {error} For another one that runs NVFP4, pass --memory, such as 96GB.") from None
 
@@ -275,7 +279,9 @@ def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[
 
 def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
     longest = model.shape.max_context
-    return (settings.context,) if longest in (None, settings.context) else (settings.context, longest)
+    if longest in (None, settings.context):
+        return (settings.context,)
+    return (settings.context, longest)
 
 
 def _wanted(settings: Settings) -> str:
@@ -343,7 +349,9 @@ def show_ways_out(experts: Sequence[tuple[int, Fit]], gpus: int | None, holder: 
 
 
 def _show_model(name: str, model: Model) -> None:
-    how = "" if model.recipe is None else f", as `run` would convert it (recipe {model.recipe.name})"
+    how = ""
+    if model.recipe is not None:
+        how = f", as `run` would convert it (recipe {model.recipe.name})"
     print_line(
         f"{name} ({model.family.name}){how}: {format_bytes(model.weights.num_bytes)} of weights, "
         f"{model.shape.num_experts} experts per layer"

@@ -70,7 +70,9 @@ class Forecast:
         """Return the time in a line, and where the estimate comes from."""
         advice = ""
         if self.size.on_cpu and self.time.middle > 24 * 3600:
-            advice = "; use a server with many cores" if self.is_walk else "; use a GPU"
+            advice = "; use a GPU"
+            if self.is_walk:
+                advice = "; use a server with many cores"
         return f"time{of}: {self.span}, an estimate from one expert on this machine{advice}"
 
     def document(self) -> dict[str, object]:
@@ -244,7 +246,9 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     window = windows.ids.shape[1]
     enough = -(-windows.ids.size * TOKENS_PER_INPUT * inputs // max(got, 1))
     enough = -(-enough // window) * window
-    text = ", and a longer text" if windows.ids.size < windows.tokens else ""
+    text = ""
+    if windows.ids.size < windows.tokens:
+        text = ", and a longer text"
     return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
 
 

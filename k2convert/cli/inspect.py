@@ -68,7 +68,9 @@ def _show_inspection(found: Inspection) -> None:
         f"per MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
     )
     if (pruning := found.pruning) is not None:
-        chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
+        chosen = ""
+        if pruning["chosen_by"] is not None:
+            chosen = f", chosen by {pruning['chosen_by']}"
         print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
     if (conversion := found.conversion) is not None:
         print_line(_conversion_line(conversion))
@@ -100,7 +102,9 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
     if (error := conversion.get("relative_mse")) is None:
         return line
     compared = conversion.get("achieved_to_max")
-    more = "" if compared is None else f", {compared:.3f} of that of rule max"
+    more = ""
+    if compared is not None:
+        more = f", {compared:.3f} of that of rule max"
     return f"{line}: weight error {error:.5f}{more}"
 
 

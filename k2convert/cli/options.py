@@ -136,7 +136,9 @@ def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
         for one in given:
             if one is not None and check is not None:
                 check(str(one))
-        return given if isinstance(value, list) else given[0]
+        if isinstance(value, list):
+            return given
+        return given[0]
 
     return checked
 

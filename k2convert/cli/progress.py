@@ -90,8 +90,12 @@ class _Lines:
 
     def print_if_due(self) -> None:
         seconds = self.tally.seconds
-        pause = PLAIN_LINE_SECONDS if seconds < SOON_SECONDS else LATER_LINE_SECONDS
-        due = self.printed_at + pause if self.has_printed else FIRST_LINE_SECONDS
+        pause = LATER_LINE_SECONDS
+        if seconds < SOON_SECONDS:
+            pause = PLAIN_LINE_SECONDS
+        due = FIRST_LINE_SECONDS
+        if self.has_printed:
+            due = self.printed_at + pause
         if seconds >= due:
             self.print_now()
 
@@ -104,8 +108,12 @@ class _Lines:
         tally = self.tally
         parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
         names = tally.take_new_shards()
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}" if names else ""
+        more = ""
+        if len(names) > _MAX_NAMES:
+            more = f" and {len(names) - _MAX_NAMES} more"
+        finished = ""
+        if names:
+            finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}"
         parts += [_shards_text(tally), finished, _eta_text(tally)]
         what = "evaluate" if "evaluate" in tally.meters else self.what
         return f"{what}: {', '.join(filter(None, parts))}"
@@ -122,7 +130,9 @@ def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
 def _percent(meter: Meter) -> str:
     """Return the share in percent; of many layers, which take long, with a decimal."""
     is_long = meter.layers is not None and len(meter.layers.costs) > _MANY
-    return f"{int(1000 * meter.share) / 10} %" if is_long and meter.share < 1 else f"{int(100 * meter.share)} %"
+    if is_long and meter.share < 1:
+        return f"{int(1000 * meter.share) / 10} %"
+    return f"{int(100 * meter.share)} %"
 
 
 def _done_text(phase: str, meter: Meter) -> str:
@@ -148,7 +158,9 @@ def _rate_text(phase: str, meter: Meter) -> str:
         return "" if phase == "layers" else "stalled"
     if phase == "ask":
         return f"{rate:,.0f} tokens/s"
-    return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
+    if phase == "layers":
+        return f"{rate:.1f} experts/s"
+    return format_rate(rate)
 
 
 def format_layer_rate(per_hour: float) -> str:
@@ -156,12 +168,16 @@ def format_layer_rate(per_hour: float) -> str:
 
 
 def _shards_text(tally: Tally) -> str:
-    return f"{tally.shards} of {counted(tally.num_shards, 'shard')}" if tally.num_shards else ""
+    if tally.num_shards:
+        return f"{tally.shards} of {counted(tally.num_shards, 'shard')}"
+    return ""
 
 
 def _eta_text(tally: Tally) -> str:
     left = tally.seconds_left
-    return f"ETA {format_seconds(left)}" if left and round(left) else ""
+    if left and round(left):
+        return f"ETA {format_seconds(left)}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

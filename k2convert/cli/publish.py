@@ -42,7 +42,9 @@ def publish(options: PublishOptions) -> None:
     check_endpoint()
     bound_memory()
     hub = Hub(notify=console.notifier())
-    base_model = None if options.base_model is None else _parse_repo(options.base_model)
+    base_model = None
+    if options.base_model is not None:
+        base_model = _parse_repo(options.base_model)
     if base_model is not None and base_model.revision is not None:
         advice = f"Leave out @{base_model.revision}."
         raise HubError(f"--base-model {base_model}: a card names the repository only. {advice}")

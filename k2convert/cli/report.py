@@ -59,7 +59,9 @@ def report(options: ReportOptions) -> None:
     notes = [partial(console.print_note, sentence) for sentence in figures["missing"]]
     console.show({"files": paths, **figures}, *filter(None, paths.values()), *notes)
     if not has_passed:
-        which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
+        which = "the validation failed"
+        if failed:
+            which = f"contract rules broken: {', '.join(map(str, failed))}"
         console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
     if not has_passed or is_remote:
         return
@@ -76,7 +78,9 @@ def _tensors(opened: Opened) -> list[Tensor] | None:
     if (remote := opened.shards.result) is not None:
         headers = [header for header in remote.headers.values() if isinstance(header, ShardHeader)]
         is_whole = len(headers) == len(remote.headers)
-        return [tensor for header in headers for tensor in header.tensors.values()] if is_whole else None
+        if is_whole:
+            return [tensor for header in headers for tensor in header.tensors.values()]
+        return None
     try:
         return list(open_checkpoint(opened.folder).tensors.values())
     except K2ConvertError:  # the validation names the problem

@@ -174,7 +174,9 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         return
     walk = None if job.gptq is None else forecast(job.gptq, job)
     needed = memory_bytes(job) if walk is None else walk.memory
-    last = None if job.evaluation is None else final_evaluation(job, job.evaluation)
+    last = None
+    if job.evaluation is not None:
+        last = final_evaluation(job, job.evaluation)
     with Waiting("measures the disk and the kernels"):
         estimated = estimate(job, memory=needed if last is None else max(needed, last.memory))
     document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
@@ -312,7 +314,9 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
     if job.uses_hub:
         document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
-    contract = None if outcome.validation is None else outcome.validation.contract
+    contract = None
+    if outcome.validation is not None:
+        contract = outcome.validation.contract
     if contract is not None:
         counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
         document["contract"] = counts

@@ -92,7 +92,9 @@ class _Walk:
         if found is not None and "--out" in found.words:
             number = found.words.index("--out") + 1
             return replace(found, words=(*found.words[:number], str(self.place.absolute()), *found.words[number + 1 :]))
-        return None if found is None else found.moved(self.place)
+        if found is None:
+            return None
+        return found.moved(self.place)
 
     def document(self) -> dict[str, Any]:
         is_running, progress, _ = read_lock(self.work.folder)
@@ -208,7 +210,9 @@ def _say_other(folder: Path) -> str:
     command = console.command("k2convert", "run", folder, "DEST")
     forms = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections}
     form = next((form for form, count in forms.items() if count), None)
-    return f"{folder}: is an {form} source, not a result. `{command}` converts it." if form else ""
+    if form:
+        return f"{folder}: is an {form} source, not a result. `{command}` converts it."
+    return ""
 
 
 def _show_next(folder: Path, state: JobState) -> None:

@@ -85,7 +85,9 @@ class Meter:
         """Share that is done: 0.0 to 1.0, and 1.0 only when all is done."""
         if self.layers is not None and self.done < self.total:
             return self.layers.share(self.done / self.unit)
-        return min(self.done / self.total, 1.0) if self.total else 1.0
+        if self.total:
+            return min(self.done / self.total, 1.0)
+        return 1.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -239,7 +241,9 @@ class Tally:
         known = [seconds for seconds in left.values() if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
             return None
-        return sum(known) if "layers" in left else max(known)
+        if "layers" in left:
+            return sum(known)
+        return max(known)
 
     def _left(self, phase: Phase) -> float | None:
         meter = self.meters[phase]

@@ -61,7 +61,9 @@ def validate(options: ValidateOptions) -> None:
     layers = _check_options(options)
     against = options.against
     text = options.text
-    request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
+    request = None
+    if layers is not None:
+        request = LayersRequest(layers, options.hidden_states, options.tokens)
     hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         hidden_states = options.hidden_states
@@ -90,7 +92,9 @@ def validate(options: ValidateOptions) -> None:
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
-        cost = None if request is None else _say_layers_cost(opened, request)
+        cost = None
+        if request is not None:
+            cost = _say_layers_cost(opened, request)
         extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
         display = Display("validate", extent)
         if cost is not None and cost.seconds is not None:
@@ -112,7 +116,9 @@ def validate(options: ValidateOptions) -> None:
         if not found.passed:
             raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
         if found.contract.layout != "int4":
-            ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
+            ref = None
+            if found.folder.startswith(SCHEME):
+                ref = parse_repo(found.folder)
             name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
             print_serve(name, folder=opened.folder, revision=revision)
 
@@ -157,7 +163,9 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
         return None
     try:
         with Waiting("measures one expert"):
-            converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
+            converted = None
+            if not opened.shards.is_remote:
+                converted = open_checkpoint(opened.folder)
             is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
             cost = layers_cost(
                 source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
@@ -165,7 +173,9 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
     except K2ConvertError:  # the validation names the problem
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
-    below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""
+    below = ""
+    if cost.num_below:
+        below = f" (and {cost.num_below} layers below, for the hidden states of the text)"
     work = f"{cost.num_experts:,} experts on {request.tokens:,} tokens and reads {format_bytes(cost.num_bytes)}"
     text = f"--layers {numbers}{below}: computes {work}"
     if cost.seconds is not None:
@@ -211,8 +221,12 @@ def _show_contract(contract: ContractReport) -> None:
 
 
 def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
-    equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
-    steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
+    equal = ""
+    if error.num_nonzero:
+        equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %"
+    steps = ""
+    if error.max_error_steps is not None:
+        steps = f"{error.max_error_steps:.2f}"
     plain = _decibels(error.sqnr_db)
     weighted = _decibels(error.weighted_sqnr_db)
     return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal, weighted
@@ -245,7 +259,9 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
         print_line(f"rule: skipped ({rule.skip_reason})")
     elif rule.tensors > rule.measured:
         sampled = f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
-        by = sampled if rule.sampled_blocks else "by the rule's arithmetic (it has no kernel)"
+        by = "by the rule's arithmetic (it has no kernel)"
+        if rule.sampled_blocks:
+            by = sampled
         print_line(
             f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors regenerated from the source, all "
             f"{rule.blocks:,} blocks {by}; {len(rule.mismatches):,} tensors differ"
@@ -291,7 +307,9 @@ def _show_layers(report: LayersReport) -> None:
     print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
     for router in dict.fromkeys(layer.router for layer in report.layers):
         same = [str(layer.layer) for layer in report.layers if layer.router == router]
-        where = "" if len(same) == len(report.layers) else f" (layer {', '.join(same)})"
+        where = ""
+        if len(same) != len(report.layers):
+            where = f" (layer {', '.join(same)})"
         print_line(f"router: {router}{where}")
     if weights := report.router_weights_left_out:
         print_line(f"share of the router's weight that the dropped experts have: {share_words(weights)}")

@@ -131,7 +131,9 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
         )
         for shard in document["shards"]
     ]
-    shown = rows if len(rows) <= 12 else [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
+    shown = rows
+    if len(rows) > 12:
+        shown = [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
     print_table(counted(len(rows), "shard"), ("shard", "tensors", "in", "out", "state"), shown)
     rows = [
         (
@@ -165,13 +167,17 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
             print_line(f"publishes to {job.target.name} ({kind}) through its branch {branch_name(job.digest)}")
     needs = format_bytes(job.limits.disk_needed)
     free = format_bytes(job.limits.disk_free)
-    allowed = f" at once, may use {format_bytes(job.limits.disk_allowed)}" if job.uses_hub else ""
+    allowed = ""
+    if job.uses_hub:
+        allowed = f" at once, may use {format_bytes(job.limits.disk_allowed)}"
     print_line(f"disk: needs {needs}{allowed}, free {free}")
 
 
 def estimate_document(found: Estimate) -> dict[str, object]:
     """Return an estimate as plain data; rates are bytes a second, null if not measured."""
-    seconds = None if found.seconds is None else [round(bound) for bound in found.seconds]
+    seconds = None
+    if found.seconds is not None:
+        seconds = [round(bound) for bound in found.seconds]
     return {"seconds": seconds, "without_network": True, **asdict(found)}
 
 
@@ -193,8 +199,12 @@ def conversion_span(found: Estimate) -> str:
 
 def show_network(job: Job, found: Estimate) -> None:
     if job.uses_hub and found.bytes_in:
-        down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}" if job.source.remote else ""
-        up = f"upload {format_bytes(found.bytes_out)}" if job.target is not None else ""
+        down = ""
+        if job.source.remote:
+            down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}"
+        up = ""
+        if job.target is not None:
+            up = f"upload {format_bytes(found.bytes_out)}"
         print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")
 
 
@@ -230,14 +240,18 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
         print_line(f"cast: {words}")
     show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
-    rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
+    rate = ""
+    if fresh and seconds:
+        rate = f", {format_bytes(fresh / seconds)}/s in"
     print_line(f"{job.destination.folder}: {counted(len(job.plan.jobs), 'shard')}, {format_seconds(seconds)}{rate}")
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     from k2convert.cli.validate import print_serve
 
-    revision = None if destination.revision == MAIN else destination.revision
+    revision = None
+    if destination.revision != MAIN:
+        revision = destination.revision
     branch = "" if revision is None else f", branch {revision},"
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
 

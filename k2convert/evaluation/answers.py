@@ -81,7 +81,9 @@ class Answer:
 def collect(rows: Sequence[Row | None], ids: Sequence[int], *, top_k: int) -> Answer:
     """Return the answer in the rows of a window's tokens; raises ValueError that says what is wrong with it."""
     if len(rows) != len(ids):
-        what = "cuts the text off" if len(rows) < len(ids) else "adds tokens"
+        what = "adds tokens"
+        if len(rows) < len(ids):
+            what = "cuts the text off"
         raise ValueError(f"answers for {len(rows):,} of {len(ids):,} tokens: it {what}. Serve it without that option.")
     found_ids = list[list[int]]()
     found_log_p = list[list[float]]()

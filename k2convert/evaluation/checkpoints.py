@@ -50,7 +50,9 @@ class EvaluatedCheckpoint:
     def kept_experts(self, layer: int) -> tuple[int, ...] | None:
         """Return the numbers in the source of a pruned result's experts, if its ledger has them."""
         pruning = None if self.ledger is None else self.ledger.pruning
-        return None if pruning is None else pruning.kept.layers.get(layer)
+        if pruning is None:
+            return None
+        return pruning.kept.layers.get(layer)
 
 
 def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -113,7 +115,9 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
         elif parameter in (WEIGHT, WEIGHT_PACKED):
             is_nvfp4 = any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values())
             packed = ("U8",) if is_nvfp4 else ("I32",)
-            known = packed if is_nvfp4 or parameter == WEIGHT_PACKED else _NUMBERS
+            known = _NUMBERS
+            if is_nvfp4 or parameter == WEIGHT_PACKED:
+                known = packed
             if tensor.dtype not in known or len(tensor.shape) != 2:
                 raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):

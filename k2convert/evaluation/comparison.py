@@ -172,5 +172,7 @@ def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> Layer
     is_known = choices > 0 and bool((agreeing >= 0).all())
     norm = float(arrays["norm"][kept].sum())
     error = float(arrays["error"][number, kept].sum())
-    agreement = float(agreeing.sum()) / (choices * agreeing.size) if is_known else None
+    agreement = None
+    if is_known:
+        agreement = float(agreeing.sum()) / (choices * agreeing.size)
     return LayerFigures(error / norm if norm else 0.0, agreement)

@@ -207,7 +207,9 @@ class Connection:
         said = f"{self.address.shown}: answers {status}" + (f" ({words})" if words else "")
         if 300 <= status < 400:
             place = urlsplit(headers.get("Location", ""))
-            where = " to " + shortened(f"{place.scheme}://{place.netloc.rpartition('@')[2]}") if place.netloc else ""
+            where = ""
+            if place.netloc:
+                where = " to " + shortened(f"{place.scheme}://{place.netloc.rpartition('@')[2]}")
             advice = (
                 f"{self.address.shown}: leads elsewhere{where}, which is not followed. Pass the address of the server."
             )

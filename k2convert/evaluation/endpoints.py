@@ -80,7 +80,9 @@ class Endpoint:
 
     def _rows(self, where: str, document: dict[str, Any]) -> list[Row | None]:
         try:
-            return _sglang_rows(document) if self.engine == "sglang" else _vllm_rows(document)
+            if self.engine == "sglang":
+                return _sglang_rows(document)
+            return _vllm_rows(document)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise EndpointError(
                 f"{where}: its answer has no log-probabilities of the prompt. Serve the model by vLLM or SGLang; a "

@@ -101,7 +101,9 @@ def _row_digest(document: Evaluation, row: EvaluationRow) -> str:
 def _origins_path(path: Path) -> Path:
     folder = path.parent / WORK_FOLDER
     is_ours = (folder / JOB_NAME).is_file()
-    return folder / f"{path.name}{_SUFFIX}" if is_ours else path.with_name(f".{path.name}{_SUFFIX}")
+    if is_ours:
+        return folder / f"{path.name}{_SUFFIX}"
+    return path.with_name(f".{path.name}{_SUFFIX}")
 
 
 def _read_origins(path: Path) -> dict[str, Origin]:

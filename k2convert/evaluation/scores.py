@@ -63,7 +63,9 @@ def summarize(scores: TokenScores) -> Figures:
 def mean_over_windows(values: NDArray[np.float64]) -> Mean:
     """Return the mean of values [windows, positions], with the standard error of the windows' means."""
     means = values.mean(axis=1)
-    error = float(means.std(ddof=1) / math.sqrt(means.size)) if means.size > 1 else None
+    error = None
+    if means.size > 1:
+        error = float(means.std(ddof=1) / math.sqrt(means.size))
     return Mean(float(values.mean()), error)
 
 
@@ -115,7 +117,9 @@ def describe_worst(
     def shown(tokens: NDArray[np.int64]) -> str:
         found: list[int] = tokens.tolist()
         try:
-            return " ".join(map(str, found)) if decode is None else decode(found)
+            if decode is None:
+                return " ".join(map(str, found))
+            return decode(found)
         except CalibrationError:
             return " ".join(map(str, found))
 

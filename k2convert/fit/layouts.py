@@ -46,7 +46,9 @@ class Parallelism:
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
-        known = f" and be one of {', '.join(map(str, shape.tensor_sizes))}" if shape.tensor_sizes else ""
+        known = ""
+        if shape.tensor_sizes:
+            known = f" and be one of {', '.join(map(str, shape.tensor_sizes))}"
         reason = f"it must divide the {shape.num_heads} attention heads{known}"
         _check("tp", layout.tensor, _tensor_sizes(shape), reason)
     choices = _expert_sizes(layout.tensor, shape)

@@ -71,7 +71,9 @@ class Pool:
     def tokens(self, requests: int) -> int:
         """Return the tokens that fit next to the states of some requests."""
         left = max(self.num_bytes - requests * self.state_bytes, 0)
-        return left // self.kv_bytes_per_token if self.kv_bytes_per_token else _NO_LIMIT * (left > 0)
+        if self.kv_bytes_per_token:
+            return left // self.kv_bytes_per_token
+        return _NO_LIMIT * (left > 0)
 
     def slots(self, tokens: int, splits: int) -> int:
         """Return how many requests of that length fit, if each token is on one GPU of `splits`."""
@@ -131,7 +133,9 @@ class Fit:
     @property
     def _groups(self) -> int:
         """GPUs, or groups of them, that have requests of their own."""
-        return self.layout.tensor if self.layout.data_attention else 1
+        if self.layout.data_attention:
+            return self.layout.tensor
+        return 1
 
     @property
     def request_slots(self) -> int:

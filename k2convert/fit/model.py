@@ -263,4 +263,6 @@ def read_result(tensors: Iterable[Tensor], *, family: Family, config: Mapping[st
 
 def _declared_kv(config: Mapping[str, Any]) -> ServedKvCache:
     found = find_quantization_config(config)
-    return "fp8" if found is not None and found[1].get("kv_cache_scheme") else "bf16"
+    if found is not None and found[1].get("kv_cache_scheme"):
+        return "fp8"
+    return "bf16"

@@ -96,4 +96,6 @@ def fewest_holders(model: Model) -> list[Holder]:
 
 def gigabytes(num_bytes: int) -> str:
     """Format bytes as GB, with the digits that matter; MB below one."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.1f} GB"
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -77,12 +77,16 @@ class Deployment:
         if self.needs_marlin:
             return "marlin"
         is_fp4 = self.activations == "w4a4" and (self.gpu is None or self.gpu.nvfp4 in ("native", "unknown"))
-        return self.family.sglang_blackwell or None if is_fp4 else None
+        if is_fp4:
+            return self.family.sglang_blackwell or None
+        return None
 
     @property
     def num_machines(self) -> int:
         """The machines that have its GPUs; 1 if the GPU is not known."""
-        return 1 if self.gpu is None else -(-self.parallelism.num_gpus // self.gpu.per_machine)
+        if self.gpu is None:
+            return 1
+        return -(-self.parallelism.num_gpus // self.gpu.per_machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +252,9 @@ def _notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."
     if engine == "tensorrt-llm" and deployment.activations == "w4a16":
         yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
-    note = "" if deployment.layout is None else LAYOUTS[deployment.layout].tensorrt_llm_note
+    note = ""
+    if deployment.layout is not None:
+        note = LAYOUTS[deployment.layout].tensorrt_llm_note
     if engine == "tensorrt-llm" and note:
         yield note
     if engine == "tensorrt-llm" and deployment.kv_cache == "bf16":

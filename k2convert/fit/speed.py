@@ -39,7 +39,9 @@ def speed_ceiling(weights: Weights, shape: ModelShape, *, gpu: Gpu, layout: Para
 
     Pipeline stages wait for each other.
     """
-    return None if gpu.bandwidth is None else gpu.bandwidth * layout.tensor / bytes_per_token(weights, shape)
+    if gpu.bandwidth is None:
+        return None
+    return gpu.bandwidth * layout.tensor / bytes_per_token(weights, shape)
 
 
 @dataclass(frozen=True, slots=True)

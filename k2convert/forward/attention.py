@@ -44,7 +44,9 @@ class _Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result = self._weight.linear(x.flatten(0, -2)).view(*x.shape[:-1], -1)
-        return result if self._bias is None else result + self._bias.float()
+        if self._bias is None:
+            return result
+        return result + self._bias.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class _Cache:
         is_subnormal = (magnitudes < SMALLEST_NORMAL) & (magnitudes > 0)
         found = (magnitudes.amax(), is_subnormal.sum(), (magnitudes > E4M3_MAX).sum())
         self._seen.append((part, values.numel(), torch.stack([number.double() for number in found])))
-        return values if self._scales is None else round_to_e4m3(values, self._scales[part])
+        if self._scales is None:
+            return values
+        return round_to_e4m3(values, self._scales[part])
 
     def take(self) -> CachedValues:
         """Return what was held since the last call."""

@@ -174,7 +174,9 @@ class DecoderLayer:
             for piece, inner, output in outputs:
                 if observer is not None:
                     observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
-                weighted = output if piece.weights is None else output * piece.weights[:, None]
+                weighted = output
+                if piece.weights is not None:
+                    weighted = output * piece.weights[:, None]
                 total.index_add_(0, piece.tokens, weighted)
         result.add_(total)
         del total

@@ -52,7 +52,9 @@ class LayerPart:
     @property
     def num_bytes(self) -> int:
         """The bytes to fetch."""
-        return 0 if self.remote is None else self.remote.takes(self.ranges)
+        if self.remote is None:
+            return 0
+        return self.remote.takes(self.ranges)
 
 
 @dataclass(slots=True)

@@ -129,7 +129,9 @@ class Mlp:
     def inner(self, x_TK: Tensor, first: int = 0) -> Tensor:
         """Return the input f32 [T, I] of down. Inputs of the tokens from `first` on are quantized."""
         of_gate = _input(x_TK, self.gate, first)
-        of_up = of_gate if self.up.input_scale == self.gate.input_scale else _input(x_TK, self.up, first)
+        of_up = of_gate
+        if self.up.input_scale != self.gate.input_scale:
+            of_up = _input(x_TK, self.up, first)
         gate = torch.nn.functional.silu(self.gate.weight.linear(of_gate), inplace=True)
         return gate.mul_(self.up.weight.linear(of_up))
 
@@ -169,7 +171,9 @@ def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
     module = f"{stem}.shared_experts"
     gate = f"{module}.{PROJECTIONS[0]}"
     is_there = reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}")
-    return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))] if is_there else []
+    if is_there:
+        return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))]
+    return []
 
 
 def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearLayer:
@@ -184,7 +188,9 @@ def _input(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
     if layer.input_scale is None:
         return x_TK
     rounded = quantize_activations(x_TK[first:], layer.input_scale)
-    return rounded if first == 0 else torch.cat([x_TK[:first], rounded])
+    if first == 0:
+        return rounded
+    return torch.cat([x_TK[:first], rounded])
 
 
 SCORES_PER_GROUP = 2

@@ -111,7 +111,9 @@ class Walk:
     def windows_at_once(self, *, dense: bool) -> int:
         """Return how many windows of a layer are computed at a time."""
         is_narrow = dense and self.devices[0] == "cpu"
-        return min(self.chunk, max(1, DENSE_TOKENS // self.ids.shape[1])) if is_narrow else self.chunk
+        if is_narrow:
+            return min(self.chunk, max(1, DENSE_TOKENS // self.ids.shape[1]))
+        return self.chunk
 
 
 def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Layer]:

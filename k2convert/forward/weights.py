@@ -78,7 +78,9 @@ class DenseWeight:
 
     def linear(self, x_TK: Tensor) -> Tensor:
         """Return x W^T in f32 [T, N]."""
-        return _linear(self, x_TK) if self.values.dtype != torch.float32 else multiply(x_TK, self.values)
+        if self.values.dtype != torch.float32:
+            return _linear(self, x_TK)
+        return multiply(x_TK, self.values)
 
     def decode(self) -> Tensor:
         """Return the weight as f32 [N, K]."""
@@ -184,7 +186,9 @@ class WeightReader:
         info = self.info(name)
         if info.dtype not in _DTYPES:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype}; expected one of {', '.join(_DTYPES)}.")
-        shape = info.shape if num_rows is None else (num_rows, *info.shape[1:])
+        shape = info.shape
+        if num_rows is not None:
+            shape = (num_rows, *info.shape[1:])
         dtype = _DTYPES[info.dtype]
         begin = first_row * math.prod(info.shape[1:]) * dtype.itemsize
         buffer = self._shards.read(info, begin=begin, end=begin + math.prod(shape) * dtype.itemsize)

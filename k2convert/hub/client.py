@@ -214,13 +214,17 @@ class Hub:
             with self.stream_range(url, begin=begin, end=end) as pieces:
                 return b"".join(pieces)
 
-        return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+        if end > begin:
+            return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch)
+        return b""
 
 
 def progress_bars() -> dict[str, bool]:
     """Return the library's settings of its progress bars, which `Hub.api` turns off; none if it is not loaded."""
     library = sys.modules.get(_BARS)
-    return {} if library is None else dict(library.progress_bar_states)
+    if library is None:
+        return {}
+    return dict(library.progress_bar_states)
 
 
 def restore_progress_bars(found: Mapping[str, bool]) -> None:

@@ -42,7 +42,9 @@ def find_card(folder: Path) -> str | None:
     """Return the card in a folder; None without one. Raises MalformedFileError, SourceReadError."""
     path = folder / CARD_NAME
     check_plain_file(path)
-    return read_small_file(path).decode(errors=_BYTES) if path.exists() else None
+    if path.exists():
+        return read_small_file(path).decode(errors=_BYTES)
+    return None
 
 
 def published_card(hub: Hub, target: Target) -> str | None:
@@ -58,7 +60,9 @@ def card_words(here: str | None, there: str | None, repo: str) -> str:
     is_here, is_there = (card is not None and is_by_hand(card) for card in (here, there))
     if not (is_here or is_there):
         return ""
-    replaced = f". It replaces the one of {repo}" if is_here and is_there and here != there else ""
+    replaced = ""
+    if is_here and is_there and here != there:
+        replaced = f". It replaces the one of {repo}"
     return f"{CARD_NAME}: yours, its metadata is completed{replaced}"
 
 
@@ -79,7 +83,9 @@ def settle_card(hub: Hub, made: bytes, *, here: str | None, there: str | None) -
     completed = _completed(kept, made.decode())
     if completed is None or not hub.accepts_card(completed):
         completed = kept
-    return None if completed == there else completed.encode(errors=_BYTES)
+    if completed == there:
+        return None
+    return completed.encode(errors=_BYTES)
 
 
 def _completed(kept: str, made: str) -> str | None:
@@ -97,14 +103,18 @@ def _completed(kept: str, made: str) -> str | None:
         return None
     if not is_by_hand(kept):
         text = own_text
-    return f"---\n{matter}\n---\n{text}" if matter else text
+    if matter:
+        return f"---\n{matter}\n---\n{text}"
+    return text
 
 
 def _split(card: str) -> tuple[str, str]:
     """Return the front matter of a card, without its lines of dashes, and the text."""
     card = card.removeprefix(_BOM)
     found = _FRONT_MATTER.match(card)
-    return ("", card) if found is None else (found[1].strip("\r\n"), card[found.end() :])
+    if found is None:
+        return ("", card)
+    return (found[1].strip("\r\n"), card[found.end() :])
 
 
 def _fields(matter: str) -> dict[str, Any] | None:
@@ -112,7 +122,9 @@ def _fields(matter: str) -> dict[str, Any] | None:
     found: object = yaml.safe_load(matter)
     if found is None:
         return {}
-    return cast(dict[str, Any], found) if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        return cast(dict[str, Any], found)
+    return None
 
 
 def _is_missing(name: str, value: object, made: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:

@@ -36,7 +36,9 @@ class Target:
     @property
     def name(self) -> str:
         """The name of the result: owner/name[@branch]."""
-        return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
+        if self.revision == MAIN:
+            return self.repo
+        return f"{self.repo}@{self.revision}"
 
 
 def check_target(
@@ -165,7 +167,9 @@ def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
 
 def other_weights_error(target: Target) -> HubError:
     """Return the error for a branch that has the weights of something else."""
-    other = f"{SCHEME}{target.repo}@v2" if target.revision == MAIN else "a different revision"
+    other = "a different revision"
+    if target.revision == MAIN:
+        other = f"{SCHEME}{target.repo}@v2"
     return HubError(
         f"{target.repo}: {target.revision} already holds other weights, and they are not replaced. Publish to {other}, "
         "or choose a new repository."

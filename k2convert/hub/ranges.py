@@ -54,7 +54,9 @@ class RemoteShards:
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
         needed = sum(end - begin for begin, end in ranges)
         num_bytes = self.repo.shard(shard).num_bytes
-        return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
+        if needed >= WHOLE_SHARE * num_bytes:
+            return num_bytes
+        return needed
 
     def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
         """Fetch what is needed of each shard; raises HubError, DiskFullError. Parts arrive as a whole."""

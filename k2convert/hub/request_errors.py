@@ -194,7 +194,9 @@ def environment_error(error: Exception) -> HubError:
 def _advice(status: int, words: str) -> str | None:
     if status == 403 and "xet-write-token" in words:
         return _NO_TOKEN_ADVICE
-    return _NO_ROOM_ADVICE if status == 403 and _NO_ROOM.search(words) else _ADVICE.get(status)
+    if status == 403 and _NO_ROOM.search(words):
+        return _NO_ROOM_ADVICE
+    return _ADVICE.get(status)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

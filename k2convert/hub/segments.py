@@ -34,7 +34,9 @@ def segment_bytes_for(num_bytes: int) -> int:
 
 def range_segment_bytes(num_bytes: int) -> int:
     """The length of a segment if only ranges of a file are fetched: short, so that little else is, and not millions."""
-    return PAGE_BYTES if num_bytes < LARGE_BYTES else MIN_SEGMENT_BYTES
+    if num_bytes < LARGE_BYTES:
+        return PAGE_BYTES
+    return MIN_SEGMENT_BYTES
 
 
 @dataclass(slots=True)
@@ -122,17 +124,23 @@ class PartialFile:
         with self._lock:
             done = sum(self.done) * self.segment_bytes
             short = len(self.done) * self.segment_bytes - self.file.num_bytes
-            return done - short if self.done and self.done[-1] else done
+            if self.done and self.done[-1]:
+                return done - short
+            return done
 
     def frontier(self) -> int:
         """Number of bytes from the start of the file without a gap."""
         with self._lock:
             first = self.done.find(0)
-        return self.file.num_bytes if first < 0 else first * self.segment_bytes
+        if first < 0:
+            return self.file.num_bytes
+        return first * self.segment_bytes
 
     def record(self, *, force: bool = False) -> None:
         """Sync the data, then record finished segments, once per interval unless forced; raises DiskFullError."""
-        interval = RECORD_SECONDS_LARGE if self.file.num_bytes >= LARGE_BYTES else RECORD_SECONDS
+        interval = RECORD_SECONDS
+        if self.file.num_bytes >= LARGE_BYTES:
+            interval = RECORD_SECONDS_LARGE
         with self._lock:
             state = bytes(self.done)
         due = force or time.monotonic() - self._recorded_at >= interval

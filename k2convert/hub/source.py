@@ -97,7 +97,9 @@ def _cached_repo(ref: RepoRef) -> RemoteRepo:
     root = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}"
     revision = ref.revision or MAIN
     try:
-        commit = revision if _COMMIT.fullmatch(revision) else (root / "refs" / revision).read_text().strip()
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            commit = (root / "refs" / revision).read_text().strip()
     except OSError:
         commit = ""
     snapshot = root / "snapshots" / commit
@@ -196,7 +198,9 @@ def fetch_header(hub: Hub, source: RemoteRepo, shard: str, *, where: str | None 
 def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
     """Fetch small files into `folder` and all headers into memory; raises HubError, CheckpointError."""
     fetch_small_files(hub, source, folder=folder)
-    index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
+    index = None
+    if INDEX_NAME in source.files:
+        index = read_json_file(folder / INDEX_NAME)
     if index is None and SINGLE_SHARD_NAME not in source.files:
         _check_cached(source, (INDEX_NAME,))
         raise HubError(

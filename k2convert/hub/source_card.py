@@ -55,7 +55,9 @@ def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
 
 
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+    if isinstance(value, str) and value:
+        return value
+    return None
 
 
 def front_matter(source: SourceCard, **more: Any) -> str:

@@ -64,7 +64,9 @@ class Estimate:
             )
         )
         most = max(reading + writing, converting)
-        return (max(reading, writing, converting), most) if most else None
+        if most:
+            return (max(reading, writing, converting), most)
+        return None
 
 
 def estimate(job: Job, *, memory: int) -> Estimate:
@@ -99,7 +101,9 @@ def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) 
             break
     if finish is not None:
         finish()
-    return done / max(time.monotonic() - begin, 1e-6) if done else None
+    if done:
+        return done / max(time.monotonic() - begin, 1e-6)
+    return None
 
 
 def _read_rate(path: Path) -> float | None:
@@ -112,7 +116,9 @@ def _read_rate(path: Path) -> float | None:
 
             def read() -> int:
                 nonlocal position
-                count = os.preadv(file.fileno(), [buffer], position) if position < size else 0
+                count = 0
+                if position < size:
+                    count = os.preadv(file.fileno(), [buffer], position)
                 position += _CHUNK_BYTES
                 return count
 
@@ -133,7 +139,9 @@ def _write_rate(folder: Path) -> float | None:
 
             def write() -> int:
                 nonlocal position
-                count = os.pwrite(file.fileno(), buffer, position) if position + _CHUNK_BYTES <= limit else 0
+                count = 0
+                if position + _CHUNK_BYTES <= limit:
+                    count = os.pwrite(file.fileno(), buffer, position)
                 position += count
                 return count
 
@@ -158,11 +166,15 @@ def _convert_rate(job: Job) -> float | None:
     scales = np.frombuffer(known.usual_scale * (rows * columns // GROUP_SIZE), dtype=np.uint8)
     exponents = (np.arange(columns) % 3 - 1).astype(np.int8)
     quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule)
-    importance = (np.arange(columns) % 255 + 1).astype(np.uint8) if RULES[recipe.rule].uses_importance else None
+    importance = None
+    if RULES[recipe.rule].uses_importance:
+        importance = (np.arange(columns) % 255 + 1).astype(np.uint8)
 
     def load() -> SourceWeight:
         weight = known.load(packed, scales, rows, "measured")
-        return weight.divide_columns(exponents, name="measured") if recipe.smoothing else weight
+        if recipe.smoothing:
+            return weight.divide_columns(exponents, name="measured")
+        return weight
 
     def convert() -> int:
         weight = load()

@@ -40,7 +40,9 @@ def read_place(name: str, given: object) -> str:
 
 def read_optional_place(name: str, given: object) -> str | None:
     """Return a path or an address as text, or None if none is given; raises ArgumentError."""
-    return None if given is None else read_place(name, given)
+    if given is None:
+        return None
+    return read_place(name, given)
 
 
 def read_places(name: str, given: object, *, least: int = 1) -> list[str]:

@@ -95,7 +95,9 @@ def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
         _check_norms(found, source, hub)
         scores, weights = _per_expert(found, architecture)
         names = [name if name.isprintable() and len(name) <= 40 else "a text" for name, _ in found.texts]
-        more = f" and {len(names) - _MAX_NAMED_TEXTS} more" if len(names) > _MAX_NAMED_TEXTS else ""
+        more = ""
+        if len(names) > _MAX_NAMED_TEXTS:
+            more = f" and {len(names) - _MAX_NAMED_TEXTS} more"
         form: _List | _Scores = _Scores(
             scores, None, f"REAP saliency on {found.tokens:,} tokens of {', '.join(names[:_MAX_NAMED_TEXTS])}{more}"
         )

@@ -177,7 +177,9 @@ def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars:
         )
     for path, relative in refused:
         is_own = relative in own or relative in around
-        what = "the job needs this name" if is_own else "it would become part of the result"
+        what = "it would become part of the result"
+        if is_own:
+            what = "the job needs this name"
         raise DestinationError(f"{path}: is not from k2convert, and {what}. {_MOVE}")
 
 

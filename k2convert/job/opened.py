@@ -43,7 +43,9 @@ class Opened:
     @property
     def num_bytes(self) -> int:
         """The tensor bytes of the result's shards."""
-        return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
+        if self.shards.result is not None:
+            return self.shards.result_bytes()
+        return folder_bytes(self.folder)
 
     def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
         """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""

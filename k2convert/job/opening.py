@@ -59,7 +59,9 @@ def open_calibration(
 
     check_output_path(statistics, source=None)
     begun = statistics_work(statistics).job()
-    pinned = None if begun is None else begun.identity.get("source_revision")
+    pinned = None
+    if begun is not None:
+        pinned = begun.identity.get("source_revision")
     with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
         read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
         check_computed(opened.checkpoint)

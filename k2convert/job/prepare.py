@@ -137,7 +137,9 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
             from k2convert.job.kept_experts import prune_source
 
             source = prune_source(source, recipe, hub=hub)
-        text = None if options.text is None else read_text(options.text, recipe.calibration, source, hub)
+        text = None
+        if options.text is not None:
+            text = read_text(options.text, recipe.calibration, source, hub)
         yield prepare(options, source, recipe, statistics=statistics, text=text, hub=hub)
 
 
@@ -165,7 +167,9 @@ def prepare(
     plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=text is not None)
     items = output_items(plan)
     walk = None
-    identity = None if text is None else text.identity(device_name(text.devices))
+    identity = None
+    if text is not None:
+        identity = text.identity(device_name(text.devices))
     description = JobDescription(
         fingerprint=job_fingerprint(
             source=source.whole or source.checkpoint,
@@ -282,7 +286,9 @@ def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationR
         ledger = find_ledger(folder)
     except CheckpointError:
         return None
-    return ledger.calibration if ledger is not None and ledger.fingerprint == description.fingerprint else None
+    if ledger is not None and ledger.fingerprint == description.fingerprint:
+        return ledger.calibration
+    return None
 
 
 def _check_target(

@@ -63,7 +63,9 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     validation = validate_sent(folder, headers=headers, source=source, records=records)
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
-        reason = f"rules {failed}" if failed else "decoded weights differ from the records"
+        reason = "decoded weights differ from the records"
+        if failed:
+            reason = f"rules {failed}"
         raise UnservableError(
             f"{target.repo}: the result does not validate ({reason}), so {target.revision} was not "
             f"changed. The shards are on the branch {uploads.branch.name}.",
@@ -93,7 +95,9 @@ def _with_card(
     assert isinstance(made, bytes)
     card = settle_card(hub, made, here=here, there=there)
     others = {name: content for name, content in files.items() if name != CARD_NAME}
-    return others if card is None else others | {CARD_NAME: card}
+    if card is None:
+        return others
+    return others | {CARD_NAME: card}
 
 
 def settle_published(job: Job, target: Target) -> str:
@@ -124,7 +128,9 @@ class Publication:
         """Files that are published beside the shards, as they are shown."""
         names = {*map(str, self.others), *self.made}
         words = card_words(self.own_card, self.their_card, self.target.repo)
-        return [*sorted(names - {CARD_NAME}), words] if words else sorted(names)
+        if words:
+            return [*sorted(names - {CARD_NAME}), words]
+        return sorted(names)
 
 
 def prepare_publication(
@@ -141,7 +147,9 @@ def prepare_publication(
             "Publish it with `hf upload`."
         )
     base, commit = (base_model, None) if base_model else (ledger.source.repo, ledger.source.revision)
-    source = None if base is None else resolve_source(hub, RepoRef(base, commit))
+    source = None
+    if base is not None:
+        source = resolve_source(hub, RepoRef(base, commit))
     card = SourceCard()
     if source is not None and CARD_NAME in source.files:
         data = read_file(hub, source.repo, source.commit, source.files[CARD_NAME])

@@ -97,7 +97,9 @@ def inflight_bytes(*, uses_hub: bool, cores: int, memory: int) -> int:
 
 def wanted_inflight(cores: int, *, uses_hub: bool) -> int:
     """Return the bytes that shards in work have where memory is plenty."""
-    return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
+    if uses_hub:
+        return cores * HUB_CORE_INFLIGHT_BYTES
+    return max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
 
 
 def xet_bytes(*, uploads: bool) -> int:
@@ -153,7 +155,9 @@ def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
 def layer_threads(devices: Sequence[str]) -> int:
     """Return how many threads compute a layer: every core, but few for a GPU. Each holds experts in its memory."""
     cores = num_cores()
-    return cores if tuple(devices) == ("cpu",) else min(cores, THREADS_PER_GPU * len(devices))
+    if tuple(devices) == ("cpu",):
+        return cores
+    return min(cores, THREADS_PER_GPU * len(devices))
 
 
 def device_name(devices: Sequence[str]) -> str:
@@ -337,7 +341,9 @@ def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
     """Return the disk that a job in a folder may use; raises DiskFullError for a `max_disk` that is not there."""
     available = shutil.disk_usage(existing_parent(folder)).free + used_bytes(folder)
     if max_disk is None:
-        return int(available * HUB_FREE_SHARE) if uses_hub else available
+        if uses_hub:
+            return int(available * HUB_FREE_SHARE)
+        return available
     if max_disk > available:
         raise DiskFullError(
             f"{folder}: has only {format_bytes(available)} free, and the job may use {format_bytes(max_disk)}. Allow "

@@ -93,7 +93,9 @@ def read_part(text: str, environment: Mapping[str, str]) -> Part:
             )
         return Part((task - first) // step + 1, count)
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    part = None if match is None else Part(int(match[1]), int(match[2]))
+    part = None
+    if match is not None:
+        part = Part(int(match[1]), int(match[2]))
     if part is None or not 1 <= part.number <= part.count <= _MAX_COUNT:
         raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8, or auto.")
     return part
@@ -224,8 +226,12 @@ def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Genera
             if was_begun or len(run.items) + len(run.to_upload) < len(job.items):
                 total = len(run.mine)
                 done = total - len(run.items) - len(run.to_upload)
-                word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
-                rest = f", {len(run.to_upload)} more converted and not yet uploaded" if run.to_upload else ""
+                word = "resuming"
+                if job.target is None and is_complete(job, run.records):
+                    word = "already complete"
+                rest = ""
+                if run.to_upload:
+                    rest = f", {len(run.to_upload)} more converted and not yet uploaded"
                 events.note(f"{job.destination}: {word}: {done} of {counted(total, 'shard')} done{rest}")
         else:  # other tasks write at the same time: nothing of theirs is checked or removed
             run.finished = journal.finished(job.digest)
@@ -323,7 +329,9 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 
 def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
     job = run.job
-    calibration = job.calibration if walk is None else walk.wait_for(item.name)
+    calibration = job.calibration
+    if walk is not None:
+        calibration = walk.wait_for(item.name)
     if job.source.remote is not None and calibration is not None:
         from k2convert.calibration.channels import check_norms
 
@@ -367,8 +375,12 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
     for name in again:
         journal.forget(name)
     if here or again:
-        looked = f"finished shards hashed: {len(doubtful)} ({format_bytes(num_bytes)})" if doubtful else _NOT_HASHED
-        damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}" if again else ""
+        looked = _NOT_HASHED
+        if doubtful:
+            looked = f"finished shards hashed: {len(doubtful)} ({format_bytes(num_bytes)})"
+        damaged = ""
+        if again:
+            damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}"
         events.note(f"verified: {looked}{damaged}")
     return here.only(name for name in here if name not in again)
 

@@ -270,7 +270,9 @@ class _Work:
                 size = step.tensor.num_bytes
                 if size == 0:
                     continue  # nothing to read or to write
-                part = COPY_BYTES if step.scaling is None else _whole_rows(step.tensor)
+                part = COPY_BYTES
+                if step.scaling is not None:
+                    part = _whole_rows(step.tensor)
                 for begin in range(0, size, part):
                     end = min(begin + part, size)
                     reads = ((step.tensor, begin, end),)
@@ -332,7 +334,9 @@ class _Work:
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
         weight = load_projection(lambda tensor: loaded[tensor.name], projection)
         calibration = self.task.calibration
-        return weight if calibration is None else calibration.scaled_weight(weight, projection)
+        if calibration is None:
+            return weight
+        return calibration.scaled_weight(weight, projection)
 
     def _copy(self, step: CopyStep, loading: Future[_Loaded]) -> _Result:
         data = loading.result()[step.tensor.name]
@@ -358,6 +362,8 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
     except FormatError as error:
         raise FormatError(f"{projection.where}: {error}") from None
     if recipe.activations == "w4a4":
-        scale = recipe.input_scale.down if projection.kind == "down" else recipe.input_scale.gate_up
+        scale = recipe.input_scale.gate_up
+        if projection.kind == "down":
+            scale = recipe.input_scale.down
         scalars.append(names.encode_scalar(scale))
     return scalars

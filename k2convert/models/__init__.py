@@ -106,12 +106,16 @@ def _check_model_type(checkpoint: Checkpoint, family: Family) -> None:
 def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
     """Return the family that a damaged checkpoint most likely belongs to: by its config, then by its tensor names."""
     known = list(names)
-    candidates = FAMILIES if config is None else [family for family in FAMILIES if family.matches_config(config)]
+    candidates = FAMILIES
+    if config is not None:
+        candidates = [family for family in FAMILIES if family.matches_config(config)]
     for is_like in (_has_experts, _has_layers, _resembles):
         for family in candidates:
             if is_like(family, known):
                 return family
-    return candidates[-1] if candidates else FAMILIES[-1]
+    if candidates:
+        return candidates[-1]
+    return FAMILIES[-1]
 
 
 def _has_experts(family: Family, names: Iterable[str]) -> bool:

@@ -63,19 +63,25 @@ _NESTED: Final = ("rope_scaling", "rope_parameters", "linear_attn_config")
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the language model's part of config.json: `text_config` of a multimodal model, else the whole."""
     inner = config.get("text_config")
-    return cast(dict[str, Any], inner) if isinstance(inner, dict) else config
+    if isinstance(inner, dict):
+        return cast(dict[str, Any], inner)
+    return config
 
 
 def key_of(config: Mapping[str, Any], field: str) -> str:
     """Return the name that a field of the language model has in this config."""
     text = text_config(config)
     uses_aliases = field not in text and any(alias in text for alias in _ALIASES.values())
-    return _ALIASES.get(field, field) if uses_aliases else field
+    if uses_aliases:
+        return _ALIASES.get(field, field)
+    return field
 
 
 def expert_columns_key(config: Mapping[str, Any]) -> str:
     """Return the field that has the width of a routed expert's input."""
-    return LATENT_KEY if LATENT_KEY in text_config(config) else "hidden_size"
+    if LATENT_KEY in text_config(config):
+        return LATENT_KEY
+    return "hidden_size"
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -168,7 +174,9 @@ def check_bounds(config: Mapping[str, Any], where: str) -> None:
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens the model was made for at most, None if the config does not say."""
     value = text_config(config).get("max_position_embeddings")
-    return value if isinstance(value, int) and value > 0 else None
+    if isinstance(value, int) and value > 0:
+        return value
+    return None
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -295,7 +303,9 @@ class DescribedModel:
             for parameter, stored_dtypes, own in _parameters(module, form, shape, tensors):
                 yield Expected(f"{module}.{parameter}", stored_dtypes, own, sizes)
         else:
-            dtypes = (dtype, *(other for other in _NUMBERS if other != dtype)) if dtype else _NUMBERS
+            dtypes = _NUMBERS
+            if dtype:
+                dtypes = (dtype, *(other for other in _NUMBERS if other != dtype))
             yield Expected(name, dtypes, shape, sizes)
 
     def _experts(self, stem: str, numbers: Iterable[int], tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
@@ -358,7 +368,9 @@ def _form(module: str, tensors: Mapping[str, TensorInfo], family: Family) -> str
         return next(found, next(iter(LAYOUTS)))
     if weight is not None:
         return ""
-    return family.source_format.title if f"{module}.{WEIGHT_PACKED}" in tensors else ""
+    if f"{module}.{WEIGHT_PACKED}" in tensors:
+        return family.source_format.title
+    return ""
 
 
 _Parameters = tuple[tuple[str, tuple[str, ...], tuple[int, ...] | None], ...]

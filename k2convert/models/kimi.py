@@ -55,7 +55,9 @@ def _classify(prefix: str, module: str) -> ModulePlace | None:
     if rest in ("embed_tokens", "norm"):
         return ModulePlace(Role.EMBEDDINGS if rest == "embed_tokens" else Role.NORM)
     matched = _LAYER.fullmatch(rest)
-    return None if matched is None else _classify_in_layer(int(matched[1]), matched[2])
+    if matched is None:
+        return None
+    return _classify_in_layer(int(matched[1]), matched[2])
 
 
 def _classify_in_layer(layer: int, inner: str) -> ModulePlace | None:
@@ -69,7 +71,9 @@ def _classify_in_layer(layer: int, inner: str) -> ModulePlace | None:
         return ModulePlace(Role.ROUTER, layer)
     if inner in ("input_layernorm", "post_attention_layernorm"):
         return ModulePlace(Role.NORM, layer)
-    return ModulePlace(Role.ATTENTION, layer) if inner.startswith("self_attn.") else None
+    if inner.startswith("self_attn."):
+        return ModulePlace(Role.ATTENTION, layer)
+    return None
 
 
 def expected_name(prefix: str, name: str) -> str:
@@ -81,7 +85,9 @@ def expected_name(prefix: str, name: str) -> str:
             break
     if body.startswith(_LANGUAGE_PARTS):
         return prefix + body
-    return prefix.removesuffix(_TEXT_PREFIX) + body if body.startswith("lm_head.") else name
+    if body.startswith("lm_head."):
+        return prefix.removesuffix(_TEXT_PREFIX) + body
+    return name
 
 
 def mla_tensors(text: Mapping[str, Any], *, has_bias: bool) -> dict[str, str]:
@@ -136,7 +142,9 @@ def mlp_tensors(module: str, width: str) -> dict[str, str]:
 
 def _layer_tensors(config: Mapping[str, Any], _layer: int, has_experts: bool) -> dict[str, str]:
     text = text_config(config)
-    attention = mla_tensors if "kv_lora_rank" in text else _grouped_query_tensors
+    attention = _grouped_query_tensors
+    if "kv_lora_rank" in text:
+        attention = mla_tensors
     shapes = weights(dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "hidden_size"))
     shapes |= below("self_attn", attention(text, has_bias=bool(text.get("attention_bias"))))
     if not has_experts:
@@ -165,7 +173,9 @@ def vision_tensors(config: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(num_blocks, int):
         return {}
     hidden, inner, patch = (f"vision_config.{key}" for key in ("vt_hidden_size", "vt_intermediate_size", "patch_size"))
-    width = "vision_config.qkv_hidden_size" if "qkv_hidden_size" in vision else hidden
+    width = hidden
+    if "qkv_hidden_size" in vision:
+        width = "vision_config.qkv_hidden_size"
     attention = {"wqkv": f"3 * {width}, {hidden}", "wo": f"{hidden}, {width}"}
     linears = {"mlp.fc0": f"{inner}, {hidden}", "mlp.fc1": f"{hidden}, {inner}"}
     has_norm_bias = vision.get("norm_type") != "rmsnorm"
@@ -198,7 +208,9 @@ def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architect
     if Role.DENSE_MLP not in roles:
         parts += [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
     parts += [("lm_head", True), ("mlp.gate", False)]
-    return [*parts, ("vision_tower", True), ("mm_projector", True)] if has_vision else parts
+    if has_vision:
+        return [*parts, ("vision_tower", True), ("mm_projector", True)]
+    return parts
 
 
 def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:

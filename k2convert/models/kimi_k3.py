@@ -72,7 +72,9 @@ def _classify(module: str) -> ModulePlace | None:
     for start, role in (("vision_tower.", Role.VISION_TOWER), ("mm_projector.", Role.MM_PROJECTOR)):
         if module.startswith(start):
             return ModulePlace(role)
-    matched = _LAYER.fullmatch(module.removeprefix(_PREFIX)) if module.startswith(_PREFIX) else None
+    matched = None
+    if module.startswith(_PREFIX):
+        matched = _LAYER.fullmatch(module.removeprefix(_PREFIX))
     if matched is None:
         return None
     layer = int(matched[1])
@@ -83,7 +85,9 @@ def _classify(module: str) -> ModulePlace | None:
         return ModulePlace(Role.DENSE_MLP if mlp[1] == "mlp" else Role.SHARED_EXPERTS, layer, None, mlp[2])
     if inner in _ROLES:
         return ModulePlace(_ROLES[inner], layer)
-    return ModulePlace(Role.ATTENTION, layer) if inner.startswith("self_attn.") else None
+    if inner.startswith("self_attn."):
+        return ModulePlace(Role.ATTENTION, layer)
+    return None
 
 
 def _matches_config(config: Mapping[str, Any]) -> bool:
@@ -135,7 +139,9 @@ def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:
         ("q_conv1d", "k_conv1d", "v_conv1d"), f"F32: {width}, 1, linear_attn_config.short_conv_kernel_size"
     )
     found: Any = linear.get("num_heads")
-    padded = -(-found // _A_LOG_UNIT) * _A_LOG_UNIT if isinstance(found, int) else heads
+    padded = heads
+    if isinstance(found, int):
+        padded = -(-found // _A_LOG_UNIT) * _A_LOG_UNIT
     return weights(rows) | {"A_log": f"F32: {padded}", "dt_bias": f"F32: {width}"}
 
 

@@ -232,4 +232,6 @@ def column_scaling(parts: TensorName, *, family: Family) -> ColumnScaling | None
         return None
     if parts.module == family.mlp_norm.format(layer=parts.layer):
         return ColumnScaling(parts.layer, is_divided=False)
-    return ColumnScaling(parts.layer, is_divided=True) if reads_norm(parts) else None
+    if reads_norm(parts):
+        return ColumnScaling(parts.layer, is_divided=True)
+    return None

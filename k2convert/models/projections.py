@@ -160,7 +160,9 @@ def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Proje
         )
     for parameter in known.parameters:
         if parameter not in found:
-            advice = _export(known) if parameter == WEIGHT_SHAPE else SOURCE_REMEDY
+            advice = SOURCE_REMEDY
+            if parameter == WEIGHT_SHAPE:
+                advice = _export(known)
             raise PlanError(f"{where}.{parameter}: missing in every shard. {advice}")
     if extra := sorted(set(found) - set(known.parameters)):
         raise PlanError(
@@ -225,7 +227,9 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
             )
     for p in projections.values():
         if p.role not in roles:
-            form = INT4.title if p.packed is None else format_of(p.packed).title
+            form = INT4.title
+            if p.packed is not None:
+                form = format_of(p.packed).title
             raise PlanError(
                 f"{p.where}: is {form}, but the recipe does not name its role {p.role}. "
                 f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain {form}."
@@ -287,17 +291,25 @@ def check_model(
     if not faults:
         return
     faults.sort(key=lambda fault: not why_foreign(fault.name))
-    advice = SOURCE_REMEDY if faults[0].expected is not None else _UNKNOWN_REMEDY
+    advice = _UNKNOWN_REMEDY
+    if faults[0].expected is not None:
+        advice = SOURCE_REMEDY
     advice = why_foreign(faults[0].name).partition(". ")[2] or advice
     first = [f"{fault.name} {model.problem(fault)}" for fault in faults[:MAX_FAULTS]]
-    more = f"; and {len(faults) - MAX_FAULTS:,} more" if len(faults) > MAX_FAULTS else ""
-    count = f"{len(faults):,} tensors are not as config.json describes the model: " if len(faults) > 1 else ""
+    more = ""
+    if len(faults) > MAX_FAULTS:
+        more = f"; and {len(faults) - MAX_FAULTS:,} more"
+    count = ""
+    if len(faults) > 1:
+        count = f"{len(faults):,} tensors are not as config.json describes the model: "
     raise PlanError(f"{source.folder}: {count}{'; '.join(first)}{more}. {advice}")
 
 
 def span(numbers: Sequence[int]) -> str:
     """Return the first and last of numbers, and their count."""
-    return f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
+    if numbers:
+        return f"{numbers[0]}..{numbers[-1]} ({len(numbers)})"
+    return "none"
 
 
 def format_of(packed: TensorInfo) -> SourceFormat:
@@ -313,7 +325,9 @@ def packed_form(packed: TensorInfo, scale: TensorInfo | None) -> str:
         return ""
     if scale.dtype == "F8_E4M3" and scale.shape == (packed.shape[0], 2 * packed.shape[1] // BLOCK_SIZE):
         return NVFP4
-    return MXFP4.title if scale.dtype in MXFP4.scale_dtypes else ""
+    if scale.dtype in MXFP4.scale_dtypes:
+        return MXFP4.title
+    return ""
 
 
 def load_projection(read: Callable[[TensorInfo], Bytes], projection: Projection) -> SourceWeight:

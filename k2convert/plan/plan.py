@@ -199,7 +199,9 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
         if (name := f"{claim.family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
             raise PlanError(f"{source.folder}: {name}: not in the source. {SOURCE_REMEDY}")
     for name, parts in claim.names.items():
-        scaling = column_scaling(parts, family=claim.family) if parts.layer in scaled_layers else None
+        scaling = None
+        if parts.layer in scaled_layers:
+            scaling = column_scaling(parts, family=claim.family)
         if scaling is None:
             continue
         tensor = source.tensors[name]

@@ -42,7 +42,9 @@ def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Ma
     num_groups = _count(config, "n_group")
     kept: dict[int, tuple[int, ...]] = {}
     for layer, values in scores.items():
-        parts = 1 if count % num_groups or len(values) % num_groups else num_groups
+        parts = num_groups
+        if count % num_groups or len(values) % num_groups:
+            parts = 1
         size = len(values) // parts
         chosen = list[int]()
         for first in range(0, parts * size, size):
@@ -161,4 +163,6 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
 
 def _count(config: Mapping[str, Any], key: str) -> int:
     value = text_config(config).get(key_of(config, key))
-    return value if isinstance(value, int) and value > 0 else 1
+    if isinstance(value, int) and value > 0:
+        return value
+    return 1

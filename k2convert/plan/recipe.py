@@ -197,7 +197,9 @@ def recipes_folder() -> Path:
     """Return the folder of the shipped recipes: in the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    if installed.is_dir():
+        return installed
+    return package.parent / "recipes"
 
 
 def shipped_recipes() -> list[str]:

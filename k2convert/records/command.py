@@ -27,7 +27,9 @@ class JobCommand:
     def line(self, *, here: str) -> str:
         """Return what to paste into a shell whose working folder is `here`."""
         command = shell_line(self.words)
-        return command if self.folder == here else f"cd {shell_line([self.folder])} && {command}"
+        if self.folder == here:
+            return command
+        return f"cd {shell_line([self.folder])} && {command}"
 
     def moved(self, place: Path) -> "JobCommand":
         """Return the command for the job as it lies at `place` now: its folder may have been moved or copied."""
@@ -35,13 +37,17 @@ class JobCommand:
             return self
         if (Path(self.folder) / self.words[3]).resolve() == place.resolve():
             return self
-        here = place if self.folder == str(Path.cwd()) else place.absolute()
+        here = place
+        if self.folder != str(Path.cwd()):
+            here = place.absolute()
         return replace(self, words=(*self.words[:3], str(here), *self.words[4:]))
 
     def place(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
         is_same = self.folder == here or "://" in word
-        return word if is_same else str(Path(self.folder) / word)
+        if is_same:
+            return word
+        return str(Path(self.folder) / word)
 
     def value(self, option: str) -> str | None:
         """Return what was given with an option; None without it."""

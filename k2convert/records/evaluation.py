@@ -113,7 +113,9 @@ class EvaluatedModel:
     @property
     def mode(self) -> str:
         """Mode in which the model was computed, in words; empty for weights that are not NVFP4, with an FP32 cache."""
-        cache = "" if self.kv_cache is None else f"{self.kv_cache.upper()} KV"
+        cache = ""
+        if self.kv_cache is not None:
+            cache = f"{self.kv_cache.upper()} KV"
         return ", ".join(filter(None, (_MODES.get(self.activations or "", ""), cache)))
 
 
@@ -182,7 +184,9 @@ def is_noise(evaluation: Evaluation, row: EvaluationRow) -> bool:
 def find_evaluation(path: Path) -> Evaluation | None:
     """Read a file, or a result's evaluation.json; None if there is none; raises MalformedFileError."""
     path = path / EVALUATION_NAME if path.is_dir() else path
-    return read_document(Evaluation, path) if is_there(path) else None
+    if is_there(path):
+        return read_document(Evaluation, path)
+    return None
 
 
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
@@ -195,7 +199,9 @@ def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     is_evaluated = found.kind == "evaluate"
     if not found.rows:
         raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
-    config = file_digest(folder / CONFIG_NAME) if is_evaluated and (folder / CONFIG_NAME).is_file() else None
+    config = None
+    if is_evaluated and (folder / CONFIG_NAME).is_file():
+        config = file_digest(folder / CONFIG_NAME)
     if any(row.model.config not in (None, config) for row in found.rows if is_evaluated):
         raise CheckpointError(f"{where}: measures a different {CONFIG_NAME} than this result has. {_REMEDY}")
     if any(row.model.weights != weights for row in found.rows if is_evaluated or row.model.weights is not None):

@@ -89,15 +89,21 @@ class Source:
     @property
     def local(self) -> Path | None:
         """Its folder; None if it is on the Hub."""
-        return self.checkpoint.folder if self.remote is None else None
+        if self.remote is None:
+            return self.checkpoint.folder
+        return None
 
     @property
     def repo(self) -> str | None:
-        return self.remote.repo if self.remote is not None else None
+        if self.remote is not None:
+            return self.remote.repo
+        return None
 
     @property
     def revision(self) -> str | None:
-        return self.remote.commit if self.remote is not None else None
+        if self.remote is not None:
+            return self.remote.commit
+        return None
 
 
 def job_fingerprint(
@@ -145,7 +151,9 @@ class JobDescription:
     def source_revision(self) -> str | None:
         """The commit of the source on the Hub, None for a folder."""
         revision = self.fingerprint.get("source_revision")
-        return revision if isinstance(revision, str) else None
+        if isinstance(revision, str):
+            return revision
+        return None
 
     @property
     def digest(self) -> str:
@@ -194,7 +202,9 @@ def _change(before: str, now: str) -> Literal["bytes", "time"] | None:
 
 def copied_note(copied: Sequence[str]) -> str:
     """Return the note on source shards that were copied."""
-    shards = "source shard was" if len(copied) == 1 else "source shards were"
+    shards = "source shards were"
+    if len(copied) == 1:
+        shards = "source shard was"
     return f"{len(copied)} {shards} copied since this began: size, header and a sample of the bytes are the same"
 
 

@@ -156,7 +156,9 @@ class Journal:
     def copied(self, job: JobDescription) -> list[str]:
         """Return the source shards that were copied since the job began: those with another time."""
         found = self.job()
-        return [] if found is None else copied_shards(found.source, job.source)
+        if found is None:
+            return []
+        return copied_shards(found.source, job.source)
 
     def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, encode(job), root=self.destination)

@@ -80,14 +80,18 @@ class DecodedError:
     @property
     def sqnr_db(self) -> float | None:
         """Signal-to-noise ratio in dB; infinite if nothing changed, None if source and result are all zero."""
-        return None if self.energy == self.squared_error == 0.0 else decibels(self.energy, self.squared_error)
+        if self.energy == self.squared_error == 0.0:
+            return None
+        return decibels(self.energy, self.squared_error)
 
     @property
     def weighted_sqnr_db(self) -> float | None:
         """The same of the weighted sums; None without importance."""
         if self.weighted_energy is None or self.weighted_error is None:
             return None
-        return None if self.weighted_energy == 0.0 else decibels(self.weighted_energy, self.weighted_error)
+        if self.weighted_energy == 0.0:
+            return None
+        return decibels(self.weighted_energy, self.weighted_error)
 
 
 ALL_ZERO: Final = "all weights are zero"
@@ -108,7 +112,9 @@ def doubt_of(metrics: WeightMetrics) -> str:
     if count is None or not total or count <= MOST_MINUS_EIGHT * total:
         return ""
     share = f"{100 * count / total:.0f} % of the codes are -8, which Moonshot's training never writes"
-    return f"{share}: a range of zeros in the file?" if count > MOST_OF_ZEROS * total else f"{share}: two's complement?"
+    if count > MOST_OF_ZEROS * total:
+        return f"{share}: a range of zeros in the file?"
+    return f"{share}: two's complement?"
 
 
 def proven(metrics: WeightMetrics, decoded: DecodedError | None) -> WeightMetrics:
@@ -323,7 +329,9 @@ def doubts(records: Iterable[ShardRecord]) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     first = ", ".join(sorted(names)[:MAX_NAMED])
-    return first if len(names) <= MAX_NAMED else f"{len(names):,} tensors ({first}, ...)"
+    if len(names) <= MAX_NAMED:
+        return first
+    return f"{len(names):,} tensors ({first}, ...)"
 
 
 def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> None:
@@ -356,7 +364,9 @@ def parse_ledger(text: str, *, where: str) -> Ledger:
 def find_ledger(folder: Path) -> Ledger | None:
     """Read a folder's ledger; None if there is none; raises MalformedFileError."""
     path = folder / LEDGER_NAME
-    return read_document(Ledger, path) if is_there(path) else None
+    if is_there(path):
+        return read_document(Ledger, path)
+    return None
 
 
 def read_ledger(folder: Path) -> Ledger:
@@ -371,9 +381,13 @@ def read_ledger(folder: Path) -> Ledger:
 
 def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
     """Return the digest that stands for the weights' bytes: the ledger's, or without one that of the headers."""
-    return source_digest(checkpoint) if ledger is None else ledger.weights
+    if ledger is None:
+        return source_digest(checkpoint)
+    return ledger.weights
 
 
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
     """Return a source with only the experts that the ledger keeps; raises PlanError."""
-    return source if ledger is None or ledger.pruning is None else ledger.pruning.view(source)
+    if ledger is None or ledger.pruning is None:
+        return source
+    return ledger.pruning.view(source)

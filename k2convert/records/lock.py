@@ -105,7 +105,9 @@ def _take(lock: TextIO, kind: int, destination: Path) -> None:
             if time.monotonic() > deadline:
                 lock.seek(0)
                 owner = lock.readline().strip()
-                who = f"another run (process {owner}) is" if owner else "another run, or a part of this job, is"
+                who = "another run, or a part of this job, is"
+                if owner:
+                    who = f"another run (process {owner}) is"
                 raise LockedError(
                     f"{destination}: {who} working here. Wait for it or stop it, then run the same command again."
                 ) from None
@@ -201,7 +203,9 @@ def parse_summary(text: str) -> dict[str, Any] | None:
         )
     except (ValueError, TypeError, KeyError):
         return None
-    return cast(dict[str, Any], document) if ok else None
+    if ok:
+        return cast(dict[str, Any], document)
+    return None
 
 
 def _is_phase(phase: Any) -> bool:

@@ -75,7 +75,9 @@ def write_report(
     make_folder(target)
     for file, data in files.items():
         write_atomically(target / file, data)
-    picture = target / REPORT_PICTURE_NAME if REPORT_PICTURE_NAME in files else None
+    picture = None
+    if REPORT_PICTURE_NAME in files:
+        picture = target / REPORT_PICTURE_NAME
     return ReportFiles(report, page=target / REPORT_PAGE_NAME, markdown=target / REPORT_TEXT_NAME, picture=picture)
 
 
@@ -90,12 +92,16 @@ def render_report(report: Report) -> dict[str, bytes]:
     from k2convert.report.page import render_page, render_picture
 
     logger.setLevel(level)
-    checks = None if report.validation is None else read_checks(report.validation)
+    checks = None
+    if report.validation is not None:
+        checks = read_checks(report.validation)
     page = render_page(report, checks)
     picture = render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
-    return files if picture is None else files | {REPORT_PICTURE_NAME: picture}
+    if picture is None:
+        return files
+    return files | {REPORT_PICTURE_NAME: picture}
 
 
 def current_report(folder: Path) -> list[str]:
@@ -105,7 +111,9 @@ def current_report(folder: Path) -> list[str]:
     told = (folder / name for name in (LEDGER_NAME, EVALUATION_NAME))
     newest = max((path.stat().st_mtime_ns for path in told if path.is_file()), default=0)
     is_whole = REPORT_PAGE_NAME in found and REPORT_TEXT_NAME in found
-    return found if is_whole and min(times) >= newest else []
+    if is_whole and min(times) >= newest:
+        return found
+    return []
 
 
 def report_names(folder: Path) -> list[str]:

@@ -173,7 +173,9 @@ def pruned_section(record: PruningRecord, checks: Checks | None) -> Section:
     total = record.num_source_experts
     shares = record.shares
     measured: Mapping[int, float] = checks.router_weights if checks is not None else {}
-    chosen = "The list does not say by whose scores." if record.scores is None else f"Chosen by {record.scores}."
+    chosen = "The list does not say by whose scores."
+    if record.scores is not None:
+        chosen = f"Chosen by {record.scores}."
     sentences = [
         f"{kept} of {total} routed experts are kept in each of {len(record.kept.layers)} MoE layers; "
         f"{percent(total - kept, total)} were left out. {chosen} Nothing was trained afterwards.",

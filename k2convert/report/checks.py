@@ -79,7 +79,9 @@ def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     errors: dict[str, Mapping[str, Any]] = {str(error["variant"]): error for error in layer["errors"]}
     for variant, label in labels(errors).items():
         error = errors[variant]
-        cosine = "" if error["cosine"] is None else f"{float(error['cosine']):.6f}"
+        cosine = ""
+        if error["cosine"] is not None:
+            cosine = f"{float(error['cosine']):.6f}"
         expert = error["worst_expert"]
         worst = decibels(error["worst_expert_sqnr_db"])
         worst = "" if expert is None else f"{int(expert)}: {worst}"
@@ -102,7 +104,9 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
     measured = int(rule["measured"])
     wrong = len(rule["mismatches"])
     if (regenerated := int(rule["tensors"]) - measured) > 0:
-        outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
+        outcome = "all are byte for byte the same"
+        if wrong:
+            outcome = f"{wrong:,} differ"
         yield (
             f"{regenerated:,} tensors were regenerated from the source by the rule {rule['rule']}: {outcome}. The "
             f"reference arithmetic also computed {int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks."

@@ -111,7 +111,9 @@ def caution(report: Report) -> str:
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     exact += ", divided by the powers of two of smoothing" if is_scaled else ""
-    space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
+    space = "Only leaving out experts saves space"
+    if pruning is None:
+        space = "It does not save space"
     change = (
         "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
         "with these values change."
@@ -168,7 +170,9 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 def _chart_sections(report: Report) -> Iterator[Section]:
     is_max = report.rule == "max"
     if report.has_distribution:
-        of_max = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
+        of_max = "Max is what would have been written by"
+        if is_max:
+            of_max = "Max, the rule of this conversion, is"
         yield Section(
             f"Every tensor, compared with {'' if is_max else 'max and '}the bound",
             (
@@ -208,7 +212,9 @@ def needs_section(report: Report) -> Section | None:
     if (model := report.model) is None:
         return None
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
-    states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request." if model.state_bytes else ""
+    states = ""
+    if model.state_bytes:
+        states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request."
     sentences = (
         f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
         f"tensor parallelism does not divide it, decode context parallelism does.{states}",
@@ -265,7 +271,9 @@ def counts_table(metrics: WeightMetrics) -> Table:
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
     blocks = metrics.num_blocks
     codes = metrics.num_codes
-    steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
+    steps = ""
+    if metrics.max_error_steps is not None:
+        steps = f"{metrics.max_error_steps:.2f} INT4 steps"
     extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
     values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
     of_source: tuple[tuple[str, ...], ...] = (

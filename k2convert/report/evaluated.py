@@ -30,8 +30,12 @@ def mode_rows(evaluation: Evaluation, recipe: Recipe) -> list[tuple[str, Evaluat
     def mode(model: EvaluatedModel) -> str:
         if evaluation.kind == "compare":
             return "served"
-        computed = "as stored" if model.activations is None else model.activations.upper()
-        return computed if model.kv_cache is None else f"{computed}, {model.kv_cache.upper()} KV cache"
+        computed = "as stored"
+        if model.activations is not None:
+            computed = model.activations.upper()
+        if model.kv_cache is None:
+            return computed
+        return f"{computed}, {model.kv_cache.upper()} KV cache"
 
     return [(mode(row.model), row) for row in sorted(evaluation.rows, key=differs)]
 
@@ -45,8 +49,12 @@ def headline_words(evaluation: Evaluation, recipe: Recipe) -> tuple[str, str, st
     """Return value, label and detail of the divergence in the mode that the result declares."""
     mode, row = mode_rows(evaluation, recipe)[0]
     found = row.figures.divergence
-    error = "" if found.standard_error is None else f"± {found.standard_error:.2g}, "
-    what = "of a server's answers, a lower bound" if evaluation.kind == "compare" else f"of the next token, {mode}"
+    error = ""
+    if found.standard_error is not None:
+        error = f"± {found.standard_error:.2g}, "
+    what = "of a server's answers, a lower bound"
+    if evaluation.kind != "compare":
+        what = f"of the next token, {mode}"
     return f"{found.mean:.3g}", "KL divergence", f"{error}{what}, from {_called(evaluation.reference)}"
 
 
@@ -96,7 +104,9 @@ def detail_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]
         if row.worst
     ]
     if tables:
-        which = rows[0][0] if evaluation.kind == "evaluate" else "of the server"
+        which = "of the server"
+        if evaluation.kind == "evaluate":
+            which = rows[0][0]
         sentence = f"The largest KL of single tokens, {which}. ␣ is a space at the edge of a token."
         yield Section("Tokens that differ most", (sentence,), tables)
 
@@ -118,7 +128,9 @@ def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]
         yield f"Measured {where} against {reference}: KL {found}."
     if evaluation.noise is not None:
         same = [_called(row.model) for _, row in rows if is_noise(evaluation, row)]
-        verdict = f"That of {joined(same)} is no difference" if same else "The difference is larger than that"
+        verdict = "The difference is larger than that"
+        if same:
+            verdict = f"That of {joined(same)} is no difference"
         yield f"Asked twice, {reference} has a KL of {evaluation.noise:.3g} from itself. {verdict}."
     if text.dropped:
         yield f"Windows left out because their hidden states were not finite: {text.dropped:,}."
@@ -186,7 +198,9 @@ def _share(share: float) -> str:
 
 
 def _called(model: EvaluatedModel) -> str:
-    return shortened(model.name) if "://" in model.name else _last_part(model.name)
+    if "://" in model.name:
+        return shortened(model.name)
+    return _last_part(model.name)
 
 
 def _last_part(path: str) -> str:  # a report is given to others, so it must not show local paths

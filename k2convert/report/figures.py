@@ -117,7 +117,9 @@ class Report:
     @property
     def source_format(self) -> SourceFormat:
         """Form in which the source stored the converted weights: only INT4 codes are counted."""
-        return MXFP4 if self.total.num_codes is None else INT4
+        if self.total.num_codes is None:
+            return MXFP4
+        return INT4
 
     @property
     def rule(self) -> str:
@@ -194,7 +196,9 @@ def collect_report(
         missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
     elif validation is None:
         is_finished = (folder / CONFIG_NAME).is_file()
-        why = "the shards are not in this folder" if is_finished else "the checkpoint is not finished"
+        why = "the checkpoint is not finished"
+        if is_finished:
+            why = "the shards are not in this folder"
         missing.append(f"The servable contract was not checked: {why}.")
     model = None
     if tensors is not None and ledger.source.family is not None:
@@ -232,7 +236,9 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
         )
     found = ledger or job
     if found is not None and (target := found.recipe.target) != "nvfp4":
-        form = "the source's own weights" if target == "int4" else "a BF16 copy, which is exact"
+        form = "a BF16 copy, which is exact"
+        if target == "int4":
+            form = "the source's own weights"
         raise CheckpointError(
             f"{folder}: holds {form} (--to {target}). There is no error to report on; `k2convert validate` compares "
             "the weights with the source."

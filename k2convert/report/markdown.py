@@ -49,7 +49,9 @@ def render_template(file: str, **values: object) -> str:
     """Return a Markdown template filled in. Every value is escaped, except those of the filters below."""
 
     def shown(value: object) -> object:
-        return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
+        if isinstance(value, Markup) or not isinstance(value, str):
+            return value
+        return sentence(value)
 
     def url(text: str) -> Markup:
         return Markup(quote(text))
@@ -111,7 +113,9 @@ def render_card(
     ledger = report.ledger
     recipe = report.ledger.recipe
     repo = report.name
-    checks = None if report.validation is None else read_checks(report.validation)
+    checks = None
+    if report.validation is not None:
+        checks = read_checks(report.validation)
     rule = RULES[recipe.rule]
     family = find_family(str(ledger.source.family)).card
     deployment = result_deployment(

@@ -61,7 +61,9 @@ def percent(part: int, whole: int) -> str:
     if part < whole and share > 99.999:
         return "> 99.999 %"
     digits = 1 if 1 <= share <= 99 else 3
-    return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"
+    if 0 < part < whole:
+        return f"{share:.{digits}f} %"
+    return f"{share:.0f} %"
 
 
 def with_error(mean: float, error: float | None) -> str:
@@ -70,12 +72,16 @@ def with_error(mean: float, error: float | None) -> str:
         return f"{mean:.3g}"
     digits = 1 - math.floor(math.log10(error))
     is_plain = 0 <= digits <= 8 and abs(mean) < 1e6
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if is_plain else f"{mean:.3g} ± {error:.2g}"
+    if is_plain:
+        return f"{mean:.{digits}f} ± {error:.{digits}f}"
+    return f"{mean:.3g} ± {error:.2g}"
 
 
 def power_of_two(exponent: int) -> str:
     """Return "8" or "2⁻⁶"."""
-    return f"{2**exponent}" if 0 <= exponent <= 9 else with_exponents(f"2^{exponent}")
+    if 0 <= exponent <= 9:
+        return f"{2**exponent}"
+    return with_exponents(f"2^{exponent}")
 
 
 def with_exponents(text: str) -> str:
@@ -85,7 +91,9 @@ def with_exponents(text: str) -> str:
 
 def power_of_ten(exponent: int) -> str:
     """Return "0.01" or "10⁻⁶"."""
-    return f"{10.0**exponent:g}" if -3 <= exponent <= 3 else "10" + str(exponent).translate(_RAISED)
+    if -3 <= exponent <= 3:
+        return f"{10.0**exponent:g}"
+    return "10" + str(exponent).translate(_RAISED)
 
 
 def short_count(value: float, _position: object = None) -> str:

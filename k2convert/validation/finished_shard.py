@@ -120,9 +120,13 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
             error = checked.decoded[module]
             sampled = checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
-            metrics = None if projection.metrics is None else proven(projection.metrics, error)
+            metrics = None
+            if projection.metrics is not None:
+                metrics = proven(projection.metrics, error)
             joined.totals.add(projection.role, metrics, has_exact_scale=True)
-            doubt = "" if projection.metrics is None else doubt_of(projection.metrics)
+            doubt = ""
+            if projection.metrics is not None:
+                doubt = doubt_of(projection.metrics)
             joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
             if error.energy == 0.0:
                 scan.all_zero.add(module)

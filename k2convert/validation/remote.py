@@ -40,7 +40,9 @@ class Shards:
     @property
     def header_reader(self) -> Callable[[Path], ShardHeader]:
         """The function that reads the header of a result shard."""
-        return read_header if self.result is None else self.result.header
+        if self.result is None:
+            return read_header
+        return self.result.header
 
     def result_bytes(self) -> int:
         """Return the tensor bytes of a remote result's shards."""

@@ -58,15 +58,21 @@ class Scaling:
         exponents = None if change is None else self._of_layer(change.layer)
         if change is None or exponents is None:
             return None
-        return -exponents if change.is_divided else exponents
+        if change.is_divided:
+            return -exponents
+        return exponents
 
     def of_weight(self, parts: ModulePlace | TensorName) -> Exponents | None:
         """Return a [K]: the weight of this module is over 2**a, whatever its format. None: unchanged."""
-        return self._of_layer(parts.layer) if reads_norm(parts) else None
+        if reads_norm(parts):
+            return self._of_layer(parts.layer)
+        return None
 
     def _of_layer(self, layer: int | None) -> Exponents | None:
         exponents = None if layer is None else self.exponents.get(layer)
-        return exponents if exponents is not None and exponents.any() else None
+        if exponents is not None and exponents.any():
+            return exponents
+        return None
 
 
 NO_SCALING: Final = Scaling({})

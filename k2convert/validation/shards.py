@@ -221,7 +221,9 @@ class _Measurer:
             self._decode_by_library(module, packed, block_scales, raw, source.shape)
         recorded_scale = None if record is None else record.global_scale
         calibration = self.result.calibration
-        importance = None if calibration is None else calibration.importance(place)
+        importance = None
+        if calibration is not None:
+            importance = calibration.importance(place)
         # Weights that a calibration chose cannot be regenerated, nor can others without their statistics.
         needs_walk = self.rule is not None and RULES[self.rule].needs_walk
         return WrittenWeight(
@@ -332,7 +334,9 @@ class KeptShards:
             found = read_sealed(ShardFound, self._path(shard))
         except K2ConvertError:
             return None
-        return found if found.identity == self.identity else None
+        if found.identity == self.identity:
+            return found
+        return None
 
     def save(
         self, shard: str, scan: ScanResult, checked: Mapping[str, CheckedWeight], decoder_mismatches: set[str]
@@ -354,7 +358,9 @@ def keep_shards(
     """Return where the findings on a local result are kept, and their identity; None if a shard is not there."""
     digest = blake3()
     job = None if result.ledger is None else result.ledger.digest
-    statistics = None if result.calibration is None else result.calibration.statistics
+    statistics = None
+    if result.calibration is not None:
+        statistics = result.calibration.statistics
     calibration = getattr(statistics, "digest", None)
     options = (__version__, ARITHMETIC_VERSION, rule, with_library, calibration, job)
     scales = {module: projection.global_scale for module, projection in recorded.items()}

@@ -177,7 +177,9 @@ def _check_source(result: Result) -> None:
     if found == ledger.source.headers:
         return
     stated = ledger.source
-    name = "the one that it was converted from" if stated.repo is None else f"hf://{stated.repo}@{stated.revision}"
+    name = "the one that it was converted from"
+    if stated.repo is not None:
+        name = f"hf://{stated.repo}@{stated.revision}"
     raise CheckpointError(
         f"{result.folder}: was converted from another source: {source.folder} has other headers than {LEDGER_NAME} "
         f"states. Pass {name} with --source."
@@ -191,7 +193,9 @@ def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
 
 def _broken_rules(contract: ContractReport) -> str:
     rules = ", ".join(map(str, contract.failed))
-    return f"rule {rules} does not hold" if len(contract.failed) == 1 else f"rules {rules} do not hold"
+    if len(contract.failed) == 1:
+        return f"rule {rules} does not hold"
+    return f"rules {rules} do not hold"
 
 
 def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Result:

@@ -22,7 +22,6 @@ import torch
 from k2convert.calibration.cost import (
     ModelSizes,
     PassSize,
-    Work,
     made_up_expert,
     made_up_weight,
     other_flops,
@@ -57,10 +56,6 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def operations(work: Work) -> float:
-    return work.fp32 + work.fp64
-
-
 def input_seconds(kind: str, columns: int, outputs: int) -> dict[str, float]:
     """Time the steps of one input: `outputs` are the rows of weights that read it."""
     inputs = torch.randn(TOKENS, columns)
@@ -91,7 +86,7 @@ def measured_rates(model: ModelSizes) -> dict[str, float]:
     left = torch.randn(TOKENS, model.hidden)
     right = torch.randn(model.hidden, model.width)
     product = 2 * TOKENS * model.hidden * model.width / seconds_of(lambda: left @ right)
-    return {name: operations(step) / seconds[name] if name in seconds else product for name, step in work.items()}
+    return {name: step / seconds[name] if name in seconds else product for name, step in work.items()}
 
 
 def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[float, float]:
@@ -136,13 +131,13 @@ def main() -> None:
     steps = walk_steps(model, size)
     product = rates["experts, converted"]
     streams = pass_flops(model, size) + other_flops(model, size)
-    print("| step | operations per layer | GFLOP/s of one core | core-hours, all layers | share |")
+    print("| step | operations per layer, FP64 twice | GFLOP/s of one core | core-hours, all layers | share |")
     print("|---|---:|---:|---:|---:|")
-    hours = {name: model.num_moe(size) * operations(step) / rates[name] / 3600 for name, step in steps.items()}
+    hours = {name: model.num_moe(size) * step / rates[name] / 3600 for name, step in steps.items()}
     hours["both streams: attention, experts once"] = streams / product / 3600
     total = sum(hours.values())
     for name, spent in hours.items():
-        work = operations(steps[name]) if name in steps else streams / model.num_layers
+        work = steps[name] if name in steps else streams / model.num_layers
         rate = rates.get(name, product)
         print(f"| {name} | {work / 1e12:,.1f} T | {rate / 1e9:.0f} | {spent:,.1f} | {100 * spent / total:.0f} % |")
     print(f"\n{total:,.0f} core-hours by rule gptq; {(one + search) / 3600:,.0f} of `calibrate`.")

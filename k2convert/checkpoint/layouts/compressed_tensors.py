@@ -50,7 +50,9 @@ def _read_activations(stated: Mapping[str, Any]) -> Activations | None:
     if stated.get("format") != _FORMAT:
         return None
     groups = mapping_or_empty(stated.get("config_groups")).values()
-    return "w4a4" if any(mapping_or_empty(group).get("input_activations") for group in groups) else "w4a16"
+    if any(mapping_or_empty(group).get("input_activations") for group in groups):
+        return "w4a4"
+    return "w4a16"
 
 
 COMPRESSED_TENSORS: Final = CheckpointLayout(

@@ -89,7 +89,9 @@ class CheckpointLayout:
         if not self.is_divisor:
             return value
         with np.errstate(over="ignore"):
-            return float(np.float32(1.0) / np.float32(value)) if value else float("inf")
+            if value:
+                return float(np.float32(1.0) / np.float32(value))
+            return float("inf")
 
     def quantized_config(self, config: Mapping[str, Any], declared: Quantization, *, version: str) -> dict[str, Any]:
         """Return config.json of the result: the source's with exactly one quantization_config, at the top level."""

@@ -61,7 +61,9 @@ def _read_activations(stated: Mapping[str, Any]) -> Activations | None:
         return None
     groups = mapping_or_empty(stated.get("config_groups")).values()
     has_scale = any(mapping_or_empty(group).get("input_activations") for group in groups)
-    return "w4a16" if groups and not has_scale else _ALGORITHMS[algorithm]
+    if groups and not has_scale:
+        return "w4a16"
+    return _ALGORITHMS[algorithm]
 
 
 MODELOPT: Final = CheckpointLayout(

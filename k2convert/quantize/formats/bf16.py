@@ -124,7 +124,9 @@ class Bf16Weight:
     def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> Bf16Weight:
         """The weight with column j over 2**exponents[j], int8 [K] in -4..4; FormatError if it is not exact."""
         check_channel_exponents(exponents, self.shape[1])
-        return Bf16Weight(scale_bits(self.bits, -exponents, name=name)) if exponents.any() else self
+        if exponents.any():
+            return Bf16Weight(scale_bits(self.bits, -exponents, name=name))
+        return self
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -259,4 +259,6 @@ def _upper_factor(flipped_KK: Tensor, team: Team) -> Tensor | None:
         factor_KK[: size - columns.start, size - columns.stop : size - columns.start] = values.flip(0, 1)
 
     invert_lower(flipped_KK, keep, team)
-    return factor_KK if bool(torch.isfinite(factor_KK.diagonal()).all()) else None
+    if bool(torch.isfinite(factor_KK.diagonal()).all()):
+        return factor_KK
+    return None

@@ -156,7 +156,9 @@ def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = go_on) -> 
 
     It calls `check_stop` every few seconds.
     """
-    return CpuKernel(threads, check_stop) if device == "cpu" else DeviceKernel(TritonPanels(), check_stop)
+    if device == "cpu":
+        return CpuKernel(threads, check_stop)
+    return DeviceKernel(TritonPanels(), check_stop)
 
 
 def _panels(columns: int) -> list[tuple[int, int]]:

@@ -53,7 +53,9 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     """Measure a weight as its `magnitude` does; FormatError, naming it, if a value is not usable."""
     measure = _MEASURES.get(type(weight))
-    return weight.magnitude(name=name) if measure is None else measure(weight, name=name)
+    if measure is None:
+        return weight.magnitude(name=name)
+    return measure(weight, name=name)
 
 
 def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
@@ -145,7 +147,9 @@ def _convert_int4(
     targets = flat(result.packed), flat(result.block_scales)
     exponent = 0 if is_max else global_exponent(global_scale)
     if weight.packed.size and (weight.channel_exponents is not None or importance is not None):
-        exponents = None if weight.channel_exponents is None else flat(weight.channel_exponents)
+        exponents = None
+        if weight.channel_exponents is not None:
+            exponents = flat(weight.channel_exponents)
         weights = None if importance is None else flat(importance)
         outside = _cpu.convert_columns(
             *arrays, exponents, weights, is_max, exponent, global_scale, search_tables(), *targets

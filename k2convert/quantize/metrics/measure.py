@@ -119,7 +119,9 @@ def add_up(
     importance: NDArray[np.uint8] | None,
 ) -> Sums:
     """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
-    factors = None if importance is None else importance.astype(np.float64)
+    factors = None
+    if importance is not None:
+        factors = importance.astype(np.float64)
     return _ADD_UP.get(type(source), _add_up_bf16)(source, (packed, block_scales, block_values), factors)
 
 
@@ -133,7 +135,9 @@ def _add_up_bf16(source: SourceWeight, written: _Written, factors: _Factors) -> 
 def _add_up_int4(source: Int4Weight, written: _Written, factors: _Factors) -> Sums:
     sums_N4 = np.zeros((source.shape[0], 4))
     exponents = source.channel_exponents
-    powers = None if exponents is None else np.ldexp(1.0, -exponents.astype(np.int32))
+    powers = None
+    if exponents is not None:
+        powers = np.ldexp(1.0, -exponents.astype(np.int32))
     inverses = None if powers is None else 1 / powers
     codes = flat(source.packed), flat(source.scale_bits)
     columns = source.shape[1]
@@ -208,7 +212,9 @@ def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | No
 
 def _sum(values: NDArray[np.float64]) -> float:
     # fsum refuses infinity minus infinity, which damaged scales can give.
-    return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
+    if np.isfinite(values).all():
+        return math.fsum(values.tolist())
+    return math.nan
 
 
 def _sample_mxfp4(

@@ -208,4 +208,6 @@ def decibels(energy: float, error: float) -> float:
         return math.inf
     if not math.isfinite(error):
         return -math.inf
-    return 10.0 * math.log10(energy / error) if energy > 0.0 else -math.inf
+    if energy > 0.0:
+        return 10.0 * math.log10(energy / error)
+    return -math.inf

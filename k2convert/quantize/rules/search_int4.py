@@ -158,7 +158,9 @@ def _quantize_chunk(
     for start, stop in pairwise([*run_starts(mantissas).tolist(), order.size]):
         batch = order[start:stop]
         places = np.arange(batch.size)[:, None] * num_fields + fields_ME[batch]
-        weights = None if weights_ME is None else weights_ME[batch].reshape(-1)
+        weights = None
+        if weights_ME is not None:
+            weights = weights_ME[batch].reshape(-1)
         sums = np.bincount(places.reshape(-1), weights, batch.size * num_fields)
         errors = sums.reshape(-1, num_fields) @ _field_errors(int(mantissas[start]))[used]
         best_M[batch] = np.where(exists_OC[offsets_M[batch]], errors, np.inf).argmin(

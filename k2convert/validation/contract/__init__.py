@@ -143,7 +143,9 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
             continue  # a scale that is the recipe's is shared
         shared[module.parts.sharing_key, parameter][name] = raw
         if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
-            kind = "down" if module.parts.projection == "down" else "gate and up"
+            kind = "gate and up"
+            if module.parts.projection == "down":
+                kind = "down"
             by_layer[f"layer {module.parts.layer} {kind}"].setdefault(raw, name)
     for members in shared.values():
         if len(set(members.values())) > 1:
@@ -205,8 +207,12 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
             weight = result.modules[module].parameters[result.names.weight]
             problem = f"{changed:,} of {weight.num_bytes:,} bytes of codes are not the source's"
             found.error(f"{module}.{result.names.weight}", problem)
-    scaled = f", {len(scan.scaled):,} of them scaled" if scan.scaled else ""
-    copied = f", and the codes of {len(cast):,} that were cast" if cast else ""
+    scaled = ""
+    if scan.scaled:
+        scaled = f", {len(scan.scaled):,} of them scaled"
+    copied = ""
+    if cast:
+        copied = f", and the codes of {len(cast):,} that were cast"
     found.note = f"{compared:,} tensors compared{scaled}{copied}"
     return found
 
@@ -312,5 +318,9 @@ def _list_problem(ledger: Ledger) -> str:
     used = ledger.fingerprint.get("kept_experts")
     kept = ledger.fingerprint.get("num_kept_experts")
     if ledger.pruning is None:
-        return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
-    return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
+        if used is None:
+            return ""
+        return f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
+    if ledger.pruning.digest == used:
+        return ""
+    return f"its digest is not the fingerprint's {quoted(used)}"

@@ -73,7 +73,9 @@ def _check_banks(stated: object, expected: Mapping[str, object], found: Findings
     stated = mapping_or_empty(stated)
     for bank in sorted(expected.keys() | stated.keys()):
         if not is_same_json(stated.get(bank), expected.get(bank)):
-            wanted = f"expected {expected[bank]!r}" if bank in expected else "no bank of experts has this name"
+            wanted = "no bank of experts has this name"
+            if bank in expected:
+                wanted = f"expected {expected[bank]!r}"
             found.error(
                 f"quantization_config.quantized_layers.{shortened(bank)}", f"{quoted(stated.get(bank))}, {wanted}"
             )
@@ -225,10 +227,14 @@ def check_kv_cache(result: Result) -> Findings:
     recipe = result.recipe
     place = "quantization_config.kv_cache_scheme"
     if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
-        asked = "asks for one" if recipe.kv_cache is not None else "does not ask for one"
+        asked = "does not ask for one"
+        if recipe.kv_cache is not None:
+            asked = "asks for one"
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
     elif scheme is not None:
-        known = "" if recipe is not None else "; without a ledger it is unknown whether the recipe asks for it"
+        known = ""
+        if recipe is None:
+            known = "; without a ledger it is unknown whether the recipe asks for it"
         if result.names.vllm_reads_kv_cache:
             found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
         else:
@@ -277,7 +283,9 @@ def _check_index(result: Result, found: Findings) -> None:
         if not isinstance(shard, str):
             found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
         elif shard not in result.unreadable and shard_of.get(name) != shard:
-            where = f"is in {shard_of[name]}" if name in shard_of else "is in no shard"
+            where = "is in no shard"
+            if name in shard_of:
+                where = f"is in {shard_of[name]}"
             found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
     for name, shard in shard_of.items():
         if name not in mapped:

@@ -117,7 +117,9 @@ class Result:
     @property
     def budget(self) -> Budget:
         """The error budget of the recipe, or the usual one without a recipe."""
-        return Budget() if self.recipe is None else self.recipe.budget
+        if self.recipe is None:
+            return Budget()
+        return self.recipe.budget
 
     @property
     def is_int4(self) -> bool:
@@ -146,7 +148,9 @@ class Result:
     @property
     def calibration_record(self) -> CalibrationRecord | None:
         """The calibration that the ledger states."""
-        return None if self.ledger is None else self.ledger.calibration
+        if self.ledger is None:
+            return None
+        return self.ledger.calibration
 
     @property
     def is_smoothed(self) -> bool:
@@ -156,7 +160,9 @@ class Result:
     @property
     def pruning(self) -> PruningRecord | None:
         """The kept experts, by the ledger; None if it has no list of them."""
-        return None if self.ledger is None else self.ledger.pruning
+        if self.ledger is None:
+            return None
+        return self.ledger.pruning
 
     @property
     def converted(self) -> list[Module]:

@@ -139,7 +139,9 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
             readable = parameter not in problems[module_name]
             targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
             continue
-        before = result.source.tensors.get(name) if result.source is not None else None
+        before = None
+        if result.source is not None:
+            before = result.source.tensors.get(name)
         same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
         module = result.modules.get(module_name)
         exponents = None
@@ -166,7 +168,9 @@ class _Scan:
         """Scan one shard; return the blake3 of the whole file."""
         digest = blake3(self._read(header.shard, 0, header.data_begin).data)
         batches = list(self._batches(header))
-        reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
+        reading = None
+        if batches:
+            reading = self.ahead.submit(self._read_batch, batches[0])
         for number, batch in enumerate(batches):
             assert reading is not None
             data = reading.result()

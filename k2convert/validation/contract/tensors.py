@@ -91,9 +91,13 @@ def shape_problems(result: Result, module: Module) -> dict[str, str]:
     ):
         if tensor is None:
             continue
-        expected = (size[0], size[1] // columns_a_byte) if size is not None else None
+        expected = None
+        if size is not None:
+            expected = (size[0], size[1] // columns_a_byte)
         if tensor.dtype != dtype or len(tensor.shape) != 2 or (expected is not None and tensor.shape != expected):
-            wanted = list(expected) if expected is not None else "with two dimensions"
+            wanted = "with two dimensions"
+            if expected is not None:
+                wanted = list(expected)
             problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {wanted}"
     if size is not None and size[1] % BLOCK_SIZE and weight is not None and names.weight not in problems:
         problems[names.weight] = f"{size[1]} input columns are not a multiple of {BLOCK_SIZE}"
@@ -111,14 +115,18 @@ def _source_size(result: Result, module: Module) -> tuple[int, int] | None:
     if packed is not None and len(packed.shape) == 2:
         return packed.shape[0], packed.shape[1] * format_of(packed).columns_per_element
     weight = result.source.tensors.get(f"{module.name}.{WEIGHT}")
-    return (weight.shape[0], weight.shape[1]) if weight is not None and len(weight.shape) == 2 else None
+    if weight is not None and len(weight.shape) == 2:
+        return (weight.shape[0], weight.shape[1])
+    return None
 
 
 def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int, int] | None:
     """Return N and K by the codes, or by the block scales if the codes have a wrong number of dimensions."""
     if weight is not None and len(weight.shape) == 2:
         return weight.shape[0], weight.shape[1] * 2
-    return (scale.shape[0], scale.shape[1] * BLOCK_SIZE) if scale is not None and len(scale.shape) == 2 else None
+    if scale is not None and len(scale.shape) == 2:
+        return (scale.shape[0], scale.shape[1] * BLOCK_SIZE)
+    return None
 
 
 def check_totals(result: Result) -> Findings:
@@ -180,7 +188,9 @@ def check_expert_counts(result: Result) -> Findings:
         experts_name = family.experts.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
         for expert in sorted(wanted ^ set(experts.get(layer, ()))):
-            problem = "missing" if expert in wanted else f"config.json says the experts are 0..{len(wanted) - 1}"
+            problem = "missing"
+            if expert not in wanted:
+                problem = f"config.json says the experts are 0..{len(wanted) - 1}"
             found.error(f"{experts_name}.{expert}", problem)
     model = DescribedModel(family, architecture, result.config, str(result.folder))
     for fault in model.find_faults(result.tensors, experts):
@@ -199,7 +209,9 @@ def _is_reported(result: Result, fault: Fault) -> bool:
     """Return whether rule 1, 3, 7 or 8 reports a fault. Routers are this rule's too."""
     name = fault.name.rpartition(".")[0]
     module = result.modules.get(name)
-    before = None if result.source is None else result.source.tensors.get(fault.name)
+    before = None
+    if result.source is not None:
+        before = result.source.tensors.get(fault.name)
     if module is not None and module.is_converted:
         is_complete = set(result.expected_parameters) <= set(module.parameters)
         is_named = module.parts.role not in CONVERTIBLE_ROLES or not is_complete or shape_problems(result, module)
@@ -258,7 +270,9 @@ def check_alignment(result: Result) -> Findings:
         if allowed and size not in allowed:
             found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
             continue
-        part = width // size if isinstance(width, int) and width % size == 0 else None
+        part = None
+        if isinstance(width, int) and width % size == 0:
+            part = width // size
         name = f"moe_intermediate_size at tensor-parallel size {size}"
         if part is None or part % WIDTH_ALIGNMENT:
             found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")

@@ -59,14 +59,18 @@ def compute_block(
     j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
     was pruned, if it was.
     """
-    left_out = AGAINST_WHOLE if with_fp4_inputs else (*AGAINST_WHOLE, *W4A4_VARIANTS)
+    left_out = AGAINST_WHOLE
+    if not with_fp4_inputs:
+        left_out = (*AGAINST_WHOLE, *W4A4_VARIANTS)
     variants = [variant for variant in Variant if variant not in left_out]
     expected = torch.zeros_like(hidden_TK, dtype=torch.float64)
     outputs = {variant: torch.zeros_like(expected) for variant in variants}
     expert_sqnr_db: dict[Variant, list[float]] = {variant: [] for variant in variants}
     shared_sqnr_db: dict[Variant, float] = {}
     num_reached = 0
-    scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
+    scaled_TK = hidden_TK
+    if exponents is not None:
+        scaled_TK = torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
     def run(mlp: MlpTokens) -> MlpOutputs:
         tokens = mlp.tokens
@@ -101,7 +105,9 @@ def compute_block(
         )
         errors.append(error)
     if whole is not None:
-        served = Variant.CONVERTED_W4A4 if with_fp4_inputs else Variant.CONVERTED
+        served = Variant.CONVERTED
+        if with_fp4_inputs:
+            served = Variant.CONVERTED_W4A4
         errors.append(_output_error(Variant.PRUNING_ALONE, whole, expected))
         errors.append(_output_error(Variant.PRUNED_RESULT, whole, outputs[served]))
     return BlockError(tuple(errors), tuple(expert_sqnr_db[Variant.CONVERTED]), num_reached)
@@ -117,7 +123,9 @@ def int4_output(
         if not mlp.tokens.numel():
             return hidden_TK[mlp.tokens]
         output = read_source_mlp(source, mlp.module)(hidden_TK[mlp.tokens])
-        return output if mlp.weights is None else output * mlp.weights.unsqueeze(-1)
+        if mlp.weights is None:
+            return output
+        return output * mlp.weights.unsqueeze(-1)
 
     with closing(_run_block(stem, routing, run, source=source, progress=progress)) as computed:
         for mlp, output in computed:
@@ -197,7 +205,9 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
         for name in PROJECTIONS
     ]
     exact = [exact_weight(weight) for weight in raw.values()]
-    by_max = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
+    by_max = exact
+    if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}"):
+        by_max = _max_weights(raw)
     scales = [projection.input_scale for projection in ours]
     return MlpVersions(
         source=Mlp(*map(LinearLayer, exact, scales)),

@@ -130,7 +130,9 @@ def check_layers(
                 pruning=pruning,
             )
             results.append(result)
-    described = "synthetic, seed 0" if hidden_states is None else f"captured: {getattr(hidden_states, 'name', '')}"
+    described = "synthetic, seed 0"
+    if hidden_states is not None:
+        described = f"captured: {getattr(hidden_states, 'name', '')}"
     if isinstance(hidden_states, Windows):
         described = f"text: {', '.join(name for name, _ in hidden_states.texts)}"
     return LayersReport(described, budget, tuple(results))

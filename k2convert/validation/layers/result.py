@@ -50,7 +50,9 @@ def labels(found: Collection[str]) -> dict[str, str]:
 
 def reference_name(found: Collection[str]) -> str:
     """Return what the variants are compared with that are not compared with the whole INT4."""
-    return "the pruned INT4" if Variant.PRUNING_ALONE in found else "INT4"
+    if Variant.PRUNING_ALONE in found:
+        return "the pruned INT4"
+    return "INT4"
 
 
 @dataclass(frozen=True, slots=True)
