@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from house import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 44_229, "tests": 35_492, "scripts": 8_226}
+BUDGET = {"k2convert": 44_159, "tests": 35_492, "scripts": 8_226}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 

@@ -16,22 +16,9 @@ import typer
 from typer.core import TyperCommand
 
 from k2convert import __version__
+from k2convert.cli import verbs
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable
 from k2convert.cli.options import verb
-from k2convert.cli.verbs import (
-    CalibrateOptions,
-    CompareOptions,
-    EvaluateOptions,
-    FitOptions,
-    GuideOptions,
-    InspectOptions,
-    PublishOptions,
-    RecipesOptions,
-    ReportOptions,
-    RunOptions,
-    StatusOptions,
-    ValidateOptions,
-)
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, explain, visible
 
 # typer has it from click, or from its own copy of click
@@ -83,11 +70,6 @@ class Verb(TyperCommand):
                 formatter.write_dl(records)
 
 
-def _examples(*commands: str) -> str:
-    """Return what help shows below the options. The mark keeps the lines as they are."""
-    return "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in commands)
-
-
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"k2convert {__version__}")
@@ -102,55 +84,56 @@ def _root(
 
 
 _VERBS: Final[Sequence[tuple[type, str, str]]] = (
-    (InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),
+    (verbs.InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),
     (
-        FitOptions,
+        verbs.FitOptions,
         "fit hf://moonshotai/Kimi-K2-Thinking",
         "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
     ),
     (
-        RunOptions,
+        verbs.RunOptions,
         "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
         "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
     ),
     (
-        CalibrateOptions,
+        verbs.CalibrateOptions,
         "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run",
         "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
     ),
-    (StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
+    (verbs.StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
     (
-        ValidateOptions,
+        verbs.ValidateOptions,
         "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
         "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
     ),
     (
-        CompareOptions,
+        verbs.CompareOptions,
         "compare http://HOST:8000/v1 http://HOST:8001/v1 --text prompts.jsonl --tokenizer Kimi-K2-Thinking",
         "compare http://HOST:8000/v1 --text ids.npy --save before.answers",
     ),
     (
-        EvaluateOptions,
+        verbs.EvaluateOptions,
         "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
         "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",
     ),
     (
-        ReportOptions,
+        verbs.ReportOptions,
         "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
         "report hf://YOU/K2-NVFP4 --out reports",
     ),
     (
-        PublishOptions,
+        verbs.PublishOptions,
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
         "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
     ),
-    (RecipesOptions, "recipes", "recipes --json"),
-    (GuideOptions, "guide", "guide serve"),
+    (verbs.RecipesOptions, "recipes", "recipes --json"),
+    (verbs.GuideOptions, "guide", "guide serve"),
 )
 """The options of every verb, and two examples."""
 
 for _options, *_commands in _VERBS:
-    app.command(cls=Verb, epilog=_examples(*_commands))(verb(_options))
+    _epilog = "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in _commands)  # \b keeps lines
+    app.command(cls=Verb, epilog=_epilog)(verb(_options))
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -17,7 +17,7 @@ from k2convert.cli.forecast import (
     text_lines,
 )
 from k2convert.cli.options import job_command
-from k2convert.cli.progress import Waiting
+from k2convert.cli.progress import waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes, read_size
 from k2convert.hub.client import SCHEME, Hub
@@ -35,7 +35,7 @@ def calibrate(options: CalibrateOptions) -> None:
         raise typer.BadParameter("--max-disk only applies to hf:// sources")
     statistics = options.statistics
     with (
-        Waiting(f"reads the headers of {options.source}") as waiting,
+        waiting(f"reads the headers of {options.source}") as waits,
         open_calibration(
             options.source,
             statistics,
@@ -45,7 +45,7 @@ def calibrate(options: CalibrateOptions) -> None:
             max_disk=read_size("--max-disk", options.max_disk),
         ) as plan,
     ):
-        waiting.end()
+        waits.close()
         finished = plan.finished_header()
         if finished is not None:
             if not options.dry_run:

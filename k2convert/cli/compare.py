@@ -11,7 +11,7 @@ from k2convert.checkpoint.folders import remove_empty_folder
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Display, waiting
 from k2convert.cli.verbs import CompareOptions
 from k2convert.errors import counted
 from k2convert.evaluation.answers import AnswerFolder, open_saved
@@ -34,18 +34,17 @@ def compare(options: CompareOptions) -> None:
     saved = None
     if not is_address(options.reference):
         saved = open_saved(Path(options.reference))
-    is_saved = saved is not None
-    if is_saved and (options.text or options.tokenizer or options.save or options.model_a):
+    if saved is not None and (options.text or options.tokenizer or options.save or options.model_a):
         raise typer.BadParameter(
             f"{options.reference} has a text and answers: --text, --tokenizer, --save and --model-a are for a server"
         )
-    if not is_saved and not options.text:
+    if saved is None and not options.text:
         raise typer.BadParameter("--text is needed: what to ask the servers for")
     if options.model is None and options.save is None:
         raise typer.BadParameter("B is needed, or --save with a folder for A's answers")
     if options.model is not None and not is_address(options.model):
         raise typer.BadParameter("B is the address of a server, http://HOST:PORT/v1. Saved answers are A")
-    with Waiting("asks the servers which models they serve"):
+    with waiting("asks the servers which models they serve"):
         first = None
         if saved is None:
             first = _open(options, options.reference, is_reference=True)
@@ -58,9 +57,7 @@ def compare(options: CompareOptions) -> None:
             if side.endpoint is not None:
                 stack.enter_context(side.folder.begun())
         display = Display("compare", extent(sides))
-        say_when_interrupted(
-            lambda: "every answer that came is kept. The same command resumes", console.own_command(without="")
-        )
+        say_when_interrupted(lambda: "every answer that came is kept. The same command resumes", console.own_command())
         with display as events:
             ask(sides, at_a_time=options.requests, events=events)
         found = evaluate(*(side.folder for side in sides)) if second else evaluate(sides[0].folder, None)
@@ -92,7 +89,7 @@ def _sides(
         files = list(options.text or ())
         notify = console.notifier()
         use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed)
-        with Waiting("reads the text"):
+        with waiting("reads the text"):
             if options.tokenizer is None:
                 windows = read_windows(
                     files, tokenizer=None, vocab_size=_ANY_ID, tokens=options.tokens, window=use.window, seed=use.seed

@@ -38,26 +38,16 @@ _out = Console(highlight=False, soft_wrap=True)
 ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class _Asked:
+class Asked:
     """Options of the running command: `json` for documents on stdout, `quiet` for no progress on stderr."""
 
     json = False
     quiet = False
 
 
-def begin(*, json: bool = False, quiet: bool = False) -> None:
-    """Choose the output of the command that runs next."""
-    _Asked.json = json
-    _Asked.quiet = quiet
-
-
-def is_quiet() -> bool:
-    return _Asked.quiet
-
-
 def show(document: Any, *views: str | Callable[[], object]) -> None:
     """Print a result: its document with --json, otherwise its views, which are lines and functions that print."""
-    if _Asked.json:
+    if Asked.json:
         accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
         with _on_stdout():
             sys.stdout.write(
@@ -155,7 +145,7 @@ def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
 
 def print_line(text: str) -> None:
     """Print one line of result: on stdout, where it wraps between words on a terminal; on stderr with --json."""
-    if _Asked.json:
+    if Asked.json:
         print_note(text)
         return
     with _on_stdout():
@@ -207,7 +197,7 @@ def print_note(text: str) -> None:
 
 def print_event(text: str) -> None:
     """Print one line about a running stage on stderr, with its time in UTC unless on a terminal; not with --quiet."""
-    if not _Asked.quiet:
+    if not Asked.quiet:
         print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 
 
@@ -234,14 +224,14 @@ def command(*words: object) -> str:
     return shell_line(map(str, words))
 
 
-def own_command(*, without: str) -> str:
-    """Return the command line of this process without one flag."""
-    return command("k2convert", *(word for word in sys.argv[1:] if word != without))
+def own_command() -> str:
+    """Return the command line of this process without --dry-run."""
+    return command("k2convert", *(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
 def print_next(command: str) -> None:
     """Print the next command to run on stderr, in one line that can be copied; not with --json."""
-    if _Asked.json:
+    if Asked.json:
         return
     _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)), is_copied=True)
 

@@ -16,7 +16,7 @@ from k2convert.cli.forecast import (
     text_document,
 )
 from k2convert.cli.options import job_command
-from k2convert.cli.progress import Waiting
+from k2convert.cli.progress import waiting
 from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes, read_size
 from k2convert.hub.client import SCHEME, Hub
@@ -36,7 +36,7 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
         raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
     with (
-        Waiting(f"reads the headers of {', '.join(places)}") as waiting,
+        waiting(f"reads the headers of {', '.join(places)}") as waits,
         open_evaluation(
             options.reference,
             options.checkpoints,
@@ -53,7 +53,7 @@ def evaluate(options: EvaluateOptions) -> None:
             hub=Hub(notify=console.notifier()),
         ) as plan,
     ):
-        waiting.end()
+        waits.close()
         if (finished := plan.finished()) is not None:
             if not options.dry_run:
                 plan.remove_work()

@@ -254,8 +254,9 @@ def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[st
 def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[Holder]) -> None:
     """Print the GPUs that hold a model, the smallest first."""
     _show_model(name, model)
+    wanted = f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
     if not holders:
-        print_line(f"no known GPUs hold it with {_wanted(settings)}")
+        print_line(f"no known GPUs hold it with {wanted}")
         print_line("with --gpu and --count, `fit` computes how many experts would fit")
         return
     lengths = _lengths(model, settings)
@@ -271,7 +272,7 @@ def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[
         for holder in holders
     ]
     columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens", *(f"requests of {n:,}" for n in lengths))
-    print_table(f"GPUs that hold it with {_wanted(settings)}", columns, rows, left=(0, 1))
+    print_table(f"GPUs that hold it with {wanted}", columns, rows, left=(0, 1))
     if (longest := model.shape.max_context) in lengths:
         print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
     show_notes(_general_notes(settings))
@@ -284,15 +285,16 @@ def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
     return (settings.context, longest)
 
 
-def _wanted(settings: Settings) -> str:
-    return f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
-
-
 def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
     """Print what some GPUs hold, by role, and how fast one request can be."""
     _show_model(name, model)
     fit = holder.fit
-    verdict = _verdict(fit, settings, _lengths(model, settings))
+    verdict = f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
+    if fit.pool_bytes > 0:
+        lengths = _lengths(model, settings)
+        slots = " or ".join(f"{counted(fit.slots_of(length), 'request')} of {length:,} tokens" for length in lengths)
+        fits = "fits" if fit.holds else "does not fit"
+        verdict = f"{fits}: {fit.tokens:,} tokens of {settings.kv} KV cache, {slots}"
     print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {verdict}")
     rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
     rows += [
@@ -326,14 +328,6 @@ def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estima
         columns = ("speed", "requests", "layout", "weights", "engine", "source")
         print_table("speeds of K2 with all its experts", columns, speeds, left=(0, 2, 3, 4, 5))
     show_notes(fit_notes(holder, settings))
-
-
-def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
-    if fit.pool_bytes <= 0:
-        return f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
-    room = f"{fit.tokens:,} tokens of {settings.kv} KV cache"
-    slots = " or ".join(f"{counted(fit.slots_of(length), 'request')} of {length:,} tokens" for length in lengths)
-    return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
 
 
 def show_ways_out(experts: Sequence[tuple[int, Fit]], gpus: int | None, holder: Holder, *, whole: Model) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Display, waiting
 from k2convert.cli.verbs import CalibrateOptions, EvaluateOptions
 from k2convert.cli.views import conversion_span
 from k2convert.errors import CalibrationError, format_bytes
@@ -93,7 +93,7 @@ def forecast(plan: CalibrationPlan, job: Job | None = None) -> Forecast:
     size = plan.walk.text.size(layers_left(job, plan))
     main, gpu = (walk_memory if is_walk else pass_memory)(model, size)
     memory = peak_bytes() + main if job is None else memory_bytes(job, walk=main)  # before measuring, which needs some
-    with Waiting("measures one expert"):
+    with waiting("measures one expert"):
         time = measured_time(model, size, is_walk=is_walk)
     return Forecast("calibration", size, is_walk, memory, gpu, time)
 
@@ -107,7 +107,7 @@ def forecast_evaluation(source: Checkpoint, text: WalkText, *, layers: int, mode
     size = text.size(layers)
     main, gpu = evaluation_memory(model, size, models=models)
     memory = peak_bytes() + main
-    with Waiting("measures one expert"):
+    with waiting("measures one expert"):
         time = measured_time(model, size, models=models, head_flops=head_flops(source, size))
     return Forecast("evaluation", size, False, memory, gpu, time)
 
@@ -142,7 +142,7 @@ def may_begin(walk: WalkPlan, found: Forecast, place: str, options: CalibrateOpt
     found.check(place, may_be_long=options.long)
     walk.check_room()
     if options.dry_run:
-        console.print_next(console.own_command(without="--dry-run"))
+        console.print_next(console.own_command())
     return not options.dry_run
 
 
@@ -155,7 +155,7 @@ def display_walk(plan: CalibrationPlan | EvaluationPlan, verb: str) -> Display:
             f"{min(walk.work.num_finished(), walk.num_layers)} of {walk.num_layers} layers are done. "
             "The same command resumes"
         ),
-        console.own_command(without="--dry-run"),
+        console.own_command(),
     )
     return display
 

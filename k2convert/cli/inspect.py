@@ -111,6 +111,10 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
 def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[str, Any]:
     exponents, counts = np.unique(layer.smoothing_exponents, return_counts=True)
     shared = layer.shared_down_amax
+    cache = None
+    if layer.kv_amax is not None:
+        names = ("amax", "subnormal_share", "saturated_share")
+        cache = {name: getattr(layer, f"kv_{name}").tolist() for name in names}
     return {
         "dense": layer.is_dense,
         "tokens": layer.tokens.tolist(),
@@ -122,14 +126,8 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
         "saliency": layer.saliency.tolist(),
         "router_weight": layer.router_weight.tolist(),
         "without_imatrix": list(layer.without_imatrix),
-        "kv_cache": None if layer.kv_amax is None else _cache_document(layer),
+        "kv_cache": cache,
     }
-
-
-def _cache_document(layer: LayerStatistics) -> dict[str, list[float]]:
-    found = (layer.kv_amax, layer.kv_subnormal_share, layer.kv_saturated_share)
-    names = ("amax", "subnormal_share", "saturated_share")
-    return {name: values.tolist() for name, values in zip(names, found, strict=True) if values is not None}
 
 
 def _show_statistics(document: dict[str, Any]) -> None:

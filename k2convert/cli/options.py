@@ -177,27 +177,19 @@ def verb(options: type) -> Callable[..., None]:
     def command(**values: Any) -> None:
         from k2convert.cli import console
 
-        console.begin(json=values.get("json", False), quiet=values.get("quiet", False))
+        console.Asked.json = values.get("json", False)
+        console.Asked.quiet = values.get("quiet", False)
         said = "" if values.get("dry_run") else _INTERRUPTED.get(name, "")
         say_when_interrupted(lambda: said, resumes=bool(said) and name != "validate")
         getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
     hints = get_type_hints(options)
+    signature = inspect.signature(options)
     shown = {known.name: Annotated[hints[known.name], known.metadata[_SHOWN]] for known in fields(options)}
+    given = [each.replace(annotation=shown[each.name]) for each in signature.parameters.values()]
     command.__name__ = name
     command.__doc__ = options.__doc__
-    command.__annotations__ = shown
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-        [
-            inspect.Parameter(
-                known.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if known.default is MISSING else known.default,
-                annotation=shown[known.name],
-            )
-            for known in fields(options)
-        ]
-    )
+    command.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # what typer reads
     return command
 
 
@@ -208,15 +200,10 @@ def job_command(verb: str, options: Any) -> "JobCommand":
     words = ["k2convert", verb]
     for number, known in enumerate(fields(options)):
         value = getattr(options, known.name)
-        if number < 2:
-            words += map(str, cast(list[object], value) if isinstance(value, list) else [value])
-            continue
-        if value == known.default or known.name == "dry_run":
-            continue
+        given = cast(list[object], value) if isinstance(value, list) else [value]
         name = {"settings": "set"}.get(known.name, known.name).replace("_", "-")
-        if value is True:
-            words.append(f"--{name}")
-        else:
-            given = cast(list[object], value) if isinstance(value, list) else [value]
-            words += [word for one in given for word in (f"--{name}", str(one))]
+        if number < 2:
+            words += map(str, given)
+        elif value != known.default and known.name != "dry_run":
+            words += [f"--{name}"] if value is True else [word for one in given for word in (f"--{name}", str(one))]
     return JobCommand(tuple(words), str(Path.cwd()))

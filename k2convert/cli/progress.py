@@ -6,7 +6,7 @@ first line comes within half a second, then every 10 s for two minutes, then eve
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -41,7 +41,7 @@ class Display:
 
     def __init__(self, what: str, extent: Extent) -> None:
         """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
-        self._quiet = console.is_quiet()
+        self._quiet = console.Asked.quiet
         self._is_live = not self._quiet and console.ERRORS.is_terminal
         self.tally = Tally(extent, note=console.notifier())
         self.rows = Rows(self.tally)
@@ -52,9 +52,7 @@ class Display:
 
     def __enter__(self) -> Tally:
         if self._is_live:
-            self._live = Live(
-                get_renderable=lambda: self.rows, console=console.ERRORS, refresh_per_second=4, transient=True
-            )
+            self._live = Live(self.rows, console=console.ERRORS, refresh_per_second=4, transient=True)
             self._live.start()
         self._thread.start()
         return self.tally
@@ -107,7 +105,8 @@ class _Lines:
     def text(self) -> str:
         tally = self.tally
         parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
-        names = tally.take_new_shards()
+        names = tally.new_shards
+        tally.new_shards = []
         more = ""
         if len(names) > _MAX_NAMES:
             more = f" and {len(names) - _MAX_NAMES} more"
@@ -217,34 +216,23 @@ class Rows:
         yield Text(", ".join(parts), no_wrap=True, overflow="crop")
 
 
-class Waiting:
-    """Shows what a command waits for before there is progress: a spinner, or one line after half a second."""
+def waiting(text: str) -> ExitStack:
+    """Show what a command waits for, until the result is closed: a spinner, or one line after half a second."""
+    shown = ExitStack()
+    if console.Asked.quiet:
+        return shown
+    if console.ERRORS.is_terminal:
+        status = Status(Text(visible(text), no_wrap=True, overflow="ellipsis"), console=console.ERRORS)
+        status.start()
+        shown.callback(_stop, status)
+    else:
+        timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
+        timer.daemon = True
+        timer.start()
+        shown.callback(timer.cancel)
+    return shown
 
-    def __init__(self, text: str) -> None:
-        self._status: Status | None = None
-        self._timer: threading.Timer | None = None
-        if console.is_quiet():
-            return
-        if console.ERRORS.is_terminal:
-            waiting = Text(visible(text), no_wrap=True, overflow="ellipsis")
-            self._status = Status(waiting, console=console.ERRORS)
-        else:
-            self._timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
-            self._timer.daemon = True
 
-    def __enter__(self) -> "Waiting":
-        for shown in (self._status, self._timer):
-            if shown is not None:
-                shown.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Stop waiting. May be called twice."""
-        if self._status is not None:
-            with suppress(OSError):
-                self._status.stop()
-        if self._timer is not None:
-            self._timer.cancel()
+def _stop(status: Status) -> None:
+    with suppress(OSError):
+        status.stop()

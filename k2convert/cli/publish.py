@@ -67,7 +67,7 @@ def publish(options: PublishOptions) -> None:
         console.print_note(f"{target.repo}: {revision} already holds this result")
         commit = str(target.head)
     else:
-        if not console.is_quiet():
+        if not console.Asked.quiet:
             files = ", ".join(publication.files)
             console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {files}")
         with (
@@ -81,7 +81,7 @@ def publish(options: PublishOptions) -> None:
                 validation, hashes = validate_publication(
                     publication, source=origin, shards=shards, statistics=calibrated, events=events
                 )
-            if not console.is_quiet():
+            if not console.Asked.quiet:
                 console.print_note(validation.contract.summary)
             with Display("publish", Extent({"upload": (ledger.num_bytes, 0)})) as events:
                 commit = publish_folder(publication, validation, hashes, events=events)

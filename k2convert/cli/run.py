@@ -24,7 +24,7 @@ from k2convert.cli.forecast import (
 )
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import job_command
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Display, waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
@@ -76,7 +76,7 @@ def run(options: RunOptions) -> None:
     if options.destination.startswith(SCHEME):
         bound_memory()
     with (
-        Waiting(f"reads the headers of {options.source}") as waiting,
+        waiting(f"reads the headers of {options.source}") as waits,
         open_job(_job_options(options), hub=Hub(notify=console.notifier())) as job,
     ):
         if options.evaluate:
@@ -84,7 +84,7 @@ def run(options: RunOptions) -> None:
 
             text = text_files(options.evaluate, device=options.device)
             job = with_evaluation(job, text, any_text=options.any_text)
-        waiting.end()
+        waits.close()
         if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
             options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
         notices = [] if job.target is None else list(job.target.notices)
@@ -177,7 +177,7 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     last = None
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
-    with Waiting("measures the disk and the kernels"):
+    with waiting("measures the disk and the kernels"):
         estimated = estimate(job, memory=needed if last is None else max(needed, last.memory))
     document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
     views: list[str | Callable[[], None]] = [partial(show_plan, job, document)]
@@ -201,11 +201,11 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     for found in (walk, last):
         if found is not None:
             found.check(options.source, may_be_long=options.long)
-    console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command())
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
-    with Waiting("looks at the cluster"), _open_cluster(options) as cluster:
+    with waiting("looks at the cluster"), _open_cluster(options) as cluster:
         found = cluster.capacity
     has = f"{counted(found.nodes, 'node')}, {counted(found.cpus, 'CPU')}"
     rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
@@ -217,7 +217,7 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
         f"cluster: {has}; {lack if found.lack else rate}",
     )
     check_room(job)
-    console.print_next(console.own_command(without="--dry-run"))
+    console.print_next(console.own_command())
 
 
 def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":

@@ -218,12 +218,6 @@ class Tally:
             for phase in (*LAYER_PHASES, "ask"):
                 self._count(phase, tokens)
 
-    def take_new_shards(self) -> list[str]:
-        with self._lock:
-            names = self.new_shards
-            self.new_shards = []
-            return names
-
     @property
     def has_worked(self) -> bool:
         return self.tensors > 0 or any(meter.is_moving for meter in self.meters.values())

@@ -17,7 +17,7 @@ from k2convert.cli import console
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import NOTHING_KEPT
-from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.progress import Display, waiting
 from k2convert.cli.verbs import ValidateOptions
 from k2convert.errors import (
     CheckpointError,
@@ -59,14 +59,11 @@ TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
 def validate(options: ValidateOptions) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails."""
     layers = _check_options(options)
-    against = options.against
-    text = options.text
     request = None
     if layers is not None:
         request = LayersRequest(layers, options.hidden_states, options.tokens)
     hub = Hub(notify=console.notifier())
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
-        hidden_states = options.hidden_states
         # Checked now, because it is used after the pass over the shards, which may take hours.
         if layers is not None:
             require_extra("torch", purpose="--layers")
@@ -74,22 +71,24 @@ def validate(options: ValidateOptions) -> None:
             from k2convert.validation.layers.check import check_layers_exist
 
             check_layers_exist(opened.source, layers)
-        if hidden_states is not None:
-            if not hidden_states.is_file():
-                raise CheckpointError(f"{hidden_states}: no such file. Pass a file of hidden states.")
+        if options.hidden_states is not None:
+            if not options.hidden_states.is_file():
+                raise CheckpointError(f"{options.hidden_states}: no such file. Pass a file of hidden states.")
             with remedy("Capture the hidden states again, or leave out --hidden-states."):
-                read_header(hidden_states)
-        if against is not None:
+                read_header(options.hidden_states)
+        if options.against is not None:
             with remedy("Pass a complete NVFP4 checkpoint to --against."):
-                open_checkpoint(against)
-        if request is not None and opened.source is not None and text:
+                open_checkpoint(options.against)
+        if request is not None and opened.source is not None and options.text:
             use = TextUse(tokens=options.tokens, window=TEXT_WINDOW, seed=0)
-            request = replace(request, hidden_states=(windows := read_windows_of(opened.source, text, use)))
+            request = replace(request, hidden_states=(windows := read_windows_of(opened.source, options.text, use)))
             for note in windows.notes:
                 console.print_note(note)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
-        total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
+        total = opened.bytes_to_read(layers)
+        if options.against is not None:
+            total += folder_bytes(options.against)
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         cost = None
@@ -105,7 +104,7 @@ def validate(options: ValidateOptions) -> None:
                 folder=opened.folder,
                 source=opened.source,
                 reference=options.reference,
-                against=against,
+                against=options.against,
                 layers=request,
                 events=events,
                 shards=opened.shards,
@@ -162,7 +161,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
     if (source := opened.seen) is None or opened.source is None:
         return None
     try:
-        with Waiting("measures one expert"):
+        with waiting("measures one expert"):
             converted = None
             if not opened.shards.is_remote:
                 converted = open_checkpoint(opened.folder)
