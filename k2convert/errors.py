@@ -202,7 +202,7 @@ def check_flags(**values: object) -> None:
 
 def missing_module(extra: Extra) -> str | None:
     """Return the first module of an extra that is not installed, or None. Imports nothing."""
-    return next((module for module in _EXTRAS[extra] if not _is_installed(module)), None)
+    return next((module for module in _EXTRAS[extra] if find_spec(module) is None), None)
 
 
 def require_extra(extra: Extra, *, purpose: str) -> None:
@@ -235,12 +235,6 @@ def _own_requirement(name: str, extra: str) -> list[str]:
     if source is not None:
         return [f"{name} @ {source['vcs']}+{url}@{source['commit_id']}"]
     return [f"{name} @ {url}"] if url else [name]
-
-
-def _is_installed(module: str) -> bool:
-    if module in sys.modules:
-        return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]  # None blocks an import
-    return find_spec(module) is not None
 
 
 def counted(count: int, noun: str) -> str:
@@ -307,23 +301,20 @@ _REMEDIES: Final = {
 def explain(error: BaseException, *, resumes: bool) -> str | None:
     """Return the one line for a failure of the machine; None for anything else. Work of one that `resumes` is kept."""
     line = _explain(error)
-    is_kept = resumes and line is not None and line.endswith(_AGAIN)
-    if is_kept:
+    if resumes and line is not None and line.endswith(_AGAIN):
         return f"{line} Finished work is kept."
     return line
 
 
 def _explain(error: BaseException) -> str | None:
-    if isinstance(error, MemoryError):
+    if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        return _explain_file(error)
+    if isinstance(error, MemoryError | OSError):
         return _NO_MEMORY
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return _NO_THREAD
     if isinstance(error, ImportError) and ("failed to map segment" in str(error) or "annot allocate" in str(error)):
         return _NO_MEMORY
-    if isinstance(error, OSError):
-        if error.errno == errno.ENOMEM:
-            return _NO_MEMORY
-        return _explain_file(error)
     if isinstance(error, ValueError) and "null byte" in str(error):
         return "a name has a null character, which no file has. Choose a different name."
     return None

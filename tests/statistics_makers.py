@@ -106,7 +106,7 @@ def layers_by_pass(
     """The hidden states after the first layers on ids [W, T], `chunk` windows at a time, and their statistics."""
     import torch
 
-    from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
+    from k2convert.calibration.accumulate import LayerAccumulator
     from k2convert.forward.decoder import DecoderLayer, embed
     from k2convert.forward.weights import WeightReader
 
@@ -114,7 +114,7 @@ def layers_by_pass(
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         hidden = embed(reader, ids)
         for number in range(num_layers):
-            accumulator = LayerAccumulator(reader, number, seed=3, tokens=LayerTokens.of(ids.numpy()))
+            accumulator = LayerAccumulator(reader, number, seed=3, ids=ids.numpy())
             layer = DecoderLayer(reader, number, devices, workers)
             hidden = torch.cat([layer.run(states, accumulator) for states in hidden.split(chunk)])
             found.append(accumulator.finish())

@@ -6,9 +6,10 @@ kept until then. Sums are FP64, added in the order of the tokens, and divided on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,18 +17,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.calibration.channels import MIN_LAYER_TOKENS, MIN_TOKENS, drawn_to_even
 from k2convert.calibration.layer_files import gather_statistics, write_layer
 from k2convert.calibration.plan import CalibrationPlan
 from k2convert.calibration.smoothing import (
+    MIN_HELD_OUT,
     SAMPLED_TOKENS,
-    HeldOut,
-    InputTokens,
     TokenSample,
-    chunks,
     find_exponents,
     imatrix_gains,
     sampled_experts,
-    weighted_squares,
 )
 from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out_tokens, is_varied
@@ -38,8 +37,12 @@ from k2convert.forward.walk import States, Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
 from k2convert.models.names import WEIGHT
+from k2convert.quantize.rules.search_bf16 import block_importance
 from k2convert.records.command import JobCommand
 from k2convert.records.events import SILENT, Events
+
+_CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
+_CUDA_CHUNK_ROWS: Final = 1 << 15
 
 Save = Callable[[LayerStatistics, int], None]
 """Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
@@ -53,7 +56,7 @@ def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, eve
     """
     with closing(walk_layers(walk, states, events=events)) as layers:
         for layer in layers:
-            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, tokens=LayerTokens.of(walk.ids))
+            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, ids=walk.ids)
             with layer.writing() as write:
                 for first, (hidden,) in layer.chunks():
                     layer.run(first, hidden, accumulator)
@@ -82,17 +85,6 @@ def calibrate(plan: CalibrationPlan, *, command: JobCommand | None = None, event
     return header
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One MLP on the tokens int64 [t]: router weights f32 [t], inner activations f32 [t, I], output norms f64 [t]."""
-
-    expert: int | None
-    tokens: Tensor
-    weights: Tensor | None
-    inner: Tensor
-    norms: Tensor
-
-
 @dataclass(slots=True)
 class _Sums:
     """Sums over the tokens of one expert: weighted squares f64 [I], p * ||f(x)||, p; the largest magnitude."""
@@ -105,39 +97,37 @@ class _Sums:
 
     def add(self, values: Tensor, weights: Tensor) -> None:
         """Add values f32 [t, I] with weights f64 [t]."""
-        added = weighted_squares(values, weights)
+        added = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
+        for rows in _chunks(values):
+            added += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
         self.squares = added if self.squares is None else self.squares + added
         least, largest = values.aminmax()
         self.amax = max(self.amax, -float(least), float(largest))
         self.tokens += values.shape[0]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerTokens:
-    """The tokens that a layer gets, in order: whether they are varied, and which are held out, bool [tokens]."""
-
-    are_varied: bool
-    held_out: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, ids: NDArray[np.int64]) -> LayerTokens:
-        """Return what is known of token ids int64 [windows, tokens]."""
-        windows, length = ids.shape
-        return cls(is_varied(ids), held_out_tokens((windows, length)))
+    def importance_without(self, held_out: _Sums, *, few: int) -> NDArray[np.uint8]:
+        """Return the importance uint8 [I] by the tokens that are not held out, as for fewer than `few` tokens."""
+        assert self.squares is not None
+        assert held_out.squares is not None
+        tokens = self.tokens - held_out.tokens
+        squares = (self.squares - held_out.squares).clamp_(min=0)  # a difference of sums may be a little below
+        mean_square = (squares / max(1, tokens)).float().cpu().numpy()
+        return block_importance(drawn_to_even(mean_square, tokens, few=few))
 
 
 class LayerAccumulator:
-    """Sums the statistics of layer number `layer` over chunks of `tokens`; `seed` draws what choices are made by.
+    """Sums the statistics of layer number `layer` over chunks of the tokens `ids` int64 [windows, tokens], in order.
 
-    Tokens that are not varied say nothing of others: nothing is chosen by them. A chunk counts when its `output` is
-    reported; without that, the next `block` begins it again.
+    `seed` draws what choices are made by. Tokens that are not varied say nothing of others: nothing is chosen by them.
+    A chunk counts when its `output` is reported; without that, the next `block` begins it again.
     """
 
-    def __init__(self, reader: WeightReader, layer: int, *, seed: int, tokens: LayerTokens) -> None:
+    def __init__(self, reader: WeightReader, layer: int, *, seed: int, ids: NDArray[np.int64]) -> None:
+        self.is_varied = is_varied(ids)
         self._reader = reader
         self._layer = layer
         self._seed = seed
-        self._tokens = tokens
+        self._is_held_out = held_out_tokens(ids.shape)
         self._weight = 0.0
         self._num_experts = 1
         self._is_moe = False
@@ -145,10 +135,11 @@ class LayerAccumulator:
         self._shared = _Sums()
         self._experts: dict[int, _Sums] = {}
         self._sample = TokenSample(f"tokens/{seed}/{layer}")
-        self._held_out: dict[int | None, HeldOut] = {}
+        self._held_out: dict[int | None, tuple[_Sums, TokenSample]] = {}
         self._cached = self._cached_now = NOTHING_CACHED
         self._x = torch.empty(0)
-        self._calls: list[_Call] = []
+        # Expert, tokens int64 [t], router weights f32 [t], inner activations f32 [t, I] and output norms f64 [t].
+        self._calls: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
 
     def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
         """Begin a chunk with the MLP's input f32 [T, K], and what a KV cache holds of its tokens."""
@@ -163,33 +154,32 @@ class LayerAccumulator:
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
         """Keep what one MLP did until the token weights are known."""
-        self._calls.append(_Call(expert, tokens_t, weights_t, inner_tI, _square_sums(output_tK).sqrt()))
+        self._calls.append((expert, tokens_t, weights_t, inner_tI, _square_sums(output_tK).sqrt()))
 
     def output(self, h_TK: Tensor) -> None:
         """End a chunk with the hidden states f32 [T, K] after the layer, all finite: add it to the sums."""
         weights = token_weights(h_TK)
         done = self._input.tokens
-        is_held_out = torch.as_tensor(self._tokens.held_out[done : done + h_TK.shape[0]]).to(h_TK.device)
+        is_held_out = torch.as_tensor(self._is_held_out[done : done + h_TK.shape[0]]).to(h_TK.device)
         self._hold_out(None, self._x, weights, is_held_out)
         sampled = sampled_experts(self._num_experts)
         self._weight += float(weights.sum())
         self._input.add(self._x, weights)
         self._sample.add(self._x, weights)
-        for call in self._calls:
+        for expert, tokens, weights_t, inner, norms in self._calls:
             sums = self._shared
-            if call.expert is not None:
-                sums = self._experts.setdefault(call.expert, _Sums())
-            own = weights[call.tokens]
-            norms = call.norms
-            routed = float(call.tokens.numel())
-            if call.weights is not None:
-                p = call.weights.double()
+            if expert is not None:
+                sums = self._experts.setdefault(expert, _Sums())
+            own = weights[tokens]
+            routed = float(tokens.numel())
+            if weights_t is not None:
+                p = weights_t.double()
                 own = own * p.square()
                 norms = norms * p
                 routed = float(p.sum())
-            sums.add(call.inner, own)
-            if call.expert in sampled:
-                self._hold_out(call.expert, call.inner, own, is_held_out[call.tokens])
+            sums.add(inner, own)
+            if expert in sampled:
+                self._hold_out(expert, inner, own, is_held_out[tokens])
             sums.router_weight += routed
             sums.saliency += float(norms.sum())
         self._x = torch.empty(0)
@@ -200,8 +190,8 @@ class LayerAccumulator:
         """Keep the held-out tokens at the input of gate and up (None), or of down of an expert."""
         if is_held_out.any():
             name = f"held out/{self._seed}/{self._layer}/{expert}"
-            found = self._held_out.setdefault(expert, HeldOut(TokenSample(name)))
-            found.add(values[is_held_out], weights[is_held_out])
+            for kept in self._held_out.setdefault(expert, (_Sums(), TokenSample(name))):
+                kept.add(values[is_held_out], weights[is_held_out])
 
     def finish(self) -> LayerStatistics:
         """Return the layer's statistics; searches the smoothing exponents of a MoE layer with SAMPLED_TOKENS tokens.
@@ -214,7 +204,7 @@ class LayerAccumulator:
             )
         found = replace(self._statistics(), imatrix=self._choose_imatrix())
         # 64 tokens made k2-tiny worse by 2 %.
-        if not (self._is_moe and self._tokens.are_varied) or self._input.tokens < SAMPLED_TOKENS:
+        if not (self._is_moe and self.is_varied) or self._input.tokens < SAMPLED_TOKENS:
             return found
         inputs = self._sample.weighted(self._weight / self._input.tokens)
         exponents = find_exponents(
@@ -224,16 +214,17 @@ class LayerAccumulator:
 
     def _choose_imatrix(self) -> NDArray[np.uint8]:
         """Return where rule `imatrix` gains, uint8 [2]; searches nothing."""
-        if not self._tokens.are_varied or None not in self._held_out:
+        if not self.is_varied or None not in self._held_out or self._held_out[None][0].tokens < MIN_HELD_OUT:
             return np.zeros(2, dtype=np.uint8)
-        found: dict[int | None, InputTokens] = {}
-        for expert, held_out in self._held_out.items():
+        inputs: dict[int | None, tuple[Tensor, NDArray[np.uint8]]] = {}
+        for expert, (held_out, sample) in self._held_out.items():
             sums = self._input if expert is None else self._experts[expert]
-            assert sums.squares is not None
-            found[expert] = InputTokens(sums.tokens, sums.squares, held_out)
+            few = MIN_LAYER_TOKENS
+            if self._is_moe and expert is not None:
+                few = MIN_TOKENS
+            inputs[expert] = (sample.weighted(1.0), sums.importance_without(held_out, few=few))
         mlp = f"{detect_family(self._reader.checkpoint).layer.format(layer=self._layer)}.mlp"
-        inner = {expert: tokens for expert, tokens in found.items() if expert is not None}
-        return imatrix_gains(self._reader, mlp, block=found[None], inner=inner, is_dense=not self._is_moe)
+        return imatrix_gains(self._reader, mlp, inputs, is_dense=not self._is_moe)
 
     def _statistics(self) -> LayerStatistics:
         kv = self._cached
@@ -277,6 +268,15 @@ def token_weights(h_TK: Tensor) -> Tensor:
 def _square_sums(values: Tensor) -> Tensor:
     """Return the sum of squares of each row of f32 [t, K], f64 [t]."""
     sums = torch.empty(values.shape[0], dtype=torch.float64, device=values.device)
-    for rows in chunks(values):
+    for rows in _chunks(values):
         sums[rows] = values[rows].double().square_().sum(dim=1)
     return sums
+
+
+def _chunks(values: Tensor) -> Iterator[slice]:
+    """Yield rows of f32 [t, I] that are summed in FP64 at once: few on a CPU, many on a GPU."""
+    step = _CUDA_CHUNK_ROWS
+    if values.device.type == "cpu":
+        step = _CHUNK_ROWS
+    for start in range(0, values.shape[0], step):
+        yield slice(start, start + step)

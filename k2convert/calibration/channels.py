@@ -120,18 +120,12 @@ class Calibration:
         if expert >= layer.num_experts:
             raise self._misfit(layer, f"{layer.num_experts} experts")
         row = layer.down_mean_square[expert]
-        tokens = int(layer.tokens[expert])
         if layer.num_experts == 1:
             return self._of_all_tokens(row)
-        if tokens < MIN_TOKENS:
-            return drawn_to_even(row, tokens)
-        return row
+        return drawn_to_even(row, int(layer.tokens[expert]), few=MIN_TOKENS)
 
     def _of_all_tokens(self, mean_square: NDArray[np.float32]) -> NDArray[np.float32]:
-        tokens = self.statistics.tokens
-        if tokens < MIN_LAYER_TOKENS:
-            return drawn_to_even(mean_square, tokens)
-        return mean_square
+        return drawn_to_even(mean_square, self.statistics.tokens, few=MIN_LAYER_TOKENS)
 
     def _misfit(self, layer: LayerStatistics, found: str) -> CalibrationError:
         return CalibrationError(
@@ -212,8 +206,10 @@ def digest_of_exponents(exponents: Mapping[int, NDArray[np.int8]]) -> str | None
     return digest.hexdigest() if is_scaled else None
 
 
-def drawn_to_even(mean_square: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
-    """Return mean squares f32 [K] of few tokens with PRIOR_TOKENS tokens more that are even in each block."""
+def drawn_to_even(mean_square: NDArray[np.float32], tokens: int, *, few: int) -> NDArray[np.float32]:
+    """Return mean squares f32 [K]; with those of fewer than `few` tokens, PRIOR_TOKENS more, even in each block."""
+    if tokens >= few:
+        return mean_square
     blocks = mean_square.astype(np.float64).reshape(-1, BLOCK_SIZE)
     # Columns are added in order, so that the result is the same on every machine.
     total = blocks[:, 0].copy()
@@ -281,8 +277,7 @@ def check_widths(calibration: Calibration, plan: Plan) -> None:
     """Check that every kind of projection has importance for each of its columns; raises CalibrationError."""
     seen: set[tuple[object, ...]] = set()
     for projection in plan.projections:
-        place = locate_module(projection.module)
-        assert place is not None
+        place = _place(projection)
         kind = (place.layer, place.role, place.projection)
         if kind in seen:
             continue

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Final
 
 import numpy as np
@@ -32,7 +32,7 @@ from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.models import read_architecture
-from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.gptq.curvature import CheckStop, Curvature, Team, cut, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
@@ -96,10 +96,7 @@ def shared_scale(weights: Sequence[SourceProjection]) -> float:
     """Return the global scale that projections share."""
     quantizer = NativeQuantizer("mse")
     magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
-    shared = magnitudes[0]
-    for magnitude in magnitudes[1:]:
-        shared = shared.merge(magnitude)
-    return quantizer.global_scale(shared)
+    return quantizer.global_scale(reduce(Magnitude.merge, magnitudes))
 
 
 def by_mse(weight: SourceProjection, global_scale: float) -> Codes:
@@ -147,27 +144,12 @@ class _Routed:
     first_measured: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Expert:
-    """An expert whose gate and up are converted.
+_Expert = tuple[list[Codes], Tensor, tuple[Tensor, Tensor]]
+"""An expert's codes of gate and up; what the source's down makes of the inner activations, f32 [t, K]; and what the
+expert gives in the source and by rule `mse` for the last m of its tokens, f32 [m, K] each."""
 
-    `output` f32 [t, K] is what the source's down makes of the inner activations. `measured` f32 [m, K] are what the
-    expert gives in the source and by rule `mse`, for the last m of its tokens.
-    """
-
-    gate: Codes
-    up: Codes
-    output: Tensor
-    measured: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Down:
-    """A down projection that is not converted yet. `trusted`: moments, shrinkage and curvature; None for rule `mse`."""
-
-    weight: SourceProjection
-    global_scale: float
-    trusted: tuple[Moments, float, Curvature] | None
+_Down = tuple[SourceProjection, float, tuple[Moments, float, Curvature] | None]
+"""A down projection that is not converted yet; its global scale; moments, shrinkage and curvature, None for `mse`."""
 
 
 @dataclass(slots=True)
@@ -217,14 +199,14 @@ class LayerConverter:
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
         experts = self._route(inputs)
         with allowing_tf32(self.devices), closing(self._gates_and_ups(experts, inputs, curvature)) as converted:
-            for number, expert in enumerate(converted):
+            for number, (gate_up, output, measured) in enumerate(converted):
                 tokens = experts[number].tokens
-                for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
+                for kind, codes in zip((GATE, UP), gate_up, strict=True):
                     self.write(self.weights.module(number, kind), codes.weight())
-                self.scratch.subtract(residual_TK, tokens, expert.output)
+                self.scratch.subtract(residual_TK, tokens, output)
                 places = tokens[experts[number].first_measured :] - first
-                for left, output in zip((exact_mK, mse_mK), expert.measured, strict=True):
-                    self.scratch.subtract(left, places, output)
+                for left, own in zip((exact_mK, mse_mK), measured, strict=True):
+                    self.scratch.subtract(left, places, own)
                 self.advance((number + 1) / num_experts, 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, curvature
@@ -233,7 +215,8 @@ class LayerConverter:
         calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
         with run_in_order(lambda call: call(), calls, workers=self.workers) as downs:
             for number, down in enumerate(downs):
-                shrinkages.append(None if down.trusted is None else down.trusted[1])
+                _, _, trusted = down
+                shrinkages.append(None if trusted is None else trusted[1])
                 ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
                 self.advance(1.0, (number + 1) / num_experts)
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
@@ -356,45 +339,45 @@ class LayerConverter:
         x = self.scratch.take(inputs.x, expert.tokens[last]).to(device)
         p = expert.p[last, None].to(device)
         of_source, of_mse = ((other(x) * p).to(self.device) for other in (exact, mse))
-        return _Expert(gate, up, output, (of_source, of_mse))
+        return codes, output, (of_source, of_mse)
 
     def _prepare_down(self, number: int, expert: _Routed, inputs: LayerInputs) -> _Down:
         """Do what converting a down projection needs and no other expert changes."""
         down = self.weights.read(number, DOWN, self.device)
         global_scale = shared_scale([down])
         if expert.fitted < MIN_TOKENS or not self.is_varied:
-            return _Down(down, global_scale, None)
+            return down, global_scale, None
         moments = Moments.start(expert.inner.shape[1], device=self.device)
         for rows in self.scratch.pieces(expert.fitted):
             moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
         moments.complete()
         shrinkage = choose_shrinkage(moments, down.values, global_scale, self._kernel(self.device))
         if shrinkage is None:
-            return _Down(down, global_scale, None)
-        trusted = moments, shrinkage, make_curvature(moments.form(), shrinkage)
-        return _Down(down, global_scale, trusted)
+            return down, global_scale, None
+        return down, global_scale, (moments, shrinkage, make_curvature(moments.form(), shrinkage))
 
     def _convert_down(
         self, number: int, down: _Down, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor
     ) -> float | None:
         """Convert down of an expert, and take what that changes off the residual; returns the ridge's strength."""
+        weight, global_scale, trusted = down
         strength = None
-        if down.trusted is None:
-            codes = by_mse(down.weight, down.global_scale)
+        if trusted is None:
+            codes = by_mse(weight, global_scale)
         else:
-            moments, _, curvature = down.trusted
+            moments, _, curvature = trusted
             missing = Missing.start(moments.forms.shape[1], residual_TK.shape[1], device=self.device)
             for rows in self.scratch.pieces(expert.fitted):
                 left = self.scratch.take(residual_TK, expert.tokens[rows])
                 halves = _halves(expert.tokens[rows], inputs)
                 missing.add(expert.inner[rows], left, halves, self.team)
             correction, strength = correct(moments, missing, self.team)
-            target = down.weight.values
+            target = weight.values
             if correction is not None:
-                target = down.weight.values + correction
-            codes = round_gptq(target, down.global_scale, curvature, self._kernel(self.device, threads=self.workers))
+                target = weight.values + correction
+            codes = round_gptq(target, global_scale, curvature, self._kernel(self.device, threads=self.workers))
         self.write(self.weights.module(number, DOWN), codes.weight())
-        change = DenseWeight(decoded(codes).weight.decode() - down.weight.values)
+        change = DenseWeight(decoded(codes).weight.decode() - weight.values)
 
         def update(rows: slice) -> None:
             self.scratch.subtract(residual_TK, expert.tokens[rows], change.linear(expert.inner[rows]))

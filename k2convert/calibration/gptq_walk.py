@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens, Save, token_weights
+from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
 from k2convert.calibration.gptq_layer import DOWN, GATE, UP, ExpertWeights, LayerConverter
 from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
@@ -89,8 +89,10 @@ class _LayerConversion:
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
         self._team = team
-        self._tokens = LayerTokens.of(self._walk.ids[: self._num_fitted])
-        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, tokens=self._tokens)
+        fitted = self._walk.ids[: self._num_fitted]
+        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, ids=fitted)
+        family = detect_family(layer.reader.checkpoint)
+        self._mlp = f"{family.layer.format(layer=layer.number)}.mlp"
 
     def run(self) -> LayerStatistics:
         """Compute both streams, and convert the experts of a MoE layer; returns the statistics."""
@@ -186,7 +188,7 @@ class _LayerConversion:
                 scratch=self._scratch,
                 workers=self._walk.workers,
                 team=self._team,
-                is_varied=self._tokens.are_varied,
+                is_varied=self._accumulator.is_varied,
                 write=write,
                 advance=self._reach,
                 check_stop=self._options.check_stop,
@@ -207,11 +209,6 @@ class _LayerConversion:
         share = prepared + (rounded - prepared) * gates_and_ups + (1 - rounded) * downs
         self._layer.progress.share = 1.0
         self._layer.progress.reach(int(self._walk.ids.size * share))
-
-    @property
-    def _mlp(self) -> str:
-        family = detect_family(self._layer.reader.checkpoint)
-        return f"{family.layer.format(layer=self._layer.number)}.mlp"
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes [N, K] of the experts' projections in the order in which they are converted."""
@@ -274,14 +271,7 @@ class _CollectedTokens:
         self._team = team
         self._count = 0
 
-    def add(
-        self,
-        x_TK: Tensor,
-        residual_TK: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        halves: Tensor | None,
-    ) -> None:
+    def add(self, x_TK: Tensor, residual_TK: Tensor, routing: Routing, weights: Tensor, halves: Tensor | None) -> None:
         """Add the tokens of one chunk; those that nothing is fitted to come last, and have no halves."""
         places = slice(self._count, self._count + x_TK.shape[0])
         self._x[places], self._residual[places] = x_TK, residual_TK

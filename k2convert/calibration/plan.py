@@ -162,10 +162,7 @@ class WalkPlan:
         phases = dict[Phase, tuple[int, int]]()
         if any(self.fetched):
             total, done = others.get("download", (0, 0))
-            phases["download"] = (
-                total + sum(self.fetched),
-                done + sum(self.fetched[: first * self.num_checkpoints]),
-            )
+            phases["download"] = (total + sum(self.fetched), done + sum(self.fetched[: first * self.num_checkpoints]))
         phase: Phase = "calibrate" if self.work.purpose == "calibration" else "evaluate"
         phases[phase] = (self.num_steps * unit, first * unit)
         return phases

@@ -32,7 +32,7 @@ show that the model will be asked something else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,7 +41,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.channels import MIN_LAYER_TOKENS, MIN_TOKENS, drawn_to_even
 from k2convert.calibration.statistics import MAX_EXPONENT
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
@@ -73,9 +72,6 @@ GAIN_ROWS: Final = 64
 """Rows of a projection that are compared for the gain, of so many experts of a layer."""
 MIN_HELD_OUT: Final = 64
 """With 16 of them on k2-tiny, chance decided."""
-
-_CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
-_CUDA_CHUNK_ROWS: Final = 1 << 15
 
 _FIRST_UNUSABLE_FIELD: Final = FIRST_UNUSABLE_BITS >> 7
 
@@ -114,16 +110,13 @@ def find_scaled_tensors(source: Checkpoint, layer: int) -> ScaledTensors:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GateUpRows:
-    """Of the routed experts' gate and up: mean squares of the columns f64 [K], and sampled rows [n, K] of each kind."""
+def read_gate_up(
+    reader: ShardReader, tensors: ScaledTensors, *, seed: int
+) -> tuple[NDArray[np.float64], list[SourceWeight]]:
+    """Read READ_ROWS rows of the experts' gate and up, as many of each, at places drawn by `seed`.
 
-    mean_square: NDArray[np.float64]
-    rows: tuple[SourceWeight, ...]
-
-
-def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> GateUpRows:
-    """Read READ_ROWS rows of the experts' gate and up, as many of each, at places drawn by `seed`."""
+    Returns the mean squares of their columns f64 [K], and sampled rows [n, K] of each kind.
+    """
     projections = tensors.experts
     generator = np.random.RandomState(zlib.crc32(f"rows/{seed}/{tensors.norm.name}".encode()))
     count = min(projections[0].num_rows, max(1, READ_ROWS // len(projections)))
@@ -135,7 +128,7 @@ def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> G
         # NumPy adds rows in order, the same on every machine.
         squares += np.square(weight.values().astype(np.float64)).sum(axis=0)
         found += [weight.rows(row, row + 1) for row in range(count) if number * count + row in kept]
-    return GateUpRows(squares / (count * len(projections)), _stacked(found))
+    return squares / (count * len(projections)), _stacked(found)
 
 
 def _read_rows(reader: ShardReader, projection: Projection, start: int, count: int) -> SourceWeight:
@@ -153,21 +146,16 @@ def _read_rows(reader: ShardReader, projection: Projection, start: int, count: i
     )
 
 
-def _stacked(rows: list[SourceWeight]) -> tuple[SourceWeight, ...]:
-    int4: list[Int4Weight] = []
-    bf16: list[NDArray[np.uint16]] = []
-    for row in rows:
-        if isinstance(row, Int4Weight):
-            int4.append(row)
-        else:
-            bf16.append(row.bits)
+def _stacked(rows: list[SourceWeight]) -> list[SourceWeight]:
+    int4 = [row for row in rows if isinstance(row, Int4Weight)]
+    bf16 = [row.bits for row in rows if not isinstance(row, Int4Weight)]
     stacked: list[SourceWeight] = []
     if int4:
-        packed, bits = (np.concatenate(parts) for parts in zip(*((r.packed, r.scale_bits) for r in int4), strict=True))
-        stacked.append(Int4Weight(packed=packed, scale_bits=bits))
+        packed = np.concatenate([row.packed for row in int4])
+        stacked.append(Int4Weight(packed, np.concatenate([row.scale_bits for row in int4])))
     if bf16:
         stacked.append(Bf16Weight(np.concatenate(bf16)))
-    return tuple(stacked)
+    return stacked
 
 
 def exactly_scalable(reader: ShardReader, tensors: ScaledTensors) -> NDArray[np.bool_]:
@@ -231,17 +219,22 @@ def find_exponents(
     """
     tensors = find_scaled_tensors(reader.checkpoint, layer)
     with ShardReader(reader.checkpoint.path) as shards:
-        proxy = Proxy(inputs, mean_square, read_gate_up(shards, tensors, seed=seed))
+        proxy = Proxy(inputs, mean_square, *read_gate_up(shards, tensors, seed=seed))
         return descend(proxy, free=exactly_scalable(shards, tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """Estimates the error of a block for given exponents; see above for what it is."""
+    """Estimates the error of a block for given exponents; see above for what it is.
+
+    `mean_square` f32 [K] is that of the inputs, `column_squares` f64 [K] that of the columns of the weights, of which
+    `rows` [n, K] are sampled.
+    """
 
     inputs: Tensor
     mean_square: NDArray[np.float32]
-    weights: GateUpRows
+    column_squares: NDArray[np.float64]
+    rows: Sequence[SourceWeight]
 
     def errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
         """Return the error of each block of 16 channels, f64 [K/16], for exponents int8 [K]."""
@@ -251,12 +244,12 @@ class Proxy:
         scaled = (self.mean_square + _FLOOR_SHARE * self.mean_square.mean(dtype=np.float64)) * squares
         importance = block_importance(scaled.astype(np.float32))
         of_weights = np.zeros(exponents.size)
-        for weight in self.weights.rows:
+        for weight in self.rows:
             divided = weight.divide_columns(exponents, name="rows of gate and up")
             result = dequantize_nvfp4(quantize_by_imatrix(divided, importance))
             of_weights += np.square(result - np.ldexp(weight.values(), -exponents.astype(np.int32))).sum(axis=0)
-        of_weights /= sum(weight.shape[0] for weight in self.weights.rows)
-        channels = of_inputs * self.weights.mean_square / squares
+        of_weights /= sum(weight.shape[0] for weight in self.rows)
+        channels = of_inputs * self.column_squares / squares
         channels += WEIGHT_SHARE * scaled * of_weights
         return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)
 
@@ -323,76 +316,22 @@ class TokenSample:
         return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
 
 
-def chunks(values: Tensor) -> Iterator[slice]:
-    """Yield rows of f32 [t, I] that are summed in FP64 at once: few on a CPU, many on a GPU."""
-    step = _CUDA_CHUNK_ROWS
-    if values.device.type == "cpu":
-        step = _CHUNK_ROWS
-    for start in range(0, values.shape[0], step):
-        yield slice(start, start + step)
-
-
-def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
-    total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    for rows in chunks(values):
-        total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
-    return total
-
-
-@dataclass(slots=True)
-class HeldOut:
-    """The held-out tokens at one input [K]: how many, their weighted squares f64 [K], and a sample of them."""
-
-    sample: TokenSample
-    tokens: int = 0
-    squares: Tensor | float = 0.0
-
-    def add(self, values: Tensor, weights: Tensor) -> None:
-        """Add values f32 [t, K] with weights f64 [t]."""
-        self.tokens += values.shape[0]
-        self.squares = self.squares + weighted_squares(values, weights)
-        self.sample.add(values, weights)
-
-
-@dataclass(frozen=True, slots=True)
-class InputTokens:
-    """All tokens at an input [K]: how many, their weighted squares f64 [K], and those that are held out."""
-
-    tokens: int
-    squares: Tensor
-    held_out: HeldOut
-
-    def importance(self, *, few: int) -> NDArray[np.uint8]:
-        """Return the importance uint8 [K] by the tokens that are not held out, as for fewer than `few` tokens."""
-        tokens = self.tokens - self.held_out.tokens
-        squares = (self.squares - self.held_out.squares).clamp_(min=0)  # a difference of sums may be a little below
-        mean_square = (squares / max(1, tokens)).float().cpu().numpy()
-        return block_importance(drawn_to_even(mean_square, tokens) if tokens < few else mean_square)
-
-
 def imatrix_gains(
-    reader: WeightReader, mlp: str, *, block: InputTokens, inner: Mapping[int, InputTokens], is_dense: bool
+    reader: WeightReader, mlp: str, inputs: Mapping[int | None, tuple[Tensor, NDArray[np.uint8]]], *, is_dense: bool
 ) -> NDArray[np.uint8]:
     """Return whether `imatrix` has less error than `mse` in gate and up, and in down: uint8 [2], 1 for yes.
 
-    `block` is the input of gate and up of the MLP block `mlp`, `inner` that of down of experts. Raises what reading the
-    source raises.
+    `inputs` are weighted held-out ones f32 [n, K], with the importance uint8 [K] by the others: of gate and up of the
+    MLP block `mlp` (None), and of down of experts. Raises what reading the source raises.
     """
     errors = np.zeros((2, 2))
-    if block.held_out.tokens < MIN_HELD_OUT:
-        return np.zeros(2, dtype=np.uint8)
-    of_block = block.importance(few=MIN_LAYER_TOKENS)
     with one_torch_thread():
-        for expert, tokens in sorted(inner.items()):
+        for expert in sorted(number for number in inputs if number is not None):
             module = mlp if is_dense else f"{mlp}.experts.{expert}"
-            of_inner = tokens.importance(few=MIN_LAYER_TOKENS if is_dense else MIN_TOKENS)
             for place, name in enumerate(PROJECTIONS):
                 is_down = place == len(PROJECTIONS) - 1
-                seen, importance = (tokens, of_inner) if is_down else (block, of_block)
-                if seen.held_out.tokens:
-                    inputs = seen.held_out.sample.weighted(1.0)
-                    errors[int(is_down)] += _errors(_spread_rows(reader, f"{module}.{name}"), importance, inputs)
+                held_out, importance = inputs[expert if is_down else None]
+                errors[int(is_down)] += _errors(_spread_rows(reader, f"{module}.{name}"), importance, held_out)
     return (errors[:, 1] < errors[:, 0]).astype(np.uint8)
 
 

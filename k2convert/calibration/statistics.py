@@ -154,31 +154,24 @@ def _problem(layer: LayerStatistics) -> str | None:
 
 
 def _shape_problem(layer: LayerStatistics) -> str | None:
-    experts, width = layer.down_mean_square.shape
-    shared = layer.shared_down_mean_square
-    shared_amax = layer.shared_down_amax
-    if (shared is None) != (shared_amax is None):
+    arrays = layer.arrays()
+    experts = layer.down_mean_square.shape[0]
+    if (layer.shared_down_mean_square is None) != (layer.shared_down_amax is None):
         return "has one of shared_down.mean_square and shared_down.amax"
-    columns = {"gate_up.mean_square": layer.gate_up_mean_square.size, "down.mean_square": width}
-    if shared is not None:
-        columns["shared_down.mean_square"] = shared.size
+    columns = {name: array.shape[-1] for name, array in arrays.items() if name.endswith(".mean_square")}
     for name, size in columns.items():
         if size == 0 or size % BLOCK_SIZE:
             return f"{name} has {size} columns, which is not a multiple of {BLOCK_SIZE}"
     sizes = {
-        "smoothing_exponents": (layer.smoothing_exponents.size, layer.gate_up_mean_square.size),
-        "gate_up.amax": (layer.gate_up_amax.size, 1),
-        "down.amax": (layer.down_amax.size, experts),
-        "tokens": (layer.tokens.size, experts),
-        "saliency": (layer.saliency.size, experts),
-        "router_weight": (layer.router_weight.size, experts),
-        "shared_down.amax": (1 if shared_amax is None else shared_amax.size, 1),
+        "smoothing_exponents": layer.gate_up_mean_square.size,
+        "gate_up.amax": 1,
+        **dict.fromkeys(("down.amax", "tokens", "saliency", "router_weight"), experts),
+        "shared_down.amax": 1,
+        **dict.fromkeys((*_KV, "imatrix"), 2),
     }
-    pairs = {name: layer.arrays()[name].size for name in (*_KV, "imatrix") if name in layer.arrays()}
-    sizes |= {name: (size, 2) for name, size in pairs.items()}
-    for name, (size, expected) in sizes.items():
-        if size != expected:
-            return f"{name} has {size} values, expected {expected}"
+    for name, expected in sizes.items():
+        if name in arrays and arrays[name].size != expected:
+            return f"{name} has {arrays[name].size} values, expected {expected}"
     if layer.is_dense and layer.smoothing_exponents.any():
         return "is dense, but smoothing_exponents are not zero"
     return "has no experts" if experts == 0 else None

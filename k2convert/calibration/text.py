@@ -44,89 +44,74 @@ _FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "ass
 _IDS: Final = 'a list of token ids, or an object with the list "input_ids"'
 
 
-@dataclass(frozen=True, slots=True)
-class PlainFile:
-    """A .txt file: one document in UTF-8."""
+Read = Callable[[Path, int, int], Ids]
+"""Returns the ids of a range of bytes of a file."""
 
-    path: Path
-    tokenizer: TokenizerProcess
 
-    def read(self, start: int, stop: int) -> Ids:
-        """Return the ids of the characters that begin in a range of bytes."""
+def read_plain(path: Path, start: int, stop: int, *, tokenizer: TokenizerProcess) -> Ids:
+    """Return the ids of the characters that begin in a range of bytes of a .txt file, one document in UTF-8."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            raw = file.read(stop - start + 3)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    first = _next_character(raw, 0) if start else 0
+    last = _next_character(raw, stop - start)
+    text = _decode(raw[first:last], path, start + first)
+    return tokenizer.encode(text if start else text.removeprefix("\ufeff"))
+
+
+def read_lines(path: Path, start: int, stop: int, *, ids_of: Callable[[str], Ids]) -> Ids:
+    """Return the ids of the lines that begin in a range of bytes of a .jsonl file, one document after the other.
+
+    `ids_of` gives the ids of a line or raises CalibrationError without a place.
+    """
+    found: list[Ids] = [np.zeros(0, dtype=np.int64)]
+    for offset, raw in _lines(path, start, stop):
+        text = _decode(raw, path, offset).strip("\ufeff \t\r\n")
         try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                raw = file.read(stop - start + 3)
-        except OSError as error:
-            raise _unreadable(self.path, error) from None
-        first = _next_character(raw, 0) if start else 0
-        last = _next_character(raw, stop - start)
-        text = _decode(raw[first:last], self.path, start + first)
-        return self.tokenizer.encode(text if start else text.removeprefix("\ufeff"))
+            if len(raw) > MAX_LINE_BYTES:
+                raise CalibrationError(f"longer than {MAX_LINE_BYTES:,} bytes. Split the document.")
+            if text:
+                found.append(ids_of(text))
+        except CalibrationError as error:
+            raise CalibrationError(f"{path}, line {_line_number(path, offset)}: {error}") from None
+    return np.concatenate(found)
 
 
-@dataclass(frozen=True, slots=True)
-class LineFile:
-    """A .jsonl file: a document a line. `ids_of` gives the ids of a line or raises CalibrationError without a place."""
-
-    path: Path
-    ids_of: Callable[[str], Ids]
-
-    def read(self, start: int, stop: int) -> Ids:
-        """Return the ids of the lines that begin in a range of bytes, one document after the other."""
-        found: list[Ids] = [np.zeros(0, dtype=np.int64)]
-        for offset, raw in self._lines(start, stop):
-            text = _decode(raw, self.path, offset).strip("\ufeff \t\r\n")
-            try:
-                if len(raw) > MAX_LINE_BYTES:
-                    raise CalibrationError(f"longer than {MAX_LINE_BYTES:,} bytes. Split the document.")
-                if text:
-                    found.append(self.ids_of(text))
-            except CalibrationError as error:
-                raise CalibrationError(f"{self.path}, line {self._number_of(offset)}: {error}") from None
-        return np.concatenate(found)
-
-    def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(start - 1, 0))
-                while start > 0 and file.tell() < stop and not file.readline(PIECE_BYTES).endswith(b"\n"):
-                    pass  # the rest of a line that begins before the section
-                while (offset := file.tell()) < stop and (raw := file.readline(MAX_LINE_BYTES + 1)):
-                    yield offset, raw
-        except OSError as error:
-            raise _unreadable(self.path, error) from None
-
-    def _number_of(self, offset: int) -> int:
-        with self.path.open("rb") as file:
-            sizes = [min(PIECE_BYTES, offset - at) for at in range(0, offset, PIECE_BYTES)]
-            return 1 + sum(file.read(size).count(b"\n") for size in sizes)
+def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(start - 1, 0))
+            while start > 0 and file.tell() < stop and not file.readline(PIECE_BYTES).endswith(b"\n"):
+                pass  # the rest of a line that begins before the section
+            while (offset := file.tell()) < stop and (raw := file.readline(MAX_LINE_BYTES + 1)):
+                yield offset, raw
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArray:
-    """An .npy file of token ids, [tokens] or [windows, tokens]; it is mapped, not read."""
-
-    path: Path
-
-    def read(self, start: int, stop: int) -> Ids:
-        """Return the ids of a range of bytes, counted without the file's header."""
-        try:
-            mapped: object = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        except OSError as error:
-            raise _unreadable(self.path, error) from None
-        except Exception as error:  # numpy reads the header as Python, and raises whatever it leads to
-            raise CalibrationError(
-                f"{self.path}: not an .npy file of numbers ({cut(str(error), 120)}). Save the array with numpy.save."
-            ) from None
-        array = cast(Ids, mapped)
-        if not isinstance(mapped, np.ndarray) or array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-            raise CalibrationError(f"{self.path}: not integers of the shape [tokens] or [windows, tokens].")
-        return np.array(array.reshape(-1)[start // array.itemsize : stop // array.itemsize])
+def _line_number(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        sizes = [min(PIECE_BYTES, offset - at) for at in range(0, offset, PIECE_BYTES)]
+        return 1 + sum(file.read(size).count(b"\n") for size in sizes)
 
 
-Source = PlainFile | LineFile | TokenArray
-"""A file that gives token ids."""
+def read_array(path: Path, start: int, stop: int) -> Ids:
+    """Return the ids of a range of bytes of an .npy file, counted without its header; it is mapped, not read."""
+    try:
+        mapped: object = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except Exception as error:  # numpy reads the header as Python, and raises whatever it leads to
+        raise CalibrationError(
+            f"{path}: not an .npy file of numbers ({cut(str(error), 120)}). Save the array with numpy.save."
+        ) from None
+    array = cast(Ids, mapped)
+    if not isinstance(mapped, np.ndarray) or array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise CalibrationError(f"{path}: not integers of the shape [tokens] or [windows, tokens].")
+    return np.array(array.reshape(-1)[start // array.itemsize : stop // array.itemsize])
 
 
 def text_of_line(line: str, tokenizer: TokenizerProcess, template: ChatTemplate) -> Ids:
@@ -283,7 +268,7 @@ def read_windows(
     on every machine. Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing
     holds a token.
     """
-    sources: dict[Path, Source] = {}
+    readers: dict[Path, Read] = {}
     for path in files:
         suffix = path.suffix.lower()
         if not path.exists():
@@ -293,11 +278,11 @@ def read_windows(
         if suffix not in (".txt", ".npy", LINES):
             raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
         if suffix == ".npy":
-            sources[path] = TokenArray(path)
+            readers[path] = read_array
         elif suffix == LINES and has_ids(path):
-            sources[path] = LineFile(path, ids_of_line)
+            readers[path] = partial(read_lines, ids_of=ids_of_line)
     with ExitStack() as stack:
-        if texts := [path for path in files if path not in sources]:
+        if texts := [path for path in files if path not in readers]:
             if tokenizer is None:
                 raise CalibrationError(
                     f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
@@ -307,13 +292,11 @@ def read_windows(
             template = stack.enter_context(ChatTemplate(tokenizer))
             of_line = partial(text_of_line, tokenizer=model, template=template)
             for path in texts:
-                sources[path] = LineFile(path, of_line) if path.suffix.lower() == LINES else PlainFile(path, model)
-        stream = _read(
-            [sources[path] for path in files],
-            vocab_size=vocab_size,
-            enough=READ_PER_TOKEN * max(tokens, window),
-            seed=seed,
-        )
+                readers[path] = partial(read_plain, tokenizer=model)
+                if path.suffix.lower() == LINES:
+                    readers[path] = partial(read_lines, ids_of=of_line)
+        enough = READ_PER_TOKEN * max(tokens, window)
+        stream = _read(files, readers, vocab_size=vocab_size, enough=enough, seed=seed)
     length = min(window, tokens, stream.size)
     if length == 0:
         raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")
@@ -344,7 +327,7 @@ def held_out(num_windows: int) -> NDArray[np.bool_]:
     return (np.arange(num_windows) % HELD_OUT_EVERY == first) & (num_windows > 1)
 
 
-def held_out_tokens(shape: tuple[int, int]) -> NDArray[np.bool_]:
+def held_out_tokens(shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return which tokens of windows of a shape are held out, bool [tokens]; of one window, the last quarter."""
     num_windows, length = shape
     if num_windows == 1:
@@ -352,25 +335,27 @@ def held_out_tokens(shape: tuple[int, int]) -> NDArray[np.bool_]:
     return held_out(num_windows).repeat(length)
 
 
-def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:
-    """Return the ids of all sources, or of enough sections of them, in the order of the sources."""
-    sizes = [source.path.stat().st_size for source in sources]
+def _read(
+    files: Sequence[Path], readers: Mapping[Path, Read], *, vocab_size: int, enough: int, seed: int
+) -> NDArray[np.int32]:
+    """Return the ids of all files, or of enough sections of them, in the order of the files."""
+    sizes = [path.stat().st_size for path in files]
     is_small = sum(sizes) <= WHOLE_BYTES
     sections = [
-        (source, start, min(start + step, size))
-        for source, size in zip(sources, sizes, strict=True)
+        (path, start, min(start + step, size))
+        for path, size in zip(files, sizes, strict=True)
         for step in (size if is_small else SECTION_BYTES,)
         for start in range(0, size, step or 1)
     ]
     found: dict[int, NDArray[np.int32]] = {}
     count = 0
     for index in _shuffled(len(sections), seed):
-        source, start, stop = sections[index]
-        ids = source.read(start, stop)
+        path, start, stop = sections[index]
+        ids = readers[path](path, start, stop)
         for extreme in (ids.min(), ids.max()) if ids.size else ():
             if not 0 <= int(extreme) < vocab_size:
                 raise CalibrationError(
-                    f"{source.path}: holds the token id {int(extreme)}, but the model's vocabulary is "
+                    f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is "
                     f"[0, {vocab_size}). Use the tokenizer of the same checkpoint."
                 )
         found[index] = ids.astype(np.int32)

@@ -80,12 +80,20 @@ def check_no_pointer(path: Path, start: bytes) -> None:
 
 def check_fetched(path: Path) -> None:
     """The same for a file that is not open; raises SourceReadError too."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER))
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    with reading(path), path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
     check_no_pointer(path, start)
+
+
+@contextmanager
+def reading(path: Path, *, missing: str = "") -> Generator[None]:
+    """Turn an OSError in the block into SourceReadError; MalformedFileError that says `missing` if there is no file."""
+    try:
+        yield
+    except OSError as error:
+        if missing and isinstance(error, FileNotFoundError):
+            raise MalformedFileError(f"{path}: {missing}") from None
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
 
 
 def parse_json(text: str) -> Any:
@@ -155,13 +163,8 @@ def read_text_file(path: Path) -> str:
 
 def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
     """Read a file of at most `limit` bytes; raises MalformedFileError, or SourceReadError if reading fails."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(limit + 1)
-    except FileNotFoundError:
-        raise MalformedFileError(f"{path}: missing.") from None
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    with reading(path, missing="missing."), path.open("rb") as file:
+        raw = file.read(limit + 1)
     if len(raw) > limit:
         raise MalformedFileError(f"{path}: larger than {limit:,} bytes, which no file of its kind is.")
     check_no_pointer(path, raw)
@@ -170,12 +173,11 @@ def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
 
 def list_folder(folder: Path) -> list[Path]:
     """Return the files of a folder, sorted; none without a folder. Raises SourceReadError if it cannot be read."""
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise SourceReadError(f"{folder}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    with reading(folder):
+        try:
+            return sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
 def walk_folder(folder: Path) -> list[Path]:
@@ -216,12 +218,9 @@ def pieces(content: Content) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
-    try:
-        with content.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-    except OSError as error:
-        raise SourceReadError(f"{content}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    with reading(content), content.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def file_digest(path: Path) -> str:
@@ -329,19 +328,21 @@ def writing(path: Path) -> Generator[None]:
     except K2ConvertError:
         raise
     except OSError as error:
-        raise write_error(path, error) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            words = "the disk is full. Finished work is kept: free space, run the command again."
+            raise DiskFullError(f"{path}: {words}") from error
+        raise DestinationWriteError(
+            f"{path}: writing failed ({error.strerror}). Finished work is kept: check permissions, limits and the "
+            "disk, or start again in a folder on a different disk."
+        ) from error
 
 
-def write_error(path: Path, error: OSError) -> OSError:
-    """Return the error to raise when writing `path` failed."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFullError(f"{path}: the disk is full. Finished work is kept: free space, run the command again.")
-    if isinstance(error, K2ConvertError):
-        return error
-    return DestinationWriteError(
-        f"{path}: writing failed ({error.strerror}). Finished work is kept: check permissions, limits and the disk, "
-        "or start again in a folder on a different disk."
-    )
+def write_all(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all of `data` at `position`; raises OSError."""
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data = data[count:]
+        position = position + count
 
 
 def holds_exactly(path: Path, content: Content) -> bool:

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, cast
 
 from blake3 import blake3
 
-from k2convert.checkpoint.files import DuplicateKeyError, check_plain_file, parse_json
-from k2convert.errors import CheckpointError, MalformedFileError, SourceReadError, quoted, shortened
+from k2convert.checkpoint.files import DuplicateKeyError, check_plain_file, parse_json, reading
+from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
 
 MAX_HEADER_BYTES = 100_000_000
 LFS_BEGINNING: Final = b"version "  # of a Git LFS pointer; a header of 2 EB would begin so
@@ -76,17 +76,13 @@ class ShardHeader:
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the header of one safetensors file; raises MalformedFileError naming file and tensor."""
-    try:
+    with reading(path, missing="missing, but the index names it."):
         check_plain_file(path)
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = check_header_length(prefix, shard=str(path), file_bytes=file_bytes)
             raw = prefix + file.read(length)
-    except FileNotFoundError:
-        raise MalformedFileError(f"{path}: missing, but the index names it.") from None
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     return parse_header(raw, shard=path.name, file_bytes=file_bytes, where=str(path))
 
 

@@ -164,7 +164,7 @@ def build_checkpoint(
 ) -> Checkpoint:
     """Check an index against the headers that `load(shard name)` returns. `present` names the existing shard files."""
     weight_map = _weight_map(index, folder=folder)
-    names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_SHARD_NAME]
+    names = sorted(set(weight_map.values())) or [SINGLE_SHARD_NAME]
     headers = {shard: load(shard) for shard in names}
     tensors: dict[str, TensorInfo] = {}
     for header in headers.values():
@@ -175,22 +175,21 @@ def build_checkpoint(
                     "are from different checkpoints."
                 )
             tensors[name] = tensor
-    if weight_map is not None:
-        for name, shard in weight_map.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.shard != shard:
-                found = "no shard has it"
-                if tensor is not None:
-                    found = f"it is in {tensor.shard}"
-                raise MalformedFileError(
-                    f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
-                )
-        if len(weight_map) != len(tensors):
-            extra = next(name for name in tensors if name not in weight_map)
-            raise CheckpointError(
-                f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Add it to its weight_map, or "
-                "save the model again, so that shards and index are of one run."
+    for name, shard in weight_map.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shard != shard:
+            found = "no shard has it"
+            if tensor is not None:
+                found = f"it is in {tensor.shard}"
+            raise MalformedFileError(
+                f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
             )
+    if weight_map and len(weight_map) != len(tensors):
+        extra = next(name for name in tensors if name not in weight_map)
+        raise CheckpointError(
+            f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Add it to its weight_map, or "
+            "save the model again, so that shards and index are of one run."
+        )
     metadata: object = (index or {}).get("metadata") or {}
     if not isinstance(metadata, dict):
         raise MalformedFileError(f"{folder / INDEX_NAME}: metadata is not a JSON object.")
@@ -198,9 +197,9 @@ def build_checkpoint(
     return Checkpoint(folder, config_text, headers, tensors, freeze(metadata), stray)
 
 
-def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str] | None:
+def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]:
     if index is None:
-        return None
+        return {}
     where = folder / INDEX_NAME
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -52,7 +52,6 @@ def model_name(folder: Path) -> str:
     """Return the name of a model's folder; in the Hub's cache, where that is a commit, the repository's."""
     folder = folder.resolve()
     repo = folder.parent.parent.name
-    is_cached = folder.parent.name == SNAPSHOTS and repo.startswith(_CACHED_MODEL)
-    if is_cached:
+    if folder.parent.name == SNAPSHOTS and repo.startswith(_CACHED_MODEL):
         return repo.rpartition("--")[2]
     return folder.name

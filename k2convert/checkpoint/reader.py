@@ -16,7 +16,6 @@ import math
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
 from types import TracebackType
@@ -113,13 +112,8 @@ def is_zero(data: Bytes) -> bool:
     return not (data[:PAGE_BYTES].any() or data.any())
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """One open shard. `direct` is the O_DIRECT descriptor, None if the filesystem refuses it."""
-
-    buffered: int
-    direct: int | None
-    cache: PageCache | None
+_Opened = tuple[int, int | None, PageCache | None]
+"""The descriptor of a shard, its O_DIRECT descriptor, and its cached pages; None for what the filesystem refuses."""
 
 
 class ShardReader:
@@ -127,7 +121,7 @@ class ShardReader:
 
     def __init__(self, locate: Callable[[str], Path]) -> None:
         self._locate = locate
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _Opened] = {}
         self._descriptors: list[int] = []
         self._is_closed = False
         self._lock = Lock()
@@ -146,14 +140,13 @@ class ShardReader:
         if begin == end:
             return _NOTHING
         try:
-            file = self._open(tensor.shard)
+            descriptor, direct, cache = self._open(tensor.shard)
             first = begin - begin % PAGE_BYTES
             pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
             position = begin
-            descriptor = file.buffered
             unit = 1
-            if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
-                descriptor = file.direct
+            if direct is not None and cache is not None and not cache.holds_most(begin, end):
+                descriptor = direct
                 unit = PAGE_BYTES
             while position < end:
                 start = position - position % unit
@@ -180,7 +173,7 @@ class ShardReader:
             return data
         return data.copy()
 
-    def _open(self, shard: str) -> _File:
+    def _open(self, shard: str) -> _Opened:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the reader is closed")
@@ -263,7 +256,7 @@ class FileHash:
         self._thread.join()
 
 
-def _open_file(path: Path, descriptors: list[int]) -> _File:
+def _open_file(path: Path, descriptors: list[int]) -> _Opened:
     """Open a file; its descriptors are in the list as soon as they exist."""
     descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     buffered = descriptors[-1]
@@ -271,8 +264,8 @@ def _open_file(path: Path, descriptors: list[int]) -> _File:
     try:
         cache = PageCache(buffered)
     except (OSError, ValueError):
-        return _File(buffered, None, None)
-    return _File(buffered, _open_direct(path, descriptors), cache)
+        return buffered, None, None
+    return buffered, _open_direct(path, descriptors), cache
 
 
 def _open_direct(path: Path, descriptors: list[int]) -> int | None:

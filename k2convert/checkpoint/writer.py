@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_error, writing
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_all, writing
 from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
 from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
@@ -128,10 +128,8 @@ class ShardWriter:
         self._filled = 0
         self._current = (self._current + 1) % NUM_STAGING
         while len(self._pending) >= NUM_STAGING:
-            try:
+            with writing(self._path):
                 self._settle()
-            except OSError as error:
-                raise write_error(self._path, error) from error
 
     def _settle(self) -> None:
         for done in self._pending.popleft():
@@ -146,10 +144,9 @@ class ShardWriter:
         aligned = 0
         if self._direct is not None:
             aligned = len(used) - len(used) % ALIGNMENT
-        if self._direct is not None:
-            _write_all(self._direct, used[:aligned].data, position)
+            write_all(self._direct, used[:aligned].data, position)
         if aligned < len(used):
-            _write_all(self._descriptor, used[aligned:].data, position + aligned)
+            write_all(self._descriptor, used[aligned:].data, position + aligned)
             # Otherwise `commit` would wait for all of it.
             start_writing(self._descriptor, position + aligned, len(used) - aligned)
 
@@ -172,13 +169,6 @@ class ShardWriter:
             self.discard()
         _unfinished.discard(self)
         self._opened.close()
-
-
-def _write_all(descriptor: int, view: memoryview, position: int) -> None:
-    while len(view):
-        count = os.pwrite(descriptor, view, position)
-        view = view[count:]
-        position = position + count
 
 
 def _open_direct(name: str, folder: int) -> int | None:

@@ -144,6 +144,7 @@ class Asked:
             raise ValueError(f"again is {self.again:,}, more than {self.text.windows:,} windows")
         if self.text.window < 2 or self.top_k < 1 or self.text.window * self.top_k > MAX_VALUES:
             raise ValueError(f"{self.text.window:,} tokens with {self.top_k:,} log-probabilities each are no question")
+        self.windows()
 
     def windows(self) -> NDArray[np.int32]:
         """Return the windows of token ids, i32 [windows, tokens]; raises ValueError if they are not that many."""
@@ -288,12 +289,9 @@ def open_saved(folder: Path) -> AnswerFolder:
 def _find(kind: type[Any], path: Path) -> Any:
     """Return a sealed file's content; None if it is missing, damaged or of another form."""
     try:
-        found = read_sealed(kind, path)
-        if isinstance(found, Asked):
-            found.windows()
-    except ValueError:  # a malformed file too
+        return read_sealed(kind, path)
+    except ValueError:  # a malformed file
         return None
-    return found
 
 
 def packed(array: NDArray[Any]) -> str:

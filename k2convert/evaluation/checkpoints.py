@@ -49,10 +49,9 @@ class EvaluatedCheckpoint:
 
     def kept_experts(self, layer: int) -> tuple[int, ...] | None:
         """Return the numbers in the source of a pruned result's experts, if its ledger has them."""
-        pruning = None if self.ledger is None else self.ledger.pruning
-        if pruning is None:
+        if self.ledger is None or self.ledger.pruning is None:
             return None
-        return pruning.kept.layers.get(layer)
+        return self.ledger.pruning.experts.get(layer)
 
 
 def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -113,11 +112,11 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             if tensor.dtype not in _NUMBERS:
                 raise _quantized(found, tensor, "Use a checkpoint in which only MLPs are quantized.")
         elif parameter in (WEIGHT, WEIGHT_PACKED):
-            is_nvfp4 = any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values())
-            packed = ("U8",) if is_nvfp4 else ("I32",)
             known = _NUMBERS
-            if is_nvfp4 or parameter == WEIGHT_PACKED:
-                known = packed
+            if any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values()):
+                known = ("U8",)
+            elif parameter == WEIGHT_PACKED:
+                known = ("I32",)
             if tensor.dtype not in known or len(tensor.shape) != 2:
                 raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):

@@ -5,24 +5,19 @@ layer-003.safetensors       layer 3: the claim that it is done
     error                   F64 [models, windows]: sum |h - h'|^2
     agreeing                I64 [models, windows]: choices of experts that agree; -1 if that is not known
     choices                 I64 [1]: choices of experts in a window; 0 for a dense layer
-layer-061.safetensors       after the last layer: the arrays of head.HeadScores, [models, windows, tokens - 1]
+layer-061.safetensors       after the last layer: the arrays of head.score_tokens, [models, windows, tokens - 1]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save
 from torch import Tensor
 
-from k2convert.checkpoint.header import encode_header, read_header
-from k2convert.checkpoint.reader import ShardReader
-from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import BlockObserver
@@ -35,28 +30,7 @@ from k2convert.records.evaluation import LayerFigures
 
 Arrays = Mapping[str, NDArray[Any]]
 
-_DTYPES: Final = {"F64": np.float64, "I64": np.int64, "BOOL": np.bool_}
-_NAMES: Final = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
-
-def encode_arrays(arrays: Arrays) -> bytes:
-    """Return the bytes of a safetensors file with some arrays."""
-    tensors = [(name, _NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items()]
-    data = [np.ascontiguousarray(array).tobytes() for array in arrays.values()]
-    return b"".join([encode_header(tensors, metadata={}, alignment=ALIGNMENT), *data])
-
-
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Read such a file, which must be whole."""
-    tensors = read_header(path).tensors
-    with closing(ShardReader(lambda _: path)) as reader:
-        return {
-            name: reader.read(info).view(_DTYPES[info.dtype]).reshape(info.shape).copy()
-            for name, info in tensors.items()
-        }
-
-
-@dataclass
 class _Choices(BlockObserver):
     """An observer that keeps the experts int64 [T, k] that the tokens of a chunk chose; None in a dense layer."""
 
@@ -106,10 +80,8 @@ class LayerComparison:
                 for place, window in enumerate(kept.tolist()):
                     self._error[number, first + window] = _energy(states[window], reference[window])
                     if observer.experts is not None:
-                        length = shape[1]
-                        experts = observer.experts[place * length : (place + 1) * length]
-                        found = self._agreement(first + window, experts, numbers)
-                        self._agreeing[number, first + window] = found
+                        experts = observer.experts[place * shape[1] : (place + 1) * shape[1]]
+                        self._agreeing[number, first + window] = self._agreement(first + window, experts, numbers)
                 write(states)
         layer.progress.reach(layer.walk.ids.size)
 
@@ -117,7 +89,7 @@ class LayerComparison:
         """Return the content of the layer's file."""
         choices = next((chosen.size for chosen in self._chosen.values()), 0)
         arrays = {"norm": self._norm, "error": self._error, "agreeing": self._agreeing}
-        return encode_arrays(arrays | {"choices": np.array([choices])})
+        return save(arrays | {"choices": np.array([choices])})
 
     def _expert_numbers(self, layer: Layer, source: EvaluatedCheckpoint) -> NDArray[np.int64] | None:
         """Return which of the reference's experts each of a model's is, int64 [E]: None if that cannot be told.
@@ -169,10 +141,9 @@ def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> Layer
     """Return the figures of one model and layer over the windows that were kept until the end."""
     agreeing = arrays["agreeing"][number, kept]
     choices = int(arrays["choices"][0])
-    is_known = choices > 0 and bool((agreeing >= 0).all())
     norm = float(arrays["norm"][kept].sum())
     error = float(arrays["error"][number, kept].sum())
     agreement = None
-    if is_known:
+    if choices > 0 and (agreeing >= 0).all():
         agreement = float(agreeing.sum()) / (choices * agreeing.size)
     return LayerFigures(error / norm if norm else 0.0, agreement)

@@ -12,9 +12,8 @@ import ssl
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from k2convert.errors import EndpointError, cut, quoted, shortened
 from k2convert.hub.client import FIRST_RETRY_SECONDS, NUM_ATTEMPTS
@@ -53,73 +52,56 @@ def read_key(*names: str) -> str | None:
     return key
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The base of a server's address, without /v1."""
-
-    scheme: str
-    host: str
-    port: int | None
-    path: str
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}{'' if self.port is None else f':{self.port}'}{self.path}"
-
-    @property
-    def shown(self) -> str:
-        """The address as messages have it: an address may be of any length."""
-        return shortened(str(self))
-
-
 def is_address(text: str) -> bool:
     """Return whether a text is meant as a server's address."""
     return re.match(r"https?:", text, flags=re.IGNORECASE) is not None
 
 
-def parse_address(text: str) -> Address:
-    """Read http(s)://HOST[:PORT][/PATH][/v1]; raises EndpointError, which repeats no password."""
+def parse_address(text: str) -> str:
+    """Return http(s)://HOST[:PORT][/PATH] without /v1 at its end; raises EndpointError, which repeats no password."""
     try:
         parts = urlsplit(text)
-        host = parts.hostname
         port = parts.port
     except ValueError:
-        parts = SplitResult("", "", "", "", "")
-        host = None
+        parts = urlsplit("")
         port = None
     if "@" in text:
         raise EndpointError(
             f"an address has a user or a password in it, which histories and logs keep. Set {KEY_NAME} instead."
         )
+    host = parts.hostname
     if not host or parts.query or parts.fragment or not text.isascii() or not re.fullmatch(r"\S+", text):
         raise EndpointError(f"{quoted(text)}: not the address of a server. Write http://HOST:PORT/v1.")
-    return Address(parts.scheme, host, port, re.sub(r"(/v1)?/*$", "", parts.path))
+    if ":" in host:
+        host = f"[{host}]"
+    if port is not None:
+        host = f"{host}:{port}"
+    path = re.sub(r"(/v1)?/*$", "", parts.path)
+    return f"{parts.scheme}://{host}{path}"
 
 
 class RequestError(EndpointError):
     """A failed request. `status` is that of an answer, `words` what the server said."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        attempts: int = 1,
-        pause: float | None = None,
-        status: int | None = None,
-        words: str = "",
+        self, message: str, *, attempts: int = 1, pause: float | None = None, status: int | None = None, words: str = ""
     ) -> None:
         super().__init__(redacted(message))
         self.attempts, self.pause, self.status, self.words = attempts, pause, status, redacted(words)
 
 
 class Connection:
-    """Requests to one server, from any thread. `notify` receives a line about each retry."""
+    """Requests to one server, from any thread. `notify` receives a line about each retry.
 
-    def __init__(self, address: Address, *, key: str | None, notify: Callable[[str], None]) -> None:
+    `address` is as `parse_address` returns it, and `shown` as messages have it: it may be of any length.
+    """
+
+    def __init__(self, address: str, *, key: str | None, notify: Callable[[str], None]) -> None:
         self.address = address
+        self.shown = shortened(address)
         self._key = key
         self._notify = notify
-        self._tls = ssl.create_default_context() if address.scheme == "https" else None
+        self._tls = ssl.create_default_context() if address.startswith("https:") else None
         self._sockets = set[socket.socket]()
         self._stopped = threading.Event()
 
@@ -140,28 +122,25 @@ class Connection:
             except RequestError as error:
                 if attempt >= min(attempts, error.attempts) or self._stopped.is_set():
                     raise
-                pause = error.pause or FIRST_RETRY_SECONDS * 2 ** (attempt - 1)
-                pause = min(pause, MAX_PAUSE_SECONDS)
+                pause = min(error.pause or FIRST_RETRY_SECONDS * 2 ** (attempt - 1), MAX_PAUSE_SECONDS)
                 self._notify(f"{str(error).partition('. ')[0]}; trying again in {pause:.0f} s")
                 self._stopped.wait(pause)
         raise AssertionError("a retry policy needs at least one attempt")
 
     def _once(self, path: str, body: bytes | None, limit: int) -> bytes:
-        address = self.address
+        parts = urlsplit(self.address)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self._tls is None:
-            connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
+            connection = http.client.HTTPConnection(parts.netloc, timeout=CONNECT_SECONDS)
         else:
-            connection = http.client.HTTPSConnection(
-                address.host, address.port, timeout=CONNECT_SECONDS, context=self._tls
-            )
+            connection = http.client.HTTPSConnection(parts.netloc, timeout=CONNECT_SECONDS, context=self._tls)
         expired = threading.Event()
         try:
             connection.connect()
             with self._watched(connection.sock, expired):
-                connection.request("GET" if body is None else "POST", address.path + path, body, headers)
+                connection.request("GET" if body is None else "POST", parts.path + path, body, headers)
                 response = connection.getresponse()
                 announced = response.length
                 data = response.read(limit + 1 if response.status == 200 else _MAX_ERROR_BYTES)
@@ -169,7 +148,7 @@ class Connection:
                     raise self._refused(response, data, path)
                 if len(data) > limit:
                     raise RequestError(
-                        f"{address.shown}: answers with more than {limit:,} bytes, more than was asked for. Check the "
+                        f"{self.shown}: answers with more than {limit:,} bytes, more than was asked for. Check the "
                         "address."
                     )
                 if announced is not None and len(data) < announced:
@@ -204,22 +183,18 @@ class Connection:
         status = response.status
         headers = response.headers
         words = cut(redacted(data.decode(errors="replace")))
-        said = f"{self.address.shown}: answers {status}" + (f" ({words})" if words else "")
+        said = f"{self.shown}: answers {status}" + (f" ({words})" if words else "")
         if 300 <= status < 400:
             place = urlsplit(headers.get("Location", ""))
             where = ""
             if place.netloc:
                 where = " to " + shortened(f"{place.scheme}://{place.netloc.rpartition('@')[2]}")
-            advice = (
-                f"{self.address.shown}: leads elsewhere{where}, which is not followed. Pass the address of the server."
-            )
+            advice = f"{self.shown}: leads elsewhere{where}, which is not followed. Pass the address of the server."
             return RequestError(advice, status=status)
         if status in (401, 403):
             return RequestError(f"{said}. Set {KEY_NAME} to the server's key.", status=status)
         if status in (404, 405):
-            return RequestError(
-                f"{self.address.shown}: has no {path}. Pass the address of vLLM or SGLang.", status=status
-            )
+            return RequestError(f"{self.shown}: has no {path}. Pass the address of vLLM or SGLang.", status=status)
         if status in TRANSIENT_STATUS:
             pause = retry_after({"Retry-After": headers.get("Retry-After", "")})
             advice = f"{said}. Check the server, {_AGAIN}"
@@ -229,15 +204,15 @@ class Connection:
     def _failed(self, error: Exception, *, expired: bool) -> RequestError:
         if expired:
             why = f"did not answer within {ANSWER_SECONDS:.0f} seconds. Pass a smaller --window or fewer --requests"
-            return RequestError(f"{self.address.shown}: {why}, {_AGAIN}", attempts=_SLOW_ATTEMPTS)
+            return RequestError(f"{self.shown}: {why}, {_AGAIN}", attempts=_SLOW_ATTEMPTS)
         if isinstance(error, ssl.SSLCertVerificationError):
             why = f"its certificate is not trusted ({error.verify_message}). Set SSL_CERT_FILE to its authority's"
-            return RequestError(f"{self.address.shown}: {why}.")
+            return RequestError(f"{self.shown}: {why}.")
         if isinstance(error, socket.gaierror | UnicodeError):
-            return RequestError(f"{self.address.shown}: there is no such host. Check the address.")
+            return RequestError(f"{self.shown}: there is no such host. Check the address.")
         what = cut(redacted(str(error))) or type(error).__name__
-        reason = f"the connection failed ({what})"
-        return RequestError(f"{self.address.shown}: {reason}. Check the server, {_AGAIN}", attempts=NUM_ATTEMPTS)
+        said = f"{self.shown}: the connection failed ({what})"
+        return RequestError(f"{said}. Check the server, {_AGAIN}", attempts=NUM_ATTEMPTS)
 
 
 def _shut(opened: socket.socket) -> None:

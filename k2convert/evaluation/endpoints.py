@@ -46,13 +46,13 @@ class Endpoint:
         """Refuse windows that the server has no room for; raises EndpointError."""
         if self.max_tokens is not None and window + 1 > self.max_tokens:
             raise EndpointError(
-                f"{self.connection.address.shown}: accepts {self.max_tokens:,} tokens, one of them for its answer. "
+                f"{self.connection.shown}: accepts {self.max_tokens:,} tokens, one of them for its answer. "
                 f"Pass --window {self.max_tokens - 1} or less."
             )
 
     def ask(self, ids: Sequence[int], *, top_k: int) -> Answer:
         """Return the log-probabilities of a window; raises EndpointError."""
-        where = self.connection.address.shown
+        where = self.connection.shown
         limit = _MODELS_BYTES + len(ids) * (top_k + 1) * _ENTRY_BYTES
         path, request = self._request(list(ids), top_k)
         try:
@@ -69,12 +69,8 @@ class Endpoint:
     def _request(self, ids: list[int], top_k: int) -> tuple[str, dict[str, Any]]:
         if self.engine == "sglang":
             sampling = {"max_new_tokens": 1, "temperature": 0}
-            wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
-            return "/generate", wanted | {
-                "input_ids": ids,
-                "sampling_params": sampling,
-                "return_text_in_logprobs": True,
-            }
+            wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k, "input_ids": ids}
+            return "/generate", wanted | {"sampling_params": sampling, "return_text_in_logprobs": True}
         wanted = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0}
         return "/v1/completions", wanted | {"model": self.model, "prompt": ids}
 
@@ -92,7 +88,7 @@ class Endpoint:
 
 def open_endpoint(connection: Connection, *, model: str | None, option: str) -> Endpoint:
     """Ask a server what it serves. `option` is how the user chooses one of several models; raises EndpointError."""
-    where = connection.address.shown
+    where = connection.shown
     document = _parse(where, connection.request("/v1/models", limit=_MODELS_BYTES, attempts=_FIRST_ATTEMPTS))
     listed = document.get("data")
     found = [mapping_or_empty(card) for card in cast(list[object], listed if isinstance(listed, list) else [])]
@@ -156,17 +152,16 @@ def _sglang_rows(document: Mapping[str, Any]) -> list[Row | None]:
 
 def _explained(where: str, error: RequestError, top_k: int) -> EndpointError:
     """Say what to do about a request that the server understood and refused."""
-    if error.status in (400, 422):
-        said = f"{where}: refuses the request ({error.words})."
-        if allowed := re.search(r"prompt.logprobs.*max allowed: (\d{1,6})", error.words):
-            remedy = f"Start vLLM with --max-logprobs {top_k}, or pass --top-k {allowed[1]}."
-        elif "logprobs" in error.words:
-            remedy = "It must give prompt_logprobs: vLLM and SGLang do, also without speculative decoding."
-        elif "out of vocabulary" in error.words or "vocab" in error.words:
-            remedy = "The text has token ids that its model does not have. Use the tokenizer of the same checkpoint."
-        elif "context length" in error.words:
-            remedy = "Pass a smaller --window."
-        else:
-            return error
-        return EndpointError(f"{said} {remedy}")
-    return error
+    if error.status not in (400, 422):
+        return error
+    if allowed := re.search(r"prompt.logprobs.*max allowed: (\d{1,6})", error.words):
+        remedy = f"Start vLLM with --max-logprobs {top_k}, or pass --top-k {allowed[1]}."
+    elif "logprobs" in error.words:
+        remedy = "It must give prompt_logprobs: vLLM and SGLang do, also without speculative decoding."
+    elif "vocab" in error.words:
+        remedy = "The text has token ids that its model does not have. Use the tokenizer of the same checkpoint."
+    elif "context length" in error.words:
+        remedy = "Pass a smaller --window."
+    else:
+        return error
+    return EndpointError(f"{where}: refuses the request ({error.words}). {remedy}")

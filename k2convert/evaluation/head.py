@@ -21,7 +21,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -142,34 +141,6 @@ def _compute(
     return tokens, found
 
 
-@dataclass(frozen=True, slots=True)
-class HeadScores:
-    """Scores of every model, the reference first, for T tokens: [M, T] each.
-
-    `divergence` is KL(reference || model) and `loss` -log p of the text's next token, both f64 in nats; `likeliest` is
-    the most likely next token, int64; `left_top5` is whether the reference's is not among the model's five.
-    """
-
-    divergence: NDArray[np.float64]
-    loss: NDArray[np.float64]
-    likeliest: NDArray[np.int64]
-    left_top5: NDArray[np.bool_]
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the scores by their names."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def windows(self, count: int) -> HeadScores:
-        """Return the scores of tokens of `count` windows by window, [M, count, T / count]."""
-        return HeadScores(**{name: array.reshape(len(array), count, -1) for name, array in self.arrays().items()})
-
-    @staticmethod
-    def concatenate(parts: Sequence[HeadScores]) -> HeadScores:
-        """Join the scores of neighboring windows."""
-        names = [field.name for field in fields(HeadScores)]
-        return HeadScores(**{name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in names})
-
-
 @torch.no_grad()
 def score_tokens(
     heads: Sequence[Head],
@@ -179,10 +150,13 @@ def score_tokens(
     *,
     devices: tuple[str, ...],
     workers: int,
-) -> HeadScores:
+) -> dict[str, NDArray[Any]]:
     """Score some tokens: the hidden states f32 [T, K] of every model after the last layer, and the next tokens i64 [T].
 
     `heads` are those of the checkpoints, `models` the number of each model's checkpoint. The states are overwritten.
+    Returns the scores of every model, the reference first, [M, T] each: `divergence` is KL(reference || model) and
+    `loss` -log p of the text's next token, both f64 in nats; `likeliest` is the most likely next token, int64;
+    `left_top5` is whether the reference's is not among the model's five.
     """
     for number, own in zip(models, states, strict=True):
         own.copy_(heads[number].normed(own))
@@ -199,12 +173,13 @@ def score_tokens(
     reference = sums[0]
     likeliest = reference.top_ids[:, :1]
     divergence = [own.cross / reference.total - reference.log_total() + own.log_total() for own in sums]
-    return HeadScores(
-        divergence=torch.stack(divergence).clamp(min=0).cpu().numpy(),
-        loss=torch.stack([own.log_total() - own.target for own in sums]).cpu().numpy(),
-        likeliest=torch.stack([own.top_ids[:, 0] for own in sums]).cpu().numpy(),
-        left_top5=torch.stack([(own.top_ids != likeliest).all(dim=1) for own in sums]).cpu().numpy(),
-    )
+    scores = {
+        "divergence": torch.stack(divergence).clamp(min=0),
+        "loss": torch.stack([own.log_total() - own.target for own in sums]),
+        "likeliest": torch.stack([own.top_ids[:, 0] for own in sums]),
+        "left_top5": torch.stack([(own.top_ids != likeliest).all(dim=1) for own in sums]),
+    }
+    return {name: values.cpu().numpy() for name, values in scores.items()}
 
 
 def _pieces(

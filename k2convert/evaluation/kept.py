@@ -9,7 +9,7 @@ kept beside it, in a sealed file, by the row's digest. An answer without that, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -76,13 +76,6 @@ class Origin:
     inputs: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class _Origins:
-    """The content of the sealed file: origins by the digests of rows."""
-
-    rows: dict[Digest, Origin]
-
-
 def origin_of(place: str, reference: Inputs, model: Inputs) -> Origin:
     """Return the origin of the rows of a checkpoint; `place` is its folder or its address."""
     digest = blake3()
@@ -100,15 +93,15 @@ def _row_digest(document: Evaluation, row: EvaluationRow) -> str:
 
 def _origins_path(path: Path) -> Path:
     folder = path.parent / WORK_FOLDER
-    is_ours = (folder / JOB_NAME).is_file()
-    if is_ours:
+    if (folder / JOB_NAME).is_file():
         return folder / f"{path.name}{_SUFFIX}"
     return path.with_name(f".{path.name}{_SUFFIX}")
 
 
 def _read_origins(path: Path) -> dict[str, Origin]:
+    """Return the origins of a document's rows by the digests of the rows; none if their file is missing or damaged."""
     try:
-        return read_sealed(_Origins, _origins_path(path)).rows
+        return read_sealed(dict[str, dict[str, Origin]], _origins_path(path)).get("rows", {})
     except K2ConvertError:
         return {}
 
@@ -138,23 +131,15 @@ class Made:
     models: tuple[EvaluatedModel, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The rows of a file as it is: those that still hold, those of changed files, and those that would be lost."""
-
-    holding: Mapping[EvaluationRow, Origin]
-    changed: tuple[EvaluationRow, ...]
-    lost: tuple[EvaluationRow, ...]
-
-    def check(self, path: Path, document: Evaluation) -> None:
-        """Refuse to lose rows (DestinationError)."""
-        if self.lost or document.kind != "evaluate":
-            modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in self.lost))
-            texts = ", ".join(shortened(name) for name, _ in document.text.texts)
-            raise DestinationError(
-                f"{path}: holds another evaluation ({modes} on {texts}). `k2convert evaluate` replaces it with "
-                "--replace, or writes a different file with --out."
-            )
+def _check_lost(path: Path, document: Evaluation, lost: Sequence[EvaluationRow]) -> None:
+    """Refuse to lose rows (DestinationError)."""
+    if lost or document.kind != "evaluate":
+        modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
+        texts = ", ".join(shortened(name) for name, _ in document.text.texts)
+        raise DestinationError(
+            f"{path}: holds another evaluation ({modes} on {texts}). `k2convert evaluate` replaces it with "
+            "--replace, or writes a different file with --out."
+        )
 
 
 def read_replaced(path: Path) -> Evaluation | None:
@@ -172,11 +157,13 @@ def check_text(path: Path, text: EvaluationText) -> None:
     """Refuse to write an evaluation on a text into a file that holds one on a different text (DestinationError)."""
     found = read_replaced(path)
     if found is not None and not (found.kind == "evaluate" and _text_of(found.text) == _text_of(text)):
-        Earlier({}, (), found.rows).check(path, found)
+        _check_lost(path, found, found.rows)
 
 
-def read_earlier(output: Output, made: Made, *, replaces: bool) -> Earlier:
-    """Sort the rows of a file that is about to be written.
+def read_earlier(
+    output: Output, made: Made, *, replaces: bool
+) -> tuple[dict[EvaluationRow, Origin], list[EvaluationRow]]:
+    """Return the rows that still hold of a file that is about to be written, and those of changed files.
 
     Raises DestinationError if it is no evaluation, or unless `replaces` is set, if rows would be lost.
     """
@@ -186,7 +173,7 @@ def read_earlier(output: Output, made: Made, *, replaces: bool) -> Earlier:
     lost: list[EvaluationRow] = []
     origins = _read_origins(output.path)
     if found is None:
-        return Earlier({}, (), ())
+        return holding, changed
     new = made.document
     is_same_text = found.kind == new.kind and _text_of(found.text) == _text_of(new.text)
     is_same = is_same_text and found.tool_version == new.tool_version and found.reference == new.reference
@@ -201,10 +188,9 @@ def read_earlier(output: Output, made: Made, *, replaces: bool) -> Earlier:
                 changed.append(named)
         elif now is None or not is_computed:
             lost.append(named)
-    earlier = Earlier(holding, tuple(changed), tuple(lost))
     if not replaces:
-        earlier.check(output.path, found)
-    return earlier
+        _check_lost(output.path, found, lost)
+    return holding, changed
 
 
 def _text_of(text: EvaluationText) -> tuple[object, ...]:
@@ -238,26 +224,24 @@ def _present(
         return row, None
 
 
-def write_evaluation(output: Output, made: Made, found: Evaluation, *, replaces: bool) -> Earlier:
-    """Write the rows of one file, after those of an earlier evaluation that still hold; returns what was there.
+def write_evaluation(output: Output, made: Made, found: Evaluation, *, replaces: bool) -> list[EvaluationRow]:
+    """Write the rows of one file, after those of an earlier evaluation that still hold; returns those of changed files.
 
     What rows were made from is written first: a process killed in between leaves an evaluation that is known.
     Raises DestinationError, DiskFullError, DestinationWriteError.
     """
-    earlier = read_earlier(output, made, replaces=replaces)
+    holding, changed = read_earlier(output, made, replaces=replaces)
     names = {list(made.origins)[number - 1] for number in output.checkpoints if number}
     new = {row: made.origins[row.model.name] for row in found.rows if row.model.name in names}
-    computed = set(map(row_key, (row.model for row in new)))
-    rows = {row: origin for row, origin in earlier.holding.items() if row_key(row.model) not in computed} | new
-    document = replace(found, rows=tuple(rows))
+    computed = {row_key(row.model) for row in new}
+    rows = {row: origin for row, origin in holding.items() if row_key(row.model) not in computed} | new
     if len(rows) > MAX_ROWS:
         raise DestinationError(f"{output.path}: has no room for more than {MAX_ROWS} rows. Name a file with --out.")
     own = {row_key(row.model) for row in rows}
     verdicts = compare_models((*rows, *(row for row in found.rows if row not in rows)))
-    document = replace(
-        document, verdicts=tuple(one for one in verdicts if own & {row_key(one.nearer), row_key(one.farther)})
-    )
+    of_own = tuple(one for one in verdicts if own & {row_key(one.nearer), row_key(one.farther)})
+    document = replace(found, rows=tuple(rows), verdicts=of_own)
     origins = {_row_digest(document, row): origin for row, origin in rows.items()}
-    write_atomically(_origins_path(output.path), seal(_Origins(_read_origins(output.path) | origins)))
+    write_atomically(_origins_path(output.path), seal({"rows": _read_origins(output.path) | origins}))
     write_atomically(output.path, encode(document))
-    return earlier
+    return changed

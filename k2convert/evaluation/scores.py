@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -116,12 +117,10 @@ def describe_worst(
 
     def shown(tokens: NDArray[np.int64]) -> str:
         found: list[int] = tokens.tolist()
-        try:
-            if decode is None:
-                return " ".join(map(str, found))
-            return decode(found)
-        except CalibrationError:
-            return " ".join(map(str, found))
+        if decode is not None:
+            with suppress(CalibrationError):
+                return decode(found)
+        return " ".join(map(str, found))
 
     worst: list[WorstToken] = []
     for window, position in worst_tokens(divergence, WORST_TOKENS):

@@ -7,7 +7,7 @@ answers from themselves is the noise, below which no difference is one.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Final
 
@@ -20,13 +20,7 @@ from k2convert.evaluation.answers import MAX_VALUES, AnswerFolder, Asked, packed
 from k2convert.evaluation.bound import lower_bound, score_window
 from k2convert.evaluation.endpoints import Endpoint
 from k2convert.evaluation.scores import TokenScores, summarize, worst_tokens
-from k2convert.records.evaluation import (
-    FORMAT,
-    EvaluatedModel,
-    Evaluation,
-    EvaluationRow,
-    WorstToken,
-)
+from k2convert.records.evaluation import FORMAT, EvaluatedModel, Evaluation, EvaluationRow, WorstToken
 from k2convert.records.events import Events, Extent
 
 NOISE_WINDOWS: Final = 8
@@ -69,10 +63,9 @@ def saved_questions(endpoint: Endpoint, reference: Asked) -> Asked:
 
 def extent(sides: Sequence[Side]) -> Extent:
     """Return how many tokens there are to ask for, and how many were answered earlier."""
-    counts = [
-        (len(s.folder.wanted), len(s.folder.wanted) - len(_missing(s)), s.folder.asked.text.window) for s in sides
-    ]
-    return Extent({"ask": (sum(all_ * size for all_, _, size in counts), sum(done * size for _, done, size in counts))})
+    total = sum(len(side.folder.wanted) * side.folder.asked.text.window for side in sides)
+    missing = sum(len(_missing(side)) * side.folder.asked.text.window for side in sides)
+    return Extent({"ask": (total, total - missing)})
 
 
 def ask(sides: Sequence[Side], *, at_a_time: int, events: Events) -> None:
@@ -148,14 +141,9 @@ def evaluate(reference: AnswerFolder, model: AnswerFolder | None) -> Evaluation:
 
 
 def _row(reference: AnswerFolder, model: AnswerFolder) -> EvaluationRow:
-    windows = reference.windows
-    scores = [score_window(reference.need(i), model.need(i), ids) for i, ids in enumerate(windows)]
-    whole = TokenScores(
-        *(
-            np.concatenate([getattr(one, name) for one in scores])
-            for name in ("divergence", "loss", "reference_loss", "agrees", "left_top5")
-        )
-    )
+    scores = [score_window(reference.need(i), model.need(i), ids) for i, ids in enumerate(reference.windows)]
+    names = [field.name for field in fields(TokenScores)]
+    whole = TokenScores(*(np.concatenate([getattr(one, name) for one in scores]) for name in names))
     worst = [
         _worst(reference, model, window, position, float(whole.divergence[window, position]))
         for window, position in worst_tokens(whole.divergence, _NUM_WORST)

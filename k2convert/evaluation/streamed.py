@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from k2convert import __version__
 from k2convert.calibration.cost import ModelSizes, PassSize, layer_operations, pass_memory, read_sizes
@@ -29,14 +30,8 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, head_names
-from k2convert.evaluation.comparison import (
-    LayerComparison,
-    encode_arrays,
-    kept_windows,
-    layer_figures,
-    read_arrays,
-)
-from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, HeadScores, score_tokens
+from k2convert.evaluation.comparison import LayerComparison, kept_windows, layer_figures
+from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, score_tokens
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import Rounding
@@ -44,13 +39,7 @@ from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import CLAIM, HIDDEN
 from k2convert.records.command import JobCommand
-from k2convert.records.evaluation import (
-    FORMAT,
-    EvaluatedModel,
-    Evaluation,
-    EvaluationRow,
-    find_evaluation,
-)
+from k2convert.records.evaluation import FORMAT, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
 from k2convert.records.events import SILENT, Events
 
 _STATE_BYTES: Final = 4
@@ -156,8 +145,8 @@ class EvaluationPlan:
         rows: dict[tuple[str, str], EvaluationRow] = {}
         is_whole = True
         for output in self.outputs:
-            earlier = read_earlier(output, made, replaces=self.replaces)
-            found = {row_key(row.model): row for row in earlier.holding}
+            holding, _ = read_earlier(output, made, replaces=self.replaces)
+            found = {row_key(row.model): row for row in holding}
             wanted = [planned.model for planned in self.models[1:] if planned.checkpoint in output.checkpoints]
             is_whole = is_whole and all(row_key(model) in found for model in wanted)
             rows |= found
@@ -207,8 +196,7 @@ def evaluate(
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
-            earlier = write_evaluation(output, plan.made(), found, replaces=plan.replaces)
-            for row in earlier.changed:
+            for row in write_evaluation(output, plan.made(), found, replaces=plan.replaces):
                 if row_key(row.model) not in map(row_key, plan.made().models):
                     events.note(f"{output.path}: left out {row.model.name} {row.model.mode}: its files changed since")
     plan.remove_work()
@@ -237,7 +225,7 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
     length = walk.shape[1]
     kept = kept_windows(_claim(plan, last - 1))
     progress = Progress(events, share=len(walk.models))
-    found: list[HeadScores] = []
+    found: list[dict[str, NDArray[Any]]] = []
     with ExitStack() as stack:
         heads: list[Head] = []
         for number in range(walk.num_checkpoints):
@@ -253,28 +241,29 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
                 states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
                 targets = torch.as_tensor(walk.ids[start:stop, 1:][chosen]).flatten()
                 scored = score_tokens(heads, of_models, states, targets, devices=walk.devices, workers=walk.workers)
-                found.append(scored.windows(int(chosen.sum())))
+                found.append({name: array.reshape(len(array), chosen.sum(), -1) for name, array in scored.items()})
             progress.reach(stop * length)
-    scores = HeadScores.concatenate(found)
+    scores = {name: np.concatenate([part[name] for part in found], axis=1) for name in found[0]}
     for number, model in enumerate(walk.models):
-        if not (np.isfinite(scores.loss[number]).all() and np.isfinite(scores.divergence[number]).all()):
+        if not all(np.isfinite(scores[name][number]).all() for name in ("loss", "divergence")):
             raise CheckpointError(
                 f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
                 "matrix is damaged: download it again."
             )
-    work.write(work.path(CLAIM, last), encode_arrays(scores.arrays()))
+    work.write(work.path(CLAIM, last), save(scores))
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
     path = plan.walk.work.path(CLAIM, layer)
     plan.walk.work.check(path)
-    return read_arrays(path)
+    return load(path.read_bytes())
 
 
 def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     """Return the document of what the work folder has."""
     layers = [_claim(plan, number) for number in range(plan.walk.num_layers)]
-    scores = HeadScores(**_claim(plan, plan.walk.num_layers))
+    scores = _claim(plan, plan.walk.num_layers)
+    likeliest = scores["likeliest"]
     kept = kept_windows(layers[-1])
     ids = plan.walk.text.windows.ids
     windows = np.flatnonzero(kept)
@@ -282,15 +271,15 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     for number, planned in enumerate(plan.models[1:], start=1):
         figures = summarize(
             TokenScores(
-                divergence=scores.divergence[number],
-                loss=scores.loss[number],
-                reference_loss=scores.loss[0],
-                agrees=scores.likeliest[number] == scores.likeliest[0],
-                left_top5=scores.left_top5[number],
+                divergence=scores["divergence"][number],
+                loss=scores["loss"][number],
+                reference_loss=scores["loss"][0],
+                agrees=likeliest[number] == likeliest[0],
+                left_top5=scores["left_top5"][number],
             )
         )
         worst = describe_worst(
-            scores.divergence[number], ids[kept], windows, scores.likeliest[0], scores.likeliest[number], decode=decode
+            scores["divergence"][number], ids[kept], windows, likeliest[0], likeliest[number], decode=decode
         )
         compared = tuple(layer_figures(arrays, number, kept) for arrays in layers)
         rows.append(EvaluationRow(planned.model, figures, compared, worst))

@@ -125,13 +125,7 @@ def complete_layout(
         pipeline = count // tensor
     if expert is None:
         expert = tensor if data_attention else 1
-    layout = Parallelism(
-        tensor=tensor,
-        expert=expert,
-        pipeline=pipeline or 1,
-        data_attention=data_attention,
-        decode_context=decode_context,
-    )
+    layout = Parallelism(tensor, expert, pipeline or 1, data_attention, decode_context)
     check_layout(layout, shape)
     if layout.num_gpus != count:
         usual = _open_tensor(count, shape, None, data_attention=False)

@@ -167,12 +167,12 @@ def fit_layout(
     found: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         sums: dict[Role, int] = defaultdict(int)
-        for part in weights.parts:
-            is_outer_here = i == (len(stages) - 1 if part.role in _LAST_STAGE else 0)
-            if is_outer_here if part.layer is None else part.layer in layers:
+        for (role, layer, is_split), num_bytes in weights.parts.items():
+            is_outer_here = i == (len(stages) - 1 if role in _LAST_STAGE else 0)
+            if is_outer_here if layer is None else layer in layers:
                 # Experts are divided, whole or split, whatever attention does.
-                is_divided = part.role == Role.EXPERTS or (part.is_split and not layout.data_attention)
-                sums[part.role] += -(-part.num_bytes // (layout.tensor if is_divided else 1))
+                is_divided = role == Role.EXPERTS or (is_split and not layout.data_attention)
+                sums[role] += -(-num_bytes // (layout.tensor if is_divided else 1))
         by_role = dict(sorted(sums.items(), key=lambda entry: -entry[1]))
         if Role.EXPERTS in by_role:
             by_role[Role.EXPERTS] = by_role[Role.EXPERTS] * padded // shape.expert_width

@@ -33,14 +33,13 @@ class ModelShape:
     """The sizes of a mixture-of-experts model with multi-head latent attention (MLA).
 
     `kv_values` is what the KV cache keeps for a token and a layer: the latent (kv_lora_rank) and the rotary part.
-    `num_dense_layers` come first and have no experts. `max_context` is None if config.json does not say.
+    `max_context` is None if config.json does not say.
     `linear_layers` are layers of linear attention, which have no KV cache. A request keeps `state_bytes` in each.
     `tensor_sizes` are the sizes of tensor parallelism that engines accept; empty: all that divide the heads.
     `least_expert_piece` are columns to which the pieces of a split expert are padded; 0: they are not.
     """
 
     num_layers: int
-    num_dense_layers: int
     num_heads: int
     num_experts: int
     experts_per_token: int
@@ -92,7 +91,6 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
         state_bytes = linear_size("num_heads") * width * (width * _FP32_BYTES + inputs * _BF16_BYTES)
     return ModelShape(
         num_layers=counts.num_layers,
-        num_dense_layers=counts.num_dense_layers,
         num_heads=size("num_attention_heads"),
         num_experts=counts.num_experts,
         experts_per_token=experts_per_token,
@@ -136,32 +134,26 @@ class Tensor(Protocol):
     def num_bytes(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of one role in one layer (None: outside the layers). `is_split`: tensor parallelism divides them."""
-
-    role: Role
-    layer: int | None
-    is_split: bool
-    num_bytes: int
+Place = tuple[Role, int | None, bool]
+"""A role, a layer (None: outside the layers), and whether tensor parallelism divides the bytes of the role there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model."""
+    """The bytes of a model's weights."""
 
-    parts: tuple[Part, ...]
+    parts: Mapping[Place, int]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return sum(self.parts.values())
 
     @property
     def by_role(self) -> dict[Role, int]:
         """Bytes of each role, the largest first."""
         sums: dict[Role, int] = defaultdict(int)
-        for part in self.parts:
-            sums[part.role] += part.num_bytes
+        for (role, _, _), num_bytes in self.parts.items():
+            sums[role] += num_bytes
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
     def with_experts(self, kept: int, *, of: int) -> "Weights":
@@ -169,9 +161,7 @@ class Weights:
         have the same bytes.
         """
         pruned = (Role.EXPERTS, Role.ROUTER)
-        return Weights(
-            tuple(replace(p, num_bytes=p.num_bytes * kept // of) if p.role in pruned else p for p in self.parts)
-        )
+        return Weights({place: n * kept // of if place[0] in pruned else n for place, n in self.parts.items()})
 
 
 _SPLIT_ROLES: Final = frozenset(
@@ -184,8 +174,8 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
 
     With a `recipe`, packed projections, and BF16 ones of its roles, count with the bytes that they will have converted.
     """
-    places: dict[str, tuple[Role, int | None, bool]] = {}
-    sums: dict[tuple[Role, int | None, bool], int] = defaultdict(int)
+    places: dict[str, Place] = {}
+    sums: dict[Place, int] = defaultdict(int)
     for tensor in tensors:
         name = tensor.name
         if recipe is not None and name.endswith(_DROPPED):
@@ -205,7 +195,7 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
         rows, columns = tensor.shape
         columns *= family.source_format.columns_per_element if is_packed else 1
         sums[place] += _projection_bytes(recipe.layout, rows, columns, recipe.activations)
-    return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
+    return Weights(dict(sums))
 
 
 @lru_cache(maxsize=64)

@@ -185,7 +185,7 @@ def _vllm_words(deployment: Deployment) -> Iterator[str]:
     if parallelism.expert > 1:
         yield "--enable-expert-parallel"
     yield from _option("--max-model-len", deployment.context)
-    yield from _kv_cache("--kv-cache-dtype", deployment, {"fp8": "fp8", "bf16": "bfloat16"})
+    yield from _option("--kv-cache-dtype", {"fp8": "fp8", "bf16": "bfloat16"}.get(deployment.kv_cache or ""))
     yield from _option("--gpu-memory-utilization", deployment.utilization)
     yield "--trust-remote-code"
     yield from shlex.split(deployment.family.vllm_options)
@@ -202,7 +202,7 @@ def _sglang_words(deployment: Deployment) -> Iterator[str]:
     yield from _size("--pp-size", parallelism.pipeline)
     yield from _size("--dcp-size", parallelism.decode_context)
     yield from _option("--context-length", deployment.context)
-    yield from _kv_cache("--kv-cache-dtype", deployment, {"fp8": "fp8_e4m3", "bf16": "bf16"})
+    yield from _option("--kv-cache-dtype", {"fp8": "fp8_e4m3", "bf16": "bf16"}.get(deployment.kv_cache or ""))
     yield from _option("--moe-runner-backend", deployment.sglang_kernels)
     yield "--trust-remote-code"
     yield from shlex.split(deployment.family.sglang_options)
@@ -218,7 +218,7 @@ def _tensorrt_llm_words(deployment: Deployment) -> Iterator[str]:
     if parallelism.data_attention:
         yield "--enable_attention_dp"
     yield from _option("--max_seq_len", deployment.context)
-    yield from _kv_cache("--kv_cache_dtype", deployment, {"fp8": "fp8"})
+    yield from _option("--kv_cache_dtype", {"fp8": "fp8"}.get(deployment.kv_cache or ""))
     yield "--trust_remote_code"
     yield from shlex.split(deployment.family.tensorrt_llm_options)
 
@@ -231,10 +231,6 @@ def _option(name: str, value: float | str | None) -> Iterator[str]:
 def _size(name: str, size: int) -> Iterator[str]:
     """Yield the option unless its value is 1, every engine's default."""
     return _option(name, size if size > 1 else None)
-
-
-def _kv_cache(name: str, deployment: Deployment, values: Mapping[ServedKvCache, str]) -> Iterator[str]:
-    return _option(name, values.get(deployment.kv_cache) if deployment.kv_cache is not None else None)
 
 
 def _notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
@@ -252,10 +248,7 @@ def _notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."
     if engine == "tensorrt-llm" and deployment.activations == "w4a16":
         yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
-    note = ""
-    if deployment.layout is not None:
-        note = LAYOUTS[deployment.layout].tensorrt_llm_note
-    if engine == "tensorrt-llm" and note:
+    if engine == "tensorrt-llm" and deployment.layout and (note := LAYOUTS[deployment.layout].tensorrt_llm_note):
         yield note
     if engine == "tensorrt-llm" and deployment.kv_cache == "bf16":
         yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."

@@ -26,6 +26,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -170,8 +171,7 @@ def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
     """Return the shared experts of the block `stem` with all tokens, of which `x` has the first dimension, if any."""
     module = f"{stem}.shared_experts"
     gate = f"{module}.{PROJECTIONS[0]}"
-    is_there = reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}")
-    if is_there:
+    if reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}"):
         return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))]
     return []
 
@@ -233,6 +233,10 @@ class Routing:
     def likeliest_tokens(self, expert: int, count: int) -> Tensor:
         """Return the tokens (int64) with the highest scores for an expert, whether they chose it or not."""
         return torch.topk(self.scores[:, expert], min(count, self.scores.shape[0])).indices
+
+
+Router = Callable[[Tensor], Routing]
+"""Routes hidden states f32 [T, K]."""
 
 
 def read_router_config(config: Mapping[str, Any], *, where: str, num_experts: int) -> RouterConfig:
@@ -297,23 +301,10 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
     return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
-    """The router of one block: weight f32 [E, K] and e_score_correction_bias f32 [E]."""
-
-    weight: Tensor
-    bias: Tensor
-    config: RouterConfig
-
-    def __call__(self, hidden_TK: Tensor) -> Routing:
-        """Route hidden states f32 [T, K]."""
-        return route(hidden_TK, self.weight, self.bias, self.config)
-
-
 def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
     """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
     weight = source.read(f"{stem}.gate.weight")
     bias = source.read(f"{stem}.gate.e_score_correction_bias")
     folder = source.checkpoint.folder
     config = read_router_config(source.checkpoint.config, where=str(folder), num_experts=weight.shape[0])
-    return Router(weight.float().to(device), bias.float().to(device), config)
+    return partial(route, weight_EK=weight.float().to(device), bias_E=bias.float().to(device), config=config)

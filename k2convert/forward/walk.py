@@ -110,8 +110,7 @@ class Walk:
 
     def windows_at_once(self, *, dense: bool) -> int:
         """Return how many windows of a layer are computed at a time."""
-        is_narrow = dense and self.devices[0] == "cpu"
-        if is_narrow:
+        if dense and self.devices[0] == "cpu":
             return min(self.chunk, max(1, DENSE_TOKENS // self.ids.shape[1]))
         return self.chunk
 

@@ -43,21 +43,9 @@ def _pairs(values: list[float]) -> Tensor:
     return torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
 
 
-def _e4m3_values() -> Tensor:
-    """Return the values f32 [256] of the E4M3 (fn) bytes: bias 7, subnormals below 2^-6, 0x7F and 0xFF are NaN."""
-    values: list[float] = []
-    for byte in range(256):
-        exponent = (byte >> 3) & 15
-        mantissa = byte & 7
-        value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
-        value = math.nan if byte & 0x7F == 0x7F else value
-        values.append(-value if byte & 0x80 else value)
-    return torch.tensor(values)
-
-
 _INT4_PAIRS: Final = _pairs([float(nibble - 8) for nibble in range(16)])
 _E2M1_PAIRS: Final = _pairs([*_E2M1, *(-value for value in _E2M1)])
-_E4M3: Final = _e4m3_values()
+_E4M3: Final = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def round_to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -209,13 +197,9 @@ class WeightReader:
         info = self.info(name)
         if info.dtype not in _DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype} {list(info.shape)}, not a matrix of numbers.")
-        dtype = _DTYPES[info.dtype]
-        columns = info.shape[1]
-        width = columns * dtype.itemsize
-        result = torch.empty(len(rows), columns, dtype=dtype)
+        result = torch.empty(len(rows), info.shape[1], dtype=_DTYPES[info.dtype])
         for place, row in enumerate(rows):
-            values = self._shards.read(info, begin=row * width, end=(row + 1) * width)
-            result[place] = torch.frombuffer(values, dtype=dtype)
+            result[place] = self.read(name, first_row=row, num_rows=1)
         return result
 
     def read_source(self, module: str) -> Int4Weight | Tensor:
@@ -267,9 +251,7 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
     """Return the source's weight: q * s, exact in FP32 (4 and 8 bits of significand), or bf16 [N, K] unchanged."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
-    packed = torch.as_tensor(weight.packed)
-    scales = torch.as_tensor(weight.scales)
-    return CodedWeight(packed, _INT4_PAIRS, scales)
+    return CodedWeight(torch.as_tensor(weight.packed), _INT4_PAIRS, torch.as_tensor(weight.scales))
 
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:

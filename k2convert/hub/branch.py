@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from k2convert.checkpoint.names import IGNORE_NAME, WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
@@ -54,22 +54,19 @@ class Upload:
     num_bytes: int
 
 
-@dataclass(slots=True)
 class Branch:
     """The work branch of one job in one repository. Several threads may send and add, but only one may commit."""
 
-    hub: Hub
-    target: Target
-    name: str
-    head: str = ""
-    on_branch: dict[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
-    _pending: list[tuple[Upload, "CommitOperationAdd", dict[str, bytes]]] = field(default_factory=list[Any])
-    _commits: deque[float] = field(default_factory=deque[float])
-    _since: float = 0.0
-
-    @property
-    def repo(self) -> str:
-        return self.target.repo
+    def __init__(self, hub: Hub, target: Target, name: str) -> None:
+        self.hub = hub
+        self.target = target
+        self.repo = target.repo
+        self.name = name
+        self.head = ""
+        self.on_branch: dict[str, RemoteFile] = {}
+        self._pending: list[tuple[Upload, CommitOperationAdd, dict[str, bytes]]] = []
+        self._commits: deque[float] = deque()
+        self._since = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -128,18 +125,24 @@ class Branch:
         from huggingface_hub import CommitOperationAdd, constants
 
         api = self.hub.api()
-        count = SentCount(sent)
+        position = 0
         if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
             raise ChangedFileError(path)
 
+        def move_to(reached: int) -> None:
+            nonlocal position
+            if reached != position:
+                sent(reached - position)
+                position = reached
+
         def attempt() -> CommitOperationAdd:
-            count.move_to(0)
-            operation = counted_operation(name, path, count)
+            move_to(0)
+            operation = counted_operation(name, path, move_to)
             if sha256 is not None and constants.HF_HUB_DISABLE_XET:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
             with _transfer_errors(f"upload {name}"):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.name)
-            count.move_to(operation.upload_info.size)
+            move_to(operation.upload_info.size)
             return operation
 
         try:
@@ -300,19 +303,6 @@ def _transfer_errors(action: str) -> Generator[None]:
         raise HubError(f"could not {action}: the Hub refused it ({redacted(str(error))}).") from error
 
 
-@dataclass(slots=True)
-class SentCount:
-    """Bytes of one file that were sent. `sent` gets the changes."""
-
-    sent: Callable[[int], None]
-    position: int = 0
-
-    def move_to(self, position: int) -> None:
-        if position != self.position:
-            self.sent(position - self.position)
-            self.position = position
-
-
 def sent_operation(name: str, *, sha256: str, num_bytes: int) -> "CommitOperationAdd":
     """Return the library's operation for a file that another process has sent: a commit needs its hash and size."""
     from huggingface_hub import CommitOperationAdd
@@ -324,8 +314,8 @@ def sent_operation(name: str, *, sha256: str, num_bytes: int) -> "CommitOperatio
     return operation
 
 
-def counted_operation(name: str, path: Path, count: SentCount) -> "CommitOperationAdd":
-    """Return the library's operation for one file; `count` follows what plain LFS reads from the file to send it."""
+def counted_operation(name: str, path: Path, move_to: Callable[[int], None]) -> "CommitOperationAdd":
+    """Return the library's operation for one file; `move_to` gets how far plain LFS has read the file to send it."""
     from huggingface_hub import CommitOperationAdd
 
     class Counted(CommitOperationAdd):
@@ -337,7 +327,7 @@ def counted_operation(name: str, path: Path, count: SentCount) -> "CommitOperati
 
                     def read_counted(size: int | None = -1) -> bytes:
                         data = read(size)
-                        count.move_to(file.tell())
+                        move_to(file.tell())
                         return data
 
                     file.read = read_counted

@@ -126,7 +126,6 @@ class Hub:
         """The library's client; raises HubError if the user switched the network off."""
         check_online()
         endpoint = self.endpoint
-        check_token()
         check_environment()
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
@@ -156,7 +155,6 @@ class Hub:
 
     def headers(self) -> dict[str, str]:
         """Request headers with the user's token, if there is one; never log them."""
-        check_token()
         check_environment()
         from huggingface_hub import utils
 
@@ -289,21 +287,16 @@ def check_online() -> None:
 
 
 def check_environment() -> None:
-    """Raise HubError if no HTTP client can be made: by the variables for proxies and certificates alone it may fail."""
+    """Raise HubError if a request header cannot carry the token, or the variables for proxies allow no HTTP client."""
+    from huggingface_hub import get_token
     from huggingface_hub.utils import get_session
 
-    try:
-        get_session()
-    except Exception as error:  # each library below the client has its own
-        raise environment_error(error) from None
-
-
-def check_token() -> None:
-    """Raise HubError for a token that a request header cannot carry: the request's own error would print it."""
-    from huggingface_hub import get_token
-
-    if not all("!" <= character <= "~" for character in get_token() or ""):
+    if not all("!" <= character <= "~" for character in get_token() or ""):  # the request's own error would print it
         raise HubError(
             "the token in HF_TOKEN (or the login file) has a character that tokens never have, such as a space, a "
             "control character or a curly quote. Copy it again."
         )
+    try:
+        get_session()
+    except Exception as error:  # each library below the client has its own
+        raise environment_error(error) from None

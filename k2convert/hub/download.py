@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from threading import Event
 
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
@@ -228,5 +227,5 @@ def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple
     if remote.files[name].sha256 is None:
         target.write_bytes(read_file(hub, remote.repo, remote.commit, remote.files[name], kind=remote.kind))
     else:
-        download_shard(hub, remote, name, target=target, stop=Event())
+        download_shard(hub, remote, name, target=target, stop=threading.Event())
     return target, str(replace(address, revision=remote.commit, path=name))

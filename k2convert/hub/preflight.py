@@ -13,7 +13,6 @@ from k2convert.errors import HubError
 from k2convert.hub.client import MAIN, SCHEME, Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteFile, RemoteRepo, list_files, read_file
-from k2convert.hub.source_card import Licence
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
 RECOMMENDED_FILE_BYTES = 20_000_000_000
@@ -47,7 +46,7 @@ def check_target(
     repo: str,
     private: bool,
     file_bytes: Mapping[str, int],
-    licence: Licence,
+    licence: str | None,
     source: RemoteRepo | None,
     revision: str = MAIN,
 ) -> Target:
@@ -74,7 +73,7 @@ def check_target(
         notices.append(f"{repo} is private, and --public does not change that. Change it on the settings page")
     if source is not None and source.private and not is_private:
         notices.append(f"{source.repo} is private, but the result will be public")
-    if licence.id is None:
+    if licence is None:
         notices.append("the source states no license, and the card says so. Check that you may publish the result")
     head = main
     if revision != MAIN and main is not None:

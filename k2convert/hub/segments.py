@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from k2convert.checkpoint.files import mapping_or_empty, write_atomically, writing
+from k2convert.checkpoint.files import mapping_or_empty, write_all, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DiskFullError, format_bytes
 from k2convert.hub.source import RemoteFile
@@ -39,24 +38,23 @@ def range_segment_bytes(num_bytes: int) -> int:
     return MIN_SEGMENT_BYTES
 
 
-@dataclass(slots=True)
 class PartialFile:
     """A file that several threads fill; each of them may call `claim`, `write`, `finish` and `release`."""
 
-    path: Path
-    record_path: Path
-    file: RemoteFile
-    segment_bytes: int
-    descriptor: int
-    done: bytearray
-    _taken: bytearray = field(init=False)
-    _lock: threading.Condition = field(default_factory=threading.Condition)
-    _writing: threading.Lock = field(default_factory=threading.Lock)
-    _recorded_at: float = field(default_factory=time.monotonic)
-    _recorded: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._taken, self._recorded = bytearray(self.done), bytes(self.done)
+    def __init__(
+        self, path: Path, record_path: Path, file: RemoteFile, segment_bytes: int, descriptor: int, done: bytearray
+    ) -> None:
+        self.path = path
+        self.record_path = record_path
+        self.file = file
+        self.segment_bytes = segment_bytes
+        self.descriptor = descriptor
+        self.done = done
+        self._taken = bytearray(done)
+        self._lock = threading.Condition()
+        self._writing = threading.Lock()
+        self._recorded: bytes = bytes(done)
+        self._recorded_at = time.monotonic()
 
     def end_of(self, segment: int) -> int:
         return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
@@ -100,10 +98,7 @@ class PartialFile:
         """Write all of `data` at `position`; raises DiskFullError, DestinationWriteError."""
         # The kernel lets only one thread at a time write to a file; the others would spin.
         with self._writing, writing(self.path):
-            while data:
-                count = os.pwrite(self.descriptor, data, position)
-                data = data[count:]
-                position = position + count
+            write_all(self.descriptor, data, position)
 
     def wait(self, seconds: float) -> None:
         """Return when a segment was finished or released, or after `seconds`."""

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
@@ -95,13 +96,10 @@ def _cached_repo(ref: RepoRef) -> RemoteRepo:
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}"
-    revision = ref.revision or MAIN
-    try:
-        commit = revision
-        if not _COMMIT.fullmatch(revision):
-            commit = (root / "refs" / revision).read_text().strip()
-    except OSError:
-        commit = ""
+    commit = ref.revision or MAIN
+    with suppress(OSError):
+        if not _COMMIT.fullmatch(commit):
+            commit = (root / "refs" / commit).read_text().strip()
     snapshot = root / "snapshots" / commit
     files = dict[str, RemoteFile]()
     for path in sorted(snapshot.rglob("*")) if _COMMIT.fullmatch(commit) else ():

@@ -1,25 +1,18 @@
 """Statements of the source's own card, and what of it the Hub accepts in the card of the result."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from k2convert.hub.client import Hub
 
 
 @dataclass(frozen=True, slots=True)
-class Licence:
-    """A model's license as its card states it; `name` and `link` go with the Hub's license `other`."""
-
-    id: str | None = None
-    name: str | None = None
-    link: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SourceCard:
     """Statements of the source's own card that the result's card carries over."""
 
-    licence: Licence = field(default_factory=Licence)
+    licence: str | None = None
+    licence_name: str | None = None  # with its link, for the Hub's license `other`
+    licence_link: str | None = None
     pipeline_tag: str | None = None
     library_name: str | None = None
 
@@ -38,7 +31,9 @@ def read_source_card(text: str) -> SourceCard:
     stated: Any = data.get("license")
     choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
     return SourceCard(
-        Licence(_text(next(iter(choices), None)), _text(data.get("license_name")), _text(data.get("license_link"))),
+        _text(next(iter(choices), None)),
+        _text(data.get("license_name")),
+        _text(data.get("license_link")),
         _text(data.get("pipeline_tag")),
         _text(data.get("library_name")),
     )
@@ -46,12 +41,13 @@ def read_source_card(text: str) -> SourceCard:
 
 def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
     """The part of a source's card that the Hub accepts; an unknown license becomes `other`. Raises HubError."""
-    licence = card.licence
-    other = Licence("other", licence.name or licence.id, licence.link)
-    for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):
+    name = card.licence_name or card.licence
+    other = SourceCard("other", name, card.licence_link)
+    as_other = replace(card, licence="other", licence_name=name)
+    for offered in (card, replace(card, pipeline_tag=None), as_other, other):
         if hub.accepts_card(f"---\n{front_matter(offered)}\n---\n"):
             return offered
-    return SourceCard(Licence(name=licence.name or licence.id, link=licence.link))
+    return replace(other, licence=None)
 
 
 def _text(value: object) -> str | None:
@@ -65,9 +61,9 @@ def front_matter(source: SourceCard, **more: Any) -> str:
     from huggingface_hub import ModelCardData
 
     fields: dict[str, Any] = {
-        "license": source.licence.id or "unknown",
-        "license_name": source.licence.name,
-        "license_link": source.licence.link,
+        "license": source.licence or "unknown",
+        "license_name": source.licence_name,
+        "license_link": source.licence_link,
         "library_name": source.library_name,
         "pipeline_tag": source.pipeline_tag,
     }

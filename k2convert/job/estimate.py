@@ -5,6 +5,7 @@ that is written has no name, so nothing can be left behind. The network is not m
 """
 
 import fcntl
+import math
 import mmap
 import os
 import tempfile
@@ -24,7 +25,6 @@ from k2convert.job.resources import existing_parent
 from k2convert.machine import PAGE_BYTES, available_memory, num_cores
 from k2convert.models import find_family
 from k2convert.plan.plan import ConvertStep
-from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules import RULES
 
@@ -55,14 +55,9 @@ class Estimate:
     @property
     def seconds(self) -> tuple[float, float] | None:
         """The least and the most seconds, without the network."""
-        reading, writing, converting = (
-            num_bytes / rate if rate else 0.0
-            for num_bytes, rate in (
-                (self.bytes_in, self.read_rate),
-                (self.bytes_out, self.write_rate),
-                (self.bytes_converted, self.convert_rate),
-            )
-        )
+        reading = self.bytes_in / (self.read_rate or math.inf)
+        writing = self.bytes_out / (self.write_rate or math.inf)
+        converting = self.bytes_converted / (self.convert_rate or math.inf)
         most = max(reading + writing, converting)
         if most:
             return (max(reading, writing, converting), most)
@@ -170,14 +165,10 @@ def _convert_rate(job: Job) -> float | None:
     if RULES[recipe.rule].uses_importance:
         importance = (np.arange(columns) % 255 + 1).astype(np.uint8)
 
-    def load() -> SourceWeight:
+    def convert() -> int:
         weight = known.load(packed, scales, rows, "measured")
         if recipe.smoothing:
-            return weight.divide_columns(exponents, name="measured")
-        return weight
-
-    def convert() -> int:
-        weight = load()
+            weight = weight.divide_columns(exponents, name="measured")
         magnitude = quantizer.measure(weight, name="measured")
         scale = quantizer.global_scale(magnitude)
         quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale, importance=importance)

@@ -44,7 +44,6 @@ _REMEDY: Final = (
 )
 _OF_THIS_MODEL: Final = "Use a file made for this model."
 
-
 _PerExpert = dict[int, tuple[float, ...]]
 Score = Annotated[float, Field(allow_inf_nan=False)]
 

@@ -176,9 +176,8 @@ def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars:
             "a different folder."
         )
     for path, relative in refused:
-        is_own = relative in own or relative in around
         what = "it would become part of the result"
-        if is_own:
+        if relative in own or relative in around:
             what = "the job needs this name"
         raise DestinationError(f"{path}: is not from k2convert, and {what}. {_MOVE}")
 

@@ -1,7 +1,7 @@
 """Open a calibration and plan it; read a text; describe a source."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan, WalkText
     from k2convert.calibration.text import Windows
     from k2convert.plan.inspection import Inspection
-
 
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4
@@ -113,26 +112,17 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
     """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
-    from k2convert.calibration.text import read_windows  # a run without a text needs no tokenizers
+    from k2convert.calibration.text import default_tokens, read_windows  # a run without a text needs no tokenizers
 
+    window = min(use.window, max_positions(source.config) or use.window)
     return read_windows(
         files,
         tokenizer=source.folder,
         vocab_size=vocabulary_size(source),
-        tokens=_tokens(source, use),
-        window=_window(source, use),
+        tokens=use.tokens or default_tokens(source, window=window),
+        window=window,
         seed=use.seed,
     )
-
-
-def _window(source: Checkpoint, use: TextUse) -> int:
-    return min(use.window, max_positions(source.config) or use.window)
-
-
-def _tokens(source: Checkpoint, use: TextUse) -> int:
-    from k2convert.calibration.text import default_tokens
-
-    return use.tokens or default_tokens(source, window=_window(source, use))
 
 
 def inspect_source(source: str, *, hub: Hub) -> "Inspection":
@@ -142,10 +132,9 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
     pruning: dict[str, object] | None = None
     conversion: dict[str, object] | None = None
     with open_source(source, hub=hub) as opened:
-        try:
+        ledger = None
+        with suppress(CheckpointError):
             ledger = find_ledger(opened.checkpoint.folder)
-        except CheckpointError:
-            ledger = None
         if ledger is not None:
             conversion = {name: getattr(ledger.recipe, name) for name in ("rule", "layout", "activations", "target")}
             if (total := ledger.totals.get(TOTAL)) is not None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from k2convert.job.resources import Item
@@ -50,23 +50,6 @@ class Stages:
     num_workers: int = 1  # threads that convert
 
 
-@dataclass(slots=True)
-class _Disk:
-    """The room for shards: its size, what is used, which source shards are held, and how many items need each."""
-
-    room: int
-    used: int
-    uses: Counter[str]
-    held: set[str] = field(default_factory=set[str])
-    is_blocked: bool = False
-
-
-@dataclass(slots=True)
-class _Queue:
-    waiting: deque[Item]
-    num_left: int
-
-
 class Pipeline:
     """One run over the remaining items. `run` returns when all are through, or raises the first failure."""
 
@@ -85,15 +68,17 @@ class Pipeline:
         self._source_bytes = source_bytes
         self._stages = stages
         self._stop = stop
+        self._room = room
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
-        self._disk = _Disk(
-            room=room,
-            used=sum(item.output_bytes for item in to_upload),
-            uses=Counter(source for item in items for source in item.sources),
-        )
-        self._conversions = _Queue(deque(), len(self._items))
-        self._uploads = _Queue(deque(to_upload), len(self._items) + len(to_upload))
+        self._used = sum(item.output_bytes for item in to_upload)
+        self._uses = Counter(source for item in items for source in item.sources)  # how many items need each
+        self._held = set[str]()  # source shards
+        self._is_blocked = False  # for lack of room
+        self._to_convert = deque[Item]()
+        self._num_to_convert = len(self._items)  # also those that are not fetched yet, or in work
+        self._to_upload = deque(to_upload)
+        self._num_to_upload = len(self._items) + len(to_upload)
         self._num_uploading = 0
         self._is_committing = False
         self._failure: BaseException | None = None
@@ -144,64 +129,62 @@ class Pipeline:
         return False
 
     def _need(self, item: Item) -> int:
-        fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._disk.held)
+        fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._held)
         return fresh + item.output_bytes
 
     def _admit_all(self) -> None:
-        disk = self._disk
         with self._guarded():
             for item in self._items:
                 with self._changed:
-                    disk.is_blocked = True
-                    if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
+                    self._is_blocked = True
+                    if not self._wait(lambda item=item: self._used + self._need(item) <= self._room):
                         return
-                    disk.is_blocked = False
-                    disk.used += self._need(item)
-                    fresh = [source for source in item.sources if source not in disk.held]
-                    disk.held.update(fresh)
+                    self._is_blocked = False
+                    self._used += self._need(item)
+                    fresh = [source for source in item.sources if source not in self._held]
+                    self._held.update(fresh)
                 if self._stages.fetch is not None:
                     for source in fresh:
                         self._stages.fetch(source)
                 with self._changed:
-                    self._conversions.waiting.append(item)
+                    self._to_convert.append(item)
                     self._changed.notify_all()
 
     def _convert_all(self) -> None:
-        queue = self._conversions
+        queue = self._to_convert
         with self._guarded():
             while True:
                 with self._changed:
-                    if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
+                    if not self._wait(lambda: bool(queue) or self._num_to_convert == 0) or not queue:
                         return
-                    item = queue.waiting.popleft()
+                    item = queue.popleft()
                 self._stages.convert(item)
-                disk = self._disk
                 with self._changed:
-                    disk.uses.subtract(item.sources)
-                    finished = [source for source in item.sources if disk.uses[source] == 0]
+                    self._uses.subtract(item.sources)
+                    finished = [source for source in item.sources if self._uses[source] == 0]
                 for source in finished:
                     self._stages.drop_source(source)
                 with self._changed:
-                    disk.held.difference_update(finished)
-                    disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
-                    self._conversions.num_left -= 1
-                    self._uploads.waiting.append(item)
+                    self._held.difference_update(finished)
+                    self._used -= sum(self._source_bytes.get(source, 0) for source in finished)
+                    self._num_to_convert -= 1
+                    self._to_upload.append(item)
                     self._changed.notify_all()
 
     def _upload_all(self) -> None:
         uploads = self._stages.uploads
         assert uploads is not None
-        queue = self._uploads
+        queue = self._to_upload
 
         def has_work() -> bool:  # or never will have
-            return bool(queue.waiting) or queue.num_left == 0 or self._must_commit(uploads)
+            return bool(queue) or self._num_to_upload == 0 or self._must_commit(uploads)
 
         with self._guarded():
             while True:
                 with self._changed:
-                    if not self._wait(has_work) or queue.num_left == 0:
+                    if not self._wait(has_work) or self._num_to_upload == 0:
                         return
-                    item = queue.waiting.popleft() if queue.waiting else None
+                    item = queue.popleft() if queue else None
                     if item is None:
                         self._is_committing = True
                     else:
@@ -211,8 +194,8 @@ class Pipeline:
                     for name in names:
                         self._stages.drop_output(name)
                     with self._changed:
-                        self._disk.used -= sum(self._sizes[name] for name in names)
-                        queue.num_left -= len(names)
+                        self._used -= sum(self._sizes[name] for name in names)
+                        self._num_to_upload -= len(names)
                         self._is_committing = False
                         self._changed.notify_all()
 
@@ -229,6 +212,6 @@ class Pipeline:
 
     def _must_commit(self, uploads: UploadStage) -> bool:
         """With nothing to send, commit if a group is due, if room is needed, or if nothing more will come."""
-        is_last = self._conversions.num_left == 0 and self._num_uploading == 0
-        is_wanted = self._disk.is_blocked or is_last or uploads.is_group_due()
+        is_last = self._num_to_convert == 0 and self._num_uploading == 0
+        is_wanted = self._is_blocked or is_last or uploads.is_group_due()
         return not self._is_committing and uploads.num_pending > 0 and is_wanted

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,12 +282,10 @@ def _plan_limits(
 
 
 def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
-    try:
+    with suppress(CheckpointError):
         ledger = find_ledger(folder)
-    except CheckpointError:
-        return None
-    if ledger is not None and ledger.fingerprint == description.fingerprint:
-        return ledger.calibration
+        if ledger is not None and ledger.fingerprint == description.fingerprint:
+            return ledger.calibration
     return None
 
 

@@ -26,9 +26,10 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Final
@@ -161,53 +162,44 @@ def _remove_room(name: str, folder: int, parent: int) -> None:
         os.rmdir(name, dir_fd=parent)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeTask:
-    """One shard's work on a node. `disk_bytes` is what any shard takes, `rooms` how the names of folders begin."""
-
-    task: ShardTask
-    remote: RemoteRepo | None = None
-    target: Target | None = None
-    branch: str = ""
-    disk_bytes: int = 0
-    max_disk: int | None = None
-    rooms: str = ""
-
-
-def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
-    """Convert one shard on this machine and return its record; raises K2ConvertError."""
-    uses_hub = work.remote is not None or work.target is not None
+def do_on_node(
+    task: ShardTask,
+    remote: RemoteRepo | None,
+    target: Target | None,
+    room: Callable[[], AbstractContextManager[Path]],
+    *,
+    cpus: int,
+) -> ShardRecord:
+    """Convert one shard on this machine, with the Hub in a `room`; return its record. Raises K2ConvertError."""
+    uses_hub = remote is not None or target is not None
     resources.own_process()
     memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
-    resources.own_process()
     resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
-    task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
+    task = replace(task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:
         with resources.open_threads(1, num_converting=cpus) as threads:
             return convert_shard(task, threads=threads)
     bound_memory()
-    with (
-        open_room(work.rooms, shard_bytes=work.disk_bytes, max_disk=work.max_disk) as folder,
-        resources.open_threads(1, num_converting=cpus) as threads,
-    ):
-        if work.remote is not None:
+    with room() as folder, resources.open_threads(1, num_converting=cpus) as threads:
+        if remote is not None:
             for name in task.shard.source_shards:
-                download_shard(Hub(), work.remote, name, target=folder / name, stop=Event())
+                download_shard(Hub(), remote, name, target=folder / name, stop=Event())
             task = replace(task, source_folder=folder)
-        if work.target is None:
+        if target is None:
             return convert_shard(task, threads=threads)
         result = folder / "result"
         result.mkdir()
         record = convert_shard(replace(task, destination=result), threads=threads)
-        Branch(Hub(), work.target, work.branch).send(record.shard, result / record.shard, sha256=record.sha256)
+        branch = Branch(Hub(), target, branch_name(task.fingerprint))
+        branch.send(record.shard, result / record.shard, sha256=record.sha256)
         return record
 
 
 def answer_on_node(data: bytes, *, cpus: int) -> bytes:
-    """Do a pickled NodeTask; returns the pickled record, or the expected error that stopped it."""
+    """Do a pickled call of `do_on_node`; returns the pickled record, or the expected error that stopped it."""
     try:
-        return pickle.dumps(do_on_node(pickle.loads(data), cpus=cpus))
+        return pickle.dumps(pickle.loads(data)(cpus=cpus))
     except InvalidCheckpointError as error:  # has an exit code of its own
         return pickle.dumps(InvalidCheckpointError(str(error)))
     except K2ConvertError as error:  # of any class: some have arguments of their own
@@ -278,11 +270,11 @@ class Cluster:
         can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
         return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
 
-    def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:
+    def convert(
+        self, name: str, work: "partial[ShardRecord]", *, stop: Event, events: Events
+    ) -> tuple[str, ShardRecord]:
         """Do one shard on some node; return its name and the record. Raises InterruptedRun, K2ConvertError."""
         ray = self.ray
-        name = work.task.shard.name
-        work = replace(work, max_disk=self.max_disk, rooms=self.rooms)
         data = pickle.dumps(work)
         retries = 0
         report = None
@@ -337,9 +329,9 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     folders = {"source_folder": task.source_folder.absolute(), "destination": task.destination.absolute()}
     task = replace(task, **folders, calibration=job.calibration)
     sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
-    branch = "" if job.target is None else branch_name(job.digest)
-    work = NodeTask(task, job.source.remote, job.target, branch, max(sizes))
-    node, record = cluster.convert(work, stop=stop, events=events)
+    room = partial(open_room, cluster.rooms, shard_bytes=max(sizes), max_disk=cluster.max_disk)
+    work = partial(do_on_node, task, job.source.remote, job.target, room)
+    node, record = cluster.convert(name, work, stop=stop, events=events)
     shard = task.shard
     events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=len(shard.outputs))
     events.note(f"node {node}: {name}")

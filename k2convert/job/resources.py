@@ -50,24 +50,21 @@ MEMORY_SHARE: Final = 0.8  # of the available memory, for shards in work
 XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/client.py
 THREADS_PER_GPU: Final = 4
 
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads shared by all shards in work: one converting thread a core, and enough readers to keep a disk busy."""
-
-    converting: ThreadPoolExecutor
-    reading: ThreadPoolExecutor
+Threads = tuple[ThreadPoolExecutor, ThreadPoolExecutor]  # shared by all shards in work: some convert, some read
 
 
 @contextmanager
 def open_threads(workers: int, *, num_converting: int | None = None) -> Generator[Threads]:
-    """Start the threads for `workers` shards at a time; one converting thread a core unless their number is given."""
+    """Start the threads for `workers` shards at a time: those that convert, and enough readers to keep a disk busy.
+
+    One converting thread a core, unless their number is given.
+    """
     cores = num_converting or num_cores()
     with (
         ThreadPoolExecutor(max_workers=cores, thread_name_prefix="convert") as converting,
         ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read") as reading,
     ):
-        yield Threads(converting, reading)
+        yield converting, reading
 
 
 def choose_workers(requested: int | None) -> int:
@@ -113,29 +110,28 @@ def choose_devices(device: Device, *, rounds: bool = False) -> tuple[tuple[str, 
     check_choice("device", device, get_args(Device))
     if device == "cuda":
         require_extra("torch", purpose="device cuda")
-    if device == "cuda" or (device == "auto" and has_driver() and missing_module("torch") is None):
-        import torch
+    elif device == "cpu" or not has_driver() or missing_module("torch") is not None:
+        return ("cpu",), None
+    import torch
 
-        if torch.cuda.is_available():
-            devices = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
-            if not rounds:
-                return devices, None
-            from k2convert.quantize.gptq.device_kernel import check_device
-
-            try:
-                for name in devices:
-                    check_device(name)
-            except PlanError as error:
-                if device == "cuda":
-                    raise
-                return ("cpu",), f"{str(error).removesuffix(' Use --device cpu.')} So {_cores()} are used"
-            names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(name) for name in devices))
-            return devices, f"rule gptq runs on {names}, which rounds as the CPU does. --device cpu uses {_cores()}"
-    if device == "cuda":
-        raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
-    if device == "auto" and has_driver() and missing_module("torch") is None:
+    if not torch.cuda.is_available():
+        if device == "cuda":
+            raise PlanError("device cuda: torch sees no CUDA device. Use device cpu, or install a CUDA build of torch.")
         return ("cpu",), f"torch sees no CUDA device, so {_cores()} are used. A CUDA build of torch uses the GPU"
-    return ("cpu",), None
+    devices = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    if not rounds:
+        return devices, None
+    from k2convert.quantize.gptq.device_kernel import check_device
+
+    try:
+        for name in devices:
+            check_device(name)
+    except PlanError as error:
+        if device == "cuda":
+            raise
+        return ("cpu",), f"{str(error).removesuffix(' Use --device cpu.')} So {_cores()} are used"
+    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(name) for name in devices))
+    return devices, f"rule gptq runs on {names}, which rounds as the CPU does. --device cpu uses {_cores()}"
 
 
 def _cores() -> str:

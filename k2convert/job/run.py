@@ -46,12 +46,10 @@ if TYPE_CHECKING:
     from k2convert.records.evaluation import Evaluation
     from k2convert.validation.results import ValidationReport
 
-
 FROM_SCHEDULER: Final = "auto"  # the value of --part that reads the variables of a Slurm array
 
 _MAX_COUNT: Final = 100_000
 _TASK, _FIRST, _COUNT = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
-_NOT_HASHED: Final = "finished shards have their recorded size and time (--verify hashes them too)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +311,6 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         from k2convert.job.transfers import fetch_shard, sweep_downloads
 
         fetch = partial(fetch_shard, job, remote, stop=run.stop, events=run.events)
-
         sweep_downloads(job, run.items, run.to_upload)
     walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, walking as shard_walk:
@@ -375,7 +372,7 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
     for name in again:
         journal.forget(name)
     if here or again:
-        looked = _NOT_HASHED
+        looked = "finished shards have their recorded size and time (--verify hashes them too)"
         if doubtful:
             looked = f"finished shards hashed: {len(doubtful)} ({format_bytes(num_bytes)})"
         damaged = ""

@@ -8,7 +8,7 @@ A shard for upload is validated at once: later neither it nor its source may be 
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,13 +181,13 @@ def _opened(task: ShardTask, threads: Threads | None, stop: Event) -> Generator[
     """Open the source shards of a task, for a conversion by `threads`, or by threads of its own."""
     path = task.source_folder / task.shard.name
     with (
-        open_threads(1) if threads is None else nullcontext(threads) as pools,
+        open_threads(1) if threads is None else nullcontext(threads) as (converters, readers),
         ShardReader(lambda name: task.source_folder / name) as reader,
         remedy(SOURCE_REMEDY),
         nullcontext() if task.sha256 is None else FileHash(path) as source_hash,
     ):
         quantizer = create_quantizer(task.recipe.quantizer, rule=task.recipe.rule)
-        yield _Work(task, quantizer, reader, pools, stop, source_hash)
+        yield _Work(task, quantizer, reader, converters, readers, stop, source_hash)
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]
@@ -217,7 +217,8 @@ class _Work:
     task: ShardTask
     quantizer: Quantizer
     reader: ShardReader
-    threads: Threads
+    converters: ThreadPoolExecutor
+    readers: ThreadPoolExecutor
     stop: Event
     source_hash: FileHash | None
 
@@ -240,8 +241,8 @@ class _Work:
         try:
             while waiting or following is not None:
                 while following is not None and (not waiting or inflight + following.num_bytes <= limit):
-                    loading = self.threads.reading.submit(self._load, following)
-                    converting = self.threads.converting.submit(following.call, loading)
+                    loading = self.readers.submit(self._load, following)
+                    converting = self.converters.submit(following.call, loading)
                     waiting.append((following, loading, converting))
                     inflight += following.num_bytes + PIECE_BYTES
                     following = next(pieces, None)
@@ -267,20 +268,20 @@ class _Work:
         for step in self.task.shard.steps:
             is_pure = self._is_pure(step)
             if isinstance(step, CopyStep):
-                size = step.tensor.num_bytes
-                if size == 0:
+                tensor = step.tensor
+                if tensor.num_bytes == 0:
                     continue  # nothing to read or to write
                 part = COPY_BYTES
-                if step.scaling is not None:
-                    part = _whole_rows(step.tensor)
-                for begin in range(0, size, part):
-                    end = min(begin + part, size)
-                    reads = ((step.tensor, begin, end),)
-                    tensors = 1 if end == size else 0
+                if step.scaling is not None:  # whole rows
+                    row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
+                    part = max(COPY_BYTES // row_bytes, 1) * row_bytes
+                for begin in range(0, tensor.num_bytes, part):
+                    end = min(begin + part, tensor.num_bytes)
+                    reads = ((tensor, begin, end),)
+                    tensors = int(end == tensor.num_bytes)
                     call = partial(self._copy, step)
-                    size_of_part = end - begin
-                    name = step.tensor.name
-                    yield _Piece(size_of_part, size_of_part, size_of_part, is_pure, tensors, reads, call, name)
+                    size = end - begin
+                    yield _Piece(size, size, size, is_pure, tensors, reads, call, tensor.name)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
@@ -347,11 +348,6 @@ class _Work:
         if scaling is None or calibration is None:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
-
-
-def _whole_rows(tensor: TensorInfo) -> int:
-    row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
-    return max(COPY_BYTES // row_bytes, 1) * row_bytes
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

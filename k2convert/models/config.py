@@ -71,8 +71,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def key_of(config: Mapping[str, Any], field: str) -> str:
     """Return the name that a field of the language model has in this config."""
     text = text_config(config)
-    uses_aliases = field not in text and any(alias in text for alias in _ALIASES.values())
-    if uses_aliases:
+    if field not in text and any(alias in text for alias in _ALIASES.values()):
         return _ALIASES.get(field, field)
     return field
 
@@ -93,7 +92,7 @@ _FIELD: Final = re.compile("[a-z_][a-z0-9_.]*")
 
 
 def fields_of(shape: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a shape of an inventory is made of, with their values; None for one that is not there."""
+    """Return the fields that a shape of a tensor is made of, with their values; None for one that is not there."""
     found: dict[str, Any] = {}
     for name in _FIELD.findall(shape):
         field = key_of(config, name)
@@ -105,7 +104,7 @@ def fields_of(shape: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_shape(shape: str, config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """Return a shape of an inventory as numbers; None if config.json leaves a field out. PlanError for no number."""
+    """Return a shape of `Family` as numbers; None if config.json leaves a field out. PlanError for no number."""
     values = fields_of(shape, config)
     if None in values.values():
         return None
@@ -259,11 +258,8 @@ class DescribedModel:
         for expected in self.tensors(tensors, experts):
             name, dtypes, shape, _ = expected
             found = tensors.get(name)
-            if found is None:
-                yield Fault(name, expected, None)
-                continue
-            num_found += 1
-            if found.dtype not in dtypes or (shape is not None and found.shape != shape):
+            num_found += found is not None
+            if found is None or found.dtype not in dtypes or (shape is not None and found.shape != shape):
                 yield Fault(name, expected, found)
         if num_found < len(tensors):
             known = {expected.name for expected in self.tensors(tensors, experts)}
@@ -275,22 +271,22 @@ class DescribedModel:
 
     def tensors(self, tensors: Mapping[str, TensorInfo], experts: Experts) -> Iterator[Expected]:
         """Yield every tensor as `tensors` store it; the module, with no dtypes, of an expert without tensors."""
-        inventory = self.family.inventory
-        if inventory is None:
+        family = self.family
+        if family.outer_tensors is None:
             return
-        shapes = inventory.outer(self.config)
-        vision = inventory.vision(self.config)
+        shapes = family.outer_tensors(self.config)
+        vision = family.vision_tensors(self.config)
         if any(name in tensors for name in vision):
             shapes |= vision
         for layer in range(self.architecture.num_layers):
-            stem = self.family.layer.format(layer=layer)
-            found = inventory.layer(self.config, layer, layer in self.architecture.moe_layers)
+            stem = family.layer.format(layer=layer)
+            found = family.layer_tensors(self.config, layer, layer in self.architecture.moe_layers)
             shapes |= {f"{stem}.{name}": shape for name, shape in found.items()}
         for name, text in shapes.items():
             yield from self._stored(name, text, tensors)
         for layer, numbers in experts.items():
             if layer in self.architecture.moe_layers:
-                yield from self._experts(self.family.experts.format(layer=layer), numbers, tensors)
+                yield from self._experts(family.experts.format(layer=layer), numbers, tensors)
 
     def _stored(self, name: str, text: str, tensors: Mapping[str, TensorInfo]) -> Iterator[Expected]:
         dtype, _, sizes = text.rpartition(": ")
@@ -317,24 +313,23 @@ class DescribedModel:
             for kind, last in self.family.projections.items():
                 module = f"{stem}.{number}.{last}"
                 form = _form(module, tensors, self.family)
-                if not form:
-                    weight = f"{module}.{WEIGHT}"
-                    is_there = weight in tensors
-                    yield Expected(
-                        weight if is_there else module, _NUMBERS if is_there else (), shapes[kind], sizes[kind]
-                    )
-                    continue
-                for parameter, dtypes, shape in _parameters(module, form, shapes[kind], tensors):
-                    yield Expected(f"{module}.{parameter}", dtypes, shape, sizes[kind])
+                if form:
+                    for parameter, dtypes, shape in _parameters(module, form, shapes[kind], tensors):
+                        yield Expected(f"{module}.{parameter}", dtypes, shape, sizes[kind])
+                elif f"{module}.{WEIGHT}" in tensors:
+                    yield Expected(f"{module}.{WEIGHT}", _NUMBERS, shapes[kind], sizes[kind])
+                else:
+                    yield Expected(module, (), shapes[kind], sizes[kind])
 
     def _may_have(self, name: str) -> bool:
         module, _, parameter = name.rpartition(".")
         place = self.family.classify(module)
         role = None if place is None else place.role
+        is_described = self.family.outer_tensors is not None
         if role in (Role.VISION_TOWER, Role.MM_PROJECTOR):
-            return self.family.inventory is not None and not self.family.inventory.vision(self.config)
+            return is_described and not self.family.vision_tensors(self.config)
         is_tied_head = role is Role.LM_HEAD and parameter == WEIGHT and is_tied(self.config)
-        return is_tied_head or (role is Role.ATTENTION and parameter in _OPTIONAL) or self.family.inventory is None
+        return is_tied_head or (role is Role.ATTENTION and parameter in _OPTIONAL) or not is_described
 
     def problem(self, fault: Fault) -> str:
         """Return what is wrong with a tensor, to follow its name."""

@@ -18,7 +18,6 @@ from k2convert.models.names import (
     Architecture,
     EngineNaming,
     Family,
-    Inventory,
     ModelCardFacts,
     ModulePlace,
     Role,
@@ -37,8 +36,8 @@ UNSPLIT_MLA: Final = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_l
 NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
 _LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
 _EXPERT: Final = re.compile(rf"mlp\.experts\.{NUMBER}\.(gate|up|down)_proj")
-_SHARED: Final = re.compile(r"mlp\.shared_experts\.(gate|up|down)_proj")
-_DENSE: Final = re.compile(r"mlp\.(gate|up|down)_proj")
+_MLP: Final = re.compile(r"(mlp|mlp\.shared_experts)\.(gate|up|down)_proj")
+_MLP_ROLES: Final = {"mlp": Role.DENSE_MLP, "mlp.shared_experts": Role.SHARED_EXPERTS}
 
 
 @lru_cache(maxsize=4096)  # the three or four tensors of a module follow one another
@@ -57,16 +56,12 @@ def _classify(prefix: str, module: str) -> ModulePlace | None:
     matched = _LAYER.fullmatch(rest)
     if matched is None:
         return None
-    return _classify_in_layer(int(matched[1]), matched[2])
-
-
-def _classify_in_layer(layer: int, inner: str) -> ModulePlace | None:
+    layer = int(matched[1])
+    inner = matched[2]
     if expert := _EXPERT.fullmatch(inner):
         return ModulePlace(Role.EXPERTS, layer, int(expert[1]), expert[2])
-    if shared := _SHARED.fullmatch(inner):
-        return ModulePlace(Role.SHARED_EXPERTS, layer, None, shared[1])
-    if dense := _DENSE.fullmatch(inner):
-        return ModulePlace(Role.DENSE_MLP, layer, None, dense[1])
+    if mlp := _MLP.fullmatch(inner):
+        return ModulePlace(_MLP_ROLES[mlp[1]], layer, None, mlp[2])
     if inner == "mlp.gate":
         return ModulePlace(Role.ROUTER, layer)
     if inner in ("input_layernorm", "post_attention_layernorm"):
@@ -78,11 +73,7 @@ def _classify_in_layer(layer: int, inner: str) -> ModulePlace | None:
 
 def expected_name(prefix: str, name: str) -> str:
     """Put a language-model name under `prefix`, whichever known prefix it has. Other names are kept."""
-    body = name
-    for head in (_WRAPPED_PREFIX, _WRAPPER, _TEXT_PREFIX):
-        if body.startswith(head):
-            body = body[len(head) :]
-            break
+    body = name.removeprefix(_WRAPPER).removeprefix(_TEXT_PREFIX)
     if body.startswith(_LANGUAGE_PARTS):
         return prefix + body
     if body.startswith("lm_head."):
@@ -252,7 +243,9 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         refused_prefixes={_LEGACY_PREFIX: "an early NVFP4 naming that engines do not load"},
         usual_num_experts=384,
         naming=naming,
-        inventory=Inventory(partial(outer_tensors, prefix), _layer_tensors, vision_tensors),
+        outer_tensors=partial(outer_tensors, prefix),
+        layer_tensors=_layer_tensors,
+        vision_tensors=vision_tensors,
     )
 
 

@@ -30,7 +30,6 @@ from k2convert.models.names import (
     Architecture,
     EngineNaming,
     Family,
-    Inventory,
     ModelCardFacts,
     ModulePlace,
     Role,
@@ -41,7 +40,7 @@ _WRAPPER: Final = "language_model."
 _PREFIX: Final = "language_model.model."
 _EXPERT: Final = re.compile(rf"block_sparse_moe\.experts\.{NUMBER}\.(w[123])")
 _MLP: Final = re.compile(r"(block_sparse_moe\.shared_experts|mlp)\.(gate|up|down)_proj")
-_LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
+_LAYER: Final = re.compile(rf"{re.escape(_PREFIX)}layers\.{NUMBER}\.(.+)")
 _PROJECTIONS: Final = {"w1": "gate", "w3": "up", "w2": "down"}
 _ROLES: Final = {
     "block_sparse_moe.gate": Role.ROUTER,
@@ -72,9 +71,7 @@ def _classify(module: str) -> ModulePlace | None:
     for start, role in (("vision_tower.", Role.VISION_TOWER), ("mm_projector.", Role.MM_PROJECTOR)):
         if module.startswith(start):
             return ModulePlace(role)
-    matched = None
-    if module.startswith(_PREFIX):
-        matched = _LAYER.fullmatch(module.removeprefix(_PREFIX))
+    matched = _LAYER.fullmatch(module)
     if matched is None:
         return None
     layer = int(matched[1])
@@ -131,8 +128,7 @@ def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:
     heads = "linear_attn_config.num_heads"
     size = "linear_attn_config.head_dim"
     width = f"{heads} * {size}"
-    wide = f"{heads} * {size}, hidden_size"
-    rows = dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), wide)
+    rows = dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), f"{width}, hidden_size")
     rows |= {"o_proj": f"hidden_size, {width}", "f_a_proj": f"{size}, hidden_size", "f_b_proj": f"{width}, {size}"}
     rows |= {"b_proj": f"{heads}, hidden_size", "o_norm": f"F32: {size}"}
     rows |= dict.fromkeys(
@@ -175,9 +171,6 @@ def _outer_tensors(config: Mapping[str, Any]) -> dict[str, str]:
     shapes = {f"{_PREFIX}output_attn_res_norm": "hidden_size", f"{_PREFIX}output_attn_res_proj": _RESIDUAL}
     return outer_tensors(_PREFIX, config) | weights(shapes)
 
-
-_VLLM_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"], "in_proj_qkvgfab")
-_SGLANG_FUSED: Final = dict.fromkeys(["q_proj", "k_proj", "v_proj"], "fused_qkvg_proj")
 
 K3: Final = Family(
     name="kimi-k3",
@@ -228,8 +221,8 @@ K3: Final = Family(
     usual_num_experts=896,
     naming=EngineNaming(
         wrapper=_WRAPPER,
-        vllm_fused=_VLLM_FUSED,
-        sglang_fused=_SGLANG_FUSED,
+        vllm_fused=dict.fromkeys(("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"), "in_proj_qkvgfab"),
+        sglang_fused=dict.fromkeys(("q_proj", "k_proj", "v_proj"), "fused_qkvg_proj"),
         banks={
             "vLLM": "language_model.model.layers.{layer}.block_sparse_moe.experts",
             "SGLang": "model.layers.{layer}.mlp.experts",
@@ -247,5 +240,7 @@ K3: Final = Family(
     least_expert_piece=256,
     not_computed="KDA attention and experts on latent columns are not computed yet",
     has_kv_scheme=False,
-    inventory=Inventory(_outer_tensors, _layer_tensors, vision_tensors),
+    outer_tensors=_outer_tensors,
+    layer_tensors=_layer_tensors,
+    vision_tensors=vision_tensors,
 )

@@ -102,19 +102,6 @@ def why_foreign(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
-    """The tensors of a family's models, except for routed experts: names and shapes from config.json.
-
-    A shape is text, as `num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank`: dimensions, each a
-    product of sums of fields and numbers. `F32: ` begins the shape of a tensor that is published in FP32, not BF16.
-    """
-
-    outer: Callable[[Mapping[str, Any]], dict[str, str]]  # outside the layers
-    layer: Callable[[Mapping[str, Any], int, bool], dict[str, str]]  # with its number, and whether it has experts
-    vision: Callable[[Mapping[str, Any]], dict[str, str]]  # tower and projector, whole or not there; empty if not known
-
-
-@dataclass(frozen=True, slots=True)
 class EngineNaming:
     """Names by which engines know a family's modules and exclude entries. Empty: those of the checkpoint."""
 
@@ -164,7 +151,12 @@ class SourceFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them."""
+    """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them.
+
+    The last three fields are names and shapes, from config.json, of all tensors except for routed experts. A shape is
+    text, as `num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank`: dimensions, each a product of sums
+    of fields and numbers. `F32: ` begins the shape of a tensor that is published in FP32, not BF16.
+    """
 
     name: str  # as in recipes and ledgers
     title: str  # in messages
@@ -199,7 +191,11 @@ class Family:
     not_computed: str = ""  # why no forward pass is computed; empty: it is
     has_kv_scheme: bool = True  # whether engines accept a KV cache type in the config
     naming: EngineNaming = EngineNaming()
-    inventory: Inventory | None = None
+    outer_tensors: Callable[[Mapping[str, Any]], dict[str, str]] | None = None  # outside the layers; None: not known
+    # of the layer with this number, and whether it has experts
+    layer_tensors: Callable[[Mapping[str, Any], int, bool], dict[str, str]] = lambda _, __, ___: {}
+    # tower and projector, whole or not there; empty if not known
+    vision_tensors: Callable[[Mapping[str, Any]], dict[str, str]] = lambda _: {}
 
     def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         """Return every name of every bank of experts, sorted."""

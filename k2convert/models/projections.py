@@ -227,9 +227,7 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
             )
     for p in projections.values():
         if p.role not in roles:
-            form = INT4.title
-            if p.packed is not None:
-                form = format_of(p.packed).title
+            form = format_of(p.home).title
             raise PlanError(
                 f"{p.where}: is {form}, but the recipe does not name its role {p.role}. "
                 f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain {form}."

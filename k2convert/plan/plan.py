@@ -151,16 +151,6 @@ def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
     return [t for p in (*step.members, *step.partners) for t in p.sources]
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Claim of a recipe on a source: its family, its counts, and every projection to convert."""
-
-    family: Family
-    architecture: Architecture
-    projections: dict[str, Projection]
-    names: Mapping[str, TensorName]
-
-
 def check_target(recipe: Recipe, family: Family, source: Checkpoint) -> None:
     """Refuse to keep weights as they are that are not INT4 (PlanError)."""
     if recipe.target == "int4" and family.source_format is not INT4:
@@ -170,8 +160,13 @@ def check_target(recipe: Recipe, family: Family, source: Checkpoint) -> None:
         )
 
 
-def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
-    """Find what to convert, in the source's parsed `names`, and check it against config.json; raises PlanError."""
+def claim_projections(
+    *, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None
+) -> tuple[Family, Architecture, dict[str, Projection], Mapping[str, TensorName]]:
+    """Find what to convert, in the source's parsed `names`, and check it against config.json; raises PlanError.
+
+    Returns the source's family, its counts, every projection to convert, and the parsed names.
+    """
     family = detect_family(source)
     if recipe.family is not None and recipe.family != family.name:
         raise PlanError(
@@ -188,38 +183,33 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_model(source, names, architecture, family)
-    return Claim(family, architecture, projections, names)
+    return family, architecture, projections, names
 
 
 def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:
     """Decide the whole job from headers; `scaled_layers` are smoothed MoE layers. Raises PlanError."""
-    claim = claim_projections(source=source, recipe=recipe)
+    family, architecture, projections, names = claim_projections(source=source, recipe=recipe)
     scalings: dict[str, ColumnScaling] = {}
     for layer in scaled_layers:
-        if (name := f"{claim.family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
+        if (name := f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
             raise PlanError(f"{source.folder}: {name}: not in the source. {SOURCE_REMEDY}")
-    for name, parts in claim.names.items():
-        scaling = None
-        if parts.layer in scaled_layers:
-            scaling = column_scaling(parts, family=claim.family)
-        if scaling is None:
+    for name, parts in names.items():
+        if parts.layer not in scaled_layers or (scaling := column_scaling(parts, family=family)) is None:
             continue
         tensor = source.tensors[name]
-        columns = claim.architecture.hidden_size
+        columns = architecture.hidden_size
         if tensor.dtype not in SCALABLE_DTYPES or tensor.shape[-1:] != (columns,):
             raise PlanError(
                 f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; smoothing needs "
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    projections = {} if recipe.target == "int4" else claim.projections
+    projections = {} if recipe.target == "int4" else projections
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
-    unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
+    unconverted = family.unconverted(recipe.roles, architecture) if recipe.target == "nvfp4" else ()
     excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
-    return Plan(
-        claim.family.name, recipe, excludes, claim.family.bank_names(claim.architecture.moe_layers), tuple(jobs)
-    )
+    return Plan(family.name, recipe, excludes, family.bank_names(architecture.moe_layers), tuple(jobs))
 
 
 def _make_steps(

@@ -6,6 +6,7 @@ result without a message.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
@@ -286,8 +287,9 @@ def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        if overrides and _is_recipe(document):
-            where = f"recipe {shortened(str(document['name']))} with the given settings"
+        if overrides:
+            with suppress(ValidationError):  # the file itself is wrong
+                where = f"recipe {shortened(Recipe.model_validate(document).name)} with the given settings"
         raise RecipeError(f"{where}: {_explain(error)}") from None
 
 
@@ -296,17 +298,6 @@ def _merge(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
         below = document.get(key)
         is_section = isinstance(value, dict) and isinstance(below, dict)
         document[key] = cast(dict[str, Any], below) | value if is_section else value
-
-
-def _is_recipe(document: dict[str, Any]) -> bool:
-    try:
-        Recipe.model_validate(document)
-    except ValidationError:
-        return False
-    return True
-
-
-_LIST_NEEDED: Final = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
 
 
 def _explain(error: ValidationError) -> str:
@@ -324,14 +315,13 @@ def _explain(error: ValidationError) -> str:
                 wanted = reason.removeprefix("Input should be ").replace("a valid ", "a ")
                 reason = f"{quoted(problem['input'])} must be {wanted}"
             if problem["type"] == "tuple_type":
-                reason = _LIST_NEEDED
+                reason = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
             parts.append(f"{shortened(place)}: {reason}" if place else reason)
     return "; ".join(parts[:MAX_PROBLEMS])
 
 
 def _repeated_key(node: yaml.Node | None) -> str | None:
     """Return the first key that appears twice in one mapping, or None. YAML itself would take the last value."""
-    seen: set[str] = set()
     waiting = [node]
     visited = set[int]()
     while waiting:
@@ -342,7 +332,7 @@ def _repeated_key(node: yaml.Node | None) -> str | None:
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
         elif isinstance(node, yaml.MappingNode):
-            seen.clear()
+            seen = set[str]()
             for key, value in node.value:
                 if str(key.value) in seen:
                     return str(key.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -34,20 +34,23 @@ _IMPORTING = Lock()
 """Held while filters of warnings are changed: of two threads at a time, one would put back those of the other."""
 
 
-@dataclass(frozen=True, slots=True)
 class ReferenceQuantizer:
     """compressed-tensors and ModelOpt in sequence, tensor by tensor, on the CPU."""
 
-    decompressor: Any
-    """compressed-tensors' PackedQuantizationCompressor."""
-    scheme: Any
-    """The QuantizationScheme of a pack-quantized INT4 weight."""
-    qtensor: Any
-    """ModelOpt's NVFP4QTensor."""
-    mxfp4: Any
-    """compressed-tensors' MXFP4PackedCompressor."""
-    mxfp4_scheme: Any
-    """Its preset MXFP4A16."""
+    def __init__(self) -> None:
+        """Import the two libraries; MissingDependencyError if one is not installed."""
+        compressors: Any = import_reference("compressed_tensors.compressors.pack_quantized.base")
+        quantization: Any = import_reference("compressed_tensors.quantization")
+        nvfp4: Any = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+        mxfp4: Any = import_reference("compressed_tensors.compressors.mxfp4.base")
+        weights = quantization.QuantizationArgs(
+            num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP_SIZE
+        )
+        self._int4 = compressors.PackedQuantizationCompressor
+        self._int4_scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+        self._qtensor = nvfp4.NVFP4QTensor
+        self._mxfp4 = mxfp4.MXFP4PackedCompressor
+        self._mxfp4_scheme = quantization.preset_name_to_scheme("MXFP4A16", ["Linear"])
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
@@ -59,7 +62,7 @@ class ReferenceQuantizer:
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""
         if magnitude.amax == 0.0:
             return max_global_scale(magnitude)
-        return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
+        return float(self._qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
         self,
@@ -76,7 +79,7 @@ class ReferenceQuantizer:
         else:
             weight = self.dequantize(source)
             scale_2 = torch.tensor(global_scale, dtype=torch.float32)
-            quantized, block_scales, _ = self.qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
+            quantized, block_scales, _ = self._qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
             result = Nvfp4Weight(
                 packed=quantized._quantized_data.numpy(),  # ModelOpt's exporter reads it the same way
                 block_scales=block_scales.view(torch.uint8).numpy(),
@@ -88,7 +91,8 @@ class ReferenceQuantizer:
         """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""
         if isinstance(source, Mxfp4Weight):
             packed, scales = (torch.from_numpy(np.ascontiguousarray(a)) for a in (source.packed, source.scale_bytes))  # pyright: ignore[reportUnknownMemberType]
-            return self.mxfp4.decompress({"weight_packed": packed, "weight_scale": scales}, self.mxfp4_scheme)["weight"]
+            state = {"weight_packed": packed, "weight_scale": scales}
+            return self._mxfp4.decompress(state, self._mxfp4_scheme)["weight"]
         if not isinstance(source, Int4Weight) or source.channel_exponents is not None:
             # The library knows no columns. Their powers of two are exact in either order.
             return bf16_tensor(source.bits)
@@ -97,24 +101,7 @@ class ReferenceQuantizer:
             "weight_scale": bf16_tensor(source.scale_bits),
             "weight_shape": torch.tensor(source.shape),
         }
-        return self.decompressor.decompress(state, self.scheme)["weight"]
-
-
-def create_reference_quantizer() -> ReferenceQuantizer:
-    """Import the two libraries and create the quantizer; MissingDependencyError if one is not installed."""
-    compressors = import_reference("compressed_tensors.compressors.pack_quantized.base")
-    quantization = import_reference("compressed_tensors.quantization")
-    nvfp4 = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor")
-    weights = quantization.QuantizationArgs(
-        num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP_SIZE
-    )
-    return ReferenceQuantizer(
-        decompressor=compressors.PackedQuantizationCompressor,
-        scheme=quantization.QuantizationScheme(targets=["Linear"], weights=weights),
-        qtensor=nvfp4.NVFP4QTensor,
-        mxfp4=import_reference("compressed_tensors.compressors.mxfp4.base").MXFP4PackedCompressor,
-        mxfp4_scheme=quantization.preset_name_to_scheme("MXFP4A16", ["Linear"]),
-    )
+        return self._int4.decompress(state, self._int4_scheme)["weight"]
 
 
 def bf16_tensor(bits: NDArray[np.uint16]) -> Tensor:

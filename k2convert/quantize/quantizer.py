@@ -38,9 +38,9 @@ def create_quantizer(kind: QuantizerKind, *, rule: Rule) -> Quantizer:
             f"the reference quantizer writes what ModelOpt writes, which is rule {offered}, not {rule}. "
             f"Use --rule {offered} with it, or quantizer native."
         )
-    from k2convert.quantize.libraries import create_reference_quantizer
+    from k2convert.quantize.libraries import ReferenceQuantizer
 
-    return create_reference_quantizer()
+    return ReferenceQuantizer()
 
 
 @dataclass(frozen=True, slots=True)

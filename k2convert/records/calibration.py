@@ -106,9 +106,9 @@ class CalibrationRecord:
         if self.held_out:
             total = self.windows + self.held_out_windows
             return f"on {self.held_out_windows:,} of {total:,} windows that were kept out of the fit"
-        return "no held-out figure: " + (
-            "only one window" if self.windows == 1 else "no window was kept out of the fit"
-        )
+        if self.windows == 1:
+            return "no held-out figure: only one window"
+        return "no held-out figure: no window was kept out of the fit"
 
     @property
     def warning(self) -> str | None:

@@ -44,8 +44,7 @@ class JobCommand:
 
     def place(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
-        is_same = self.folder == here or "://" in word
-        if is_same:
+        if self.folder == here or "://" in word:
             return word
         return str(Path(self.folder) / word)
 

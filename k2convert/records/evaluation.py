@@ -19,7 +19,6 @@ from k2convert.records.document import Count, Digest, Real, Share, read_document
 FORMAT: Final = 1
 MAX_ROWS: Final = 64
 MAX_WINDOWS: Final = 1 << 16  # means by window are kept of at most so many
-_MODES: Final = {"w4a4": "W4A4", "w4a16": "W4A16"}
 _REMEDY: Final = "Delete the file, or run `k2convert evaluate` again."
 
 Difference = Annotated[float, Field(allow_inf_nan=False)]
@@ -116,7 +115,7 @@ class EvaluatedModel:
         cache = ""
         if self.kv_cache is not None:
             cache = f"{self.kv_cache.upper()} KV"
-        return ", ".join(filter(None, (_MODES.get(self.activations or "", ""), cache)))
+        return ", ".join(filter(None, ((self.activations or "").upper(), cache)))
 
 
 @dataclass(frozen=True, slots=True)

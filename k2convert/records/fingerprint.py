@@ -80,11 +80,9 @@ class Source:
 
     def identities(self) -> dict[str, str]:
         """Return which file each source shard is; see records/fingerprint.py."""
-        checkpoint = self.checkpoint
-        remote = self.remote
-        if remote is None:
-            return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
-        return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
+        if self.remote is None:
+            return {shard: local_identity(self.checkpoint.path(shard)) for shard in self.checkpoint.headers}
+        return {shard: str(self.remote.shard(shard).sha256) for shard in self.checkpoint.headers}
 
     @property
     def local(self) -> Path | None:
@@ -116,12 +114,11 @@ def job_fingerprint(
     pruning: PruningRecord | None = None,
 ) -> JsonObject:
     """Return the fingerprint field by field; `walk` is what the bytes depend on if the job walks through the layers."""
-    config = blake3(json.dumps(source.config, sort_keys=True).encode())
     identity: JsonObject = {
         "arithmetic": ARITHMETIC_VERSION,
         "source_revision": revision,
         "source_headers": source_digest(source),
-        "source_config": config.hexdigest(),
+        "source_config": fingerprint_digest(source.config),
     }
     if statistics is not None:
         identity["statistics"] = statistics

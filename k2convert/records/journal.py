@@ -225,8 +225,7 @@ class Journal:
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""
         shard = self.destination / record.shard
-        path = self._record_path(record.shard)
-        return shard.stat().st_mtime_ns == path.stat().st_mtime_ns
+        return shard.stat().st_mtime_ns == self._record_path(record.shard).stat().st_mtime_ns
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""

@@ -87,9 +87,7 @@ class DecodedError:
     @property
     def weighted_sqnr_db(self) -> float | None:
         """The same of the weighted sums; None without importance."""
-        if self.weighted_energy is None or self.weighted_error is None:
-            return None
-        if self.weighted_energy == 0.0:
+        if not self.weighted_energy or self.weighted_error is None:
             return None
         return decibels(self.weighted_energy, self.weighted_error)
 
@@ -352,8 +350,7 @@ def encode_ledger(path: Path, ledger: Ledger) -> bytes:
     except CheckpointError:
         return encode(ledger)
     kept = encode(replace(ledger, versions=found.versions))
-    new = encode(ledger)
-    return kept if kept == encode(found) else new
+    return kept if kept == encode(found) else encode(ledger)
 
 
 def parse_ledger(text: str, *, where: str) -> Ledger:

@@ -58,8 +58,7 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
             try:
                 os.ftruncate(lock.fileno(), 0)
             except OSError as error:
-                path = _path(destination)
-                events.note(f"{path}: cannot be emptied ({error.strerror}). It locks nothing any more.")
+                events.note(f"{_path(destination)}: cannot be emptied ({error.strerror}). It locks nothing any more.")
 
 
 @contextmanager
@@ -193,18 +192,15 @@ def _keep(lock: TextIO, text: str) -> None:
 
 def parse_summary(text: str) -> dict[str, Any] | None:
     """Return the kept line of a running job, or None if it is not whole: it may be half written."""
-    try:
+    with suppress(ValueError, TypeError, KeyError):
         document: Any = json.loads(text)
-        ok = (
+        if (
             isinstance(document["phases"], dict)
             and all(_is_phase(phase) for phase in cast(Mapping[str, Any], document["phases"]).values())
             and isinstance(document["seconds_left"], int | None)
             and type(document["finished_shards"]) is int
-        )
-    except (ValueError, TypeError, KeyError):
-        return None
-    if ok:
-        return cast(dict[str, Any], document)
+        ):
+            return cast(dict[str, Any], document)
     return None
 
 
@@ -234,8 +230,7 @@ def own_destination(destination: Path, *, shared: bool) -> Generator[None]:
 
 def is_owned(destination: Path) -> bool:
     """Return whether a process works in a destination, as far as its files tell."""
-    folder_path = destination / WORK_FOLDER
-    with opened_folder(folder_path, root=destination) as folder:
+    with opened_folder(destination / WORK_FOLDER, root=destination) as folder:
         return any(not _has_ended(_owner_line(name, folder)) for name in _owners(folder, parts=True))
 
 
@@ -249,10 +244,8 @@ def _created_owner(name: str, folder: int) -> bool:
         descriptor = os.open(name, _NEW, 0o666, dir_fd=folder)
     except FileExistsError:
         return False
-    try:
-        os.write(descriptor, f"{os.uname().nodename} {os.getpid()} {_start_of(os.getpid())}\n".encode())
-    finally:
-        os.close(descriptor)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        file.write(f"{os.uname().nodename} {os.getpid()} {_start_of(os.getpid())}\n".encode())
     return True
 
 

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError
-from k2convert.models import detect_family
+from k2convert.models import read_architecture
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.records.document import Count, LayerNumber, Share
 
@@ -91,8 +91,7 @@ class PruningRecord:
 
     def view(self, source: Checkpoint) -> Checkpoint:
         """Return `source` with only the kept experts; raises PlanError if the list is not of this model."""
-        family = detect_family(source)
-        found = family.read_architecture(source.config, str(source.folder)).num_experts
+        found = read_architecture(source).num_experts
         if found != self.num_source_experts:
             raise PlanError(
                 f"{source.folder}: has {found} experts per layer, but the list of kept experts is for a model with "

@@ -30,7 +30,6 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.errors import DestinationError
 from k2convert.fit.model import Tensor
-from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:
@@ -92,12 +91,9 @@ def render_report(report: Report) -> dict[str, bytes]:
     from k2convert.report.page import render_page, render_picture
 
     logger.setLevel(level)
-    checks = None
-    if report.validation is not None:
-        checks = read_checks(report.validation)
-    page = render_page(report, checks)
+    page = render_page(report)
     picture = render_picture(report)
-    text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
+    text = render_markdown(report, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
     if picture is None:
         return files
@@ -118,9 +114,7 @@ def current_report(folder: Path) -> list[str]:
 
 def report_names(folder: Path) -> list[str]:
     """Return the files of the report that would be made of a finished folder; raises as `collect_report`."""
-    from k2convert.report.page import has_picture
-
-    is_pictured = has_picture(collect_report(folder=folder))
+    is_pictured = collect_report(folder=folder).has_picture
     return [name for name in _REPORT if is_pictured or name != REPORT_PICTURE_NAME]
 
 
@@ -144,13 +138,13 @@ def card_files(
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
     files = {} if kept else render_report(report)
-    has_picture = REPORT_PICTURE_NAME in (kept or files)
+    is_pictured = REPORT_PICTURE_NAME in (kept or files)
     card = render_card(
         report,
         base_model=base_model,
         source=source,
         config=read_json_file(folder / CONFIG_NAME),
         revision=revision,
-        picture=REPORT_PICTURE_NAME if has_picture else None,
+        picture=REPORT_PICTURE_NAME if is_pictured else None,
     )
     return files | {CARD_NAME: card.encode()}

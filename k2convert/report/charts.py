@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -63,9 +62,9 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
     """Draw histograms of the tensors' SQNR: of this conversion, of `max`, and of the bound."""
     sheet = Sheet(3.1, palette)
     known = (
-        ("max", [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors], palette.max),
-        (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], palette.ours),
-        ("bound", [t.sqnr_bound_db for t in report.tensors], palette.bound),
+        ("max", [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors], palette["max"]),
+        (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], palette["ours"]),
+        ("bound", [t.sqnr_bound_db for t in report.tensors], palette["bound"]),
     )
     finite = [(label, [v for v in values if v is not None and np.isfinite(v)], color) for label, values, color in known]
     series = [(label, np.array(values), color) for label, values, color in finite if values]
@@ -84,14 +83,14 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
     level = axes.get_ylim()[1] * 0.93
-    style = {"arrowstyle": "<->", "color": palette.muted, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+    style = {"arrowstyle": "<->", "color": palette["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
     for left, right in pairwise(float(np.median(values)) for _, values, _ in series):
         if right - left >= 0.2 * (edges[-1] - edges[0]):
             axes.annotate("", xy=(left, level), xytext=(right, level), arrowprops=style)
             size = FONT_SIZE - 1
             middle = (left + right) / 2
             text = f"{right - left:.2f} dB"
-            axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=size, color=palette.muted)
+            axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=size, color=palette["muted"])
     _count_axis(axes, "tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
     note = f"; {counted(beyond, 'value')} left of the chart" if beyond else ": further right means less error"
@@ -106,11 +105,11 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
     logs = np.log2([*decode_e4m3(np.arange(1, 0x7F, dtype=np.uint8)), 480.0])  # NaN's byte, as if it were a number
     middles = (logs[1:] + logs[:-1]) / 2
     edges = [logs[0] - (middles[0] - logs[0]), *middles]
-    axes.stairs([counts.get(byte, 0) for byte in range(1, 0x7F)], edges, fill=True, color=palette.ours, linewidth=0)
+    axes.stairs([counts.get(byte, 0) for byte in range(1, 0x7F)], edges, fill=True, color=palette["ours"], linewidth=0)
     axes.set_ylim(0.7, max(counts.values(), default=1) * 2.2)
     axes.set_xlim(-9.6, 9.2)
     _warn_below(axes, _SMALLEST_NORMAL_LOG2, palette)
-    axes.axvline(_LARGEST_LOG2, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.axvline(_LARGEST_LOG2, color=palette["warn"], linewidth=1.0, linestyle=(0, (4, 3)))
     ticks = list(range(-9, 10, 3))
     axes.set_xticks(ticks, [power_of_two(t) for t in ticks])
     axes.set_xlabel("block scale (E4M3)")
@@ -122,8 +121,8 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
 
 
 def _warn_below(axes: Axes, limit: float, palette: Palette) -> None:
-    axes.axvspan(axes.get_xlim()[0], limit, color=palette.warn, alpha=0.1, linewidth=0)
-    axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.axvspan(axes.get_xlim()[0], limit, color=palette["warn"], alpha=0.1, linewidth=0)
+    axes.axvline(limit, color=palette["warn"], linewidth=1.0, linestyle=(0, (4, 3)))
 
 
 def _count_axis(axes: Axes, label: str, *, is_log: bool = False) -> None:
@@ -146,7 +145,7 @@ def draw_tokens(tokens: Sequence[int], palette: Palette, *, is_weighted: bool) -
     low = np.floor(min(float(logs.min()), limit - 1))
     high = max(float(np.ceil(logs.max())), limit) + 0.5
     edges = np.arange(low, high + 1 / _BINS_PER_DOUBLING, 1 / _BINS_PER_DOUBLING)
-    axes.stairs(np.histogram(logs, edges)[0], edges, fill=True, color=palette.ours, linewidth=0)
+    axes.stairs(np.histogram(logs, edges)[0], edges, fill=True, color=palette["ours"], linewidth=0)
     axes.set_xlim(edges[0], edges[-1])
     step = 2 if high - low > 8 else 1
     ticks = [tick for tick in range(max(int(np.ceil(low)), 0), int(high) + 1) if tick % step == 0]
@@ -167,14 +166,14 @@ def draw_exponents(channels: Mapping[int, int], palette: Palette) -> Figure:
     axes = sheet.plot(0.2)
     most = max(map(abs, channels), default=1) or 1
     counts = {exponent: channels.get(exponent, 0) for exponent in range(-most, most + 1)}
-    colors = [palette.ours if exponent else palette.muted for exponent in counts]
+    colors = [palette["ours"] if exponent else palette["muted"] for exponent in counts]
     axes.bar(list(counts), list(counts.values()), color=colors, width=0.8)
     axes.set_ylim(0.7, max(counts.values()) * 3)
     for exponent, count in counts.items():
         if count:
             text = short_count(count)
             size = FONT_SIZE - 1
-            axes.text(exponent, count * 1.15, text, ha="center", fontsize=size, color=palette.muted)
+            axes.text(exponent, count * 1.15, text, ha="center", fontsize=size, color=palette["muted"])
     axes.set_xticks(list(counts), [power_of_two(exponent) for exponent in counts])
     axes.set_xlabel("power of two in the norm; 1: not scaled")
     _count_axis(axes, "channels", is_log=True)
@@ -189,9 +188,9 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
     sheet = Sheet(3.2, palette)
     axes = sheet.plot(0.76)
     for label, key, color, style, marker in (
-        ("with rule mse in the layer", "mse_error", palette.mse, (0, (5, 2)), "s"),
-        ("this: gptq", "gptq_error", palette.ours, "solid", "o"),
-        ("from earlier layers alone", "inherited_error", palette.muted, (0, (1, 1.5)), "^"),
+        ("with rule mse in the layer", "mse_error", palette["mse"], (0, (5, 2)), "s"),
+        ("this: gptq", "gptq_error", palette["ours"], "solid", "o"),
+        ("from earlier layers alone", "inherited_error", palette["muted"], (0, (1, 1.5)), "^"),
     ):
         errors = np.array([getattr(layer, key) for layer in layers.values()], dtype=np.float64)
         drawn = np.where(errors > 0, errors, np.nan)
@@ -221,7 +220,7 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
     shades = np.linspace(1.0, _LEAST_ALPHA, max(len(found.keys() - {None}), 2)).tolist()
     for (shrinkage, counts), shade in zip(found.items(), [*shades, 1.0], strict=False):
         label, color, alpha = (
-            ("no correction", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
+            ("no correction", palette["warn"], 1.0) if shrinkage is None else (f"{shrinkage:g}", palette["ours"], shade)
         )
         axes.bar(list(layers), counts, bottom=bottom, color=color, alpha=alpha, width=0.8, linewidth=0, label=label)
         bottom += np.array(counts)
@@ -243,7 +242,7 @@ def draw_divergences(rows: ModeRows, palette: Palette) -> Figure:
     used: list[int] = []
     for i, ((mode, row), (color, line, _)) in enumerate(zip(drawn, _MODE_STYLES, strict=False)):
         found = row.figures.divergence
-        ink = getattr(palette, color)
+        ink = palette[color]
         shares = 100 * np.array(found.histogram, dtype=np.float64) / max(sum(found.histogram), 1)
         used += np.flatnonzero(shares).tolist()
         axes.stairs(shares, edges, fill=True, color=ink, alpha=0.3, linewidth=0)
@@ -314,7 +313,7 @@ def _draw_modes(
     for (mode, row), (color, line, marker) in zip(rows, _MODE_STYLES, strict=False):
         places, values = points(row)
         axes.plot(
-            places, np.minimum(values, _LARGEST_DRAWN), label=mode, color=getattr(palette, color), linestyle=line,
+            places, np.minimum(values, _LARGEST_DRAWN), label=mode, color=palette[color], linestyle=line,
             linewidth=1.3, marker=marker, markersize=3,
         )  # fmt: skip
     _legend(axes, palette, columns=2)
@@ -329,32 +328,27 @@ def _layer_axis(axes: Axes, numbers: Sequence[int], label: str) -> None:
 def _legend(axes: Axes, palette: Palette, *, columns: int) -> None:
     axes.legend(
         loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=FONT_SIZE,
-        labelcolor=palette.muted, borderpad=0.1, borderaxespad=0.2, labelspacing=0.25,
+        labelcolor=palette["muted"], borderpad=0.1, borderaxespad=0.2, labelspacing=0.25,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ColorScale:
-    """The values in dB at the ends of the color map. Values beyond an end get its color."""
+def color_scale(maps: tuple[HeatMap, ...]) -> dict[float, str]:
+    """Return the two ends of the color map in dB, with their labels. Values beyond an end get its color.
 
-    low: float
-    high: float
-    is_clipped_below: bool
-    is_clipped_above: bool
-
-
-def color_scale(maps: tuple[HeatMap, ...]) -> ColorScale:
-    """Return the scale of all maps: the middle 99 % of the finite values, so one outlier does not hide the rest."""
+    Between them is the middle 99 % of all maps' finite values, so one outlier does not hide the rest.
+    """
     values = np.concatenate([m.values.ravel() for m in maps])
     finite = values[np.isfinite(values)]
     if finite.size == 0:
-        return ColorScale(0.0, 1.0, False, False)
+        return {0.0: "0.00", 1.0: "1.00"}
     low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5] if finite.size >= 1000 else [0, 100]))
     if high - low < MIN_SPAN_DB:
         middle = (low + high) / 2
         low = middle - MIN_SPAN_DB / 2
         high = middle + MIN_SPAN_DB / 2
-    return ColorScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
+    low_sign = "≤ " if finite.min() < low else ""
+    high_sign = "≥ " if finite.max() > high else ""
+    return {low: f"{low_sign}{low:.2f}", high: f"{high_sign}{high:.2f}"}
 
 
 def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
@@ -369,14 +363,15 @@ def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
     height = float(np.clip(per_row * maps[0].num_experts, 1.8, 6.8))
     sheet = Sheet(bar + title + height + bottom, palette)
     scale = color_scale(maps)
+    low, high = scale
     each = (WIDTH - left - 0.05 - gap * (len(maps) - 1)) / len(maps)
     for i, found in enumerate(maps):
         start = left + i * (each + gap)
         axes = sheet.axes(start, bar + title, each, height)
-        axes.set_facecolor(palette.empty)
-        shown = np.ma.masked_invalid(np.where(np.isposinf(found.values.T), scale.high, found.values.T))
+        axes.set_facecolor(palette["empty"])
+        shown = np.ma.masked_invalid(np.where(np.isposinf(found.values.T), high, found.values.T))
         image = axes.imshow(
-            shown, cmap=COLOR_MAP, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none", origin="upper"
+            shown, cmap=COLOR_MAP, vmin=low, vmax=high, aspect="auto", interpolation="none", origin="upper"
         )
         image.set_gid(f"{MAP_ID}{found.projection}")
         axes.spines[:].set_visible(False)
@@ -387,9 +382,9 @@ def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
         if i > 0:
             axes.set_yticklabels([])
         if has_values:
-            _write_values(axes, found.values.T, scale)
+            _write_values(axes, found.values.T, low, high)
     sheet.figure.axes[0].set_ylabel("expert")
-    sheet.text((left + WIDTH) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
+    sheet.text((left + WIDTH) / 2, bar + title + height + 0.36, "layer", align="center", color=palette["muted"])
     _draw_scale(sheet, scale, left=left, top=0.24, width=2.6)
     return sheet.figure
 
@@ -407,12 +402,12 @@ def _label(
     set_ticks(rows, [str(numbers[i]) for i in rows])
 
 
-def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) -> None:
-    norm = Normalize(scale.low, scale.high, clip=True)
+def _write_values(axes: Axes, values: NDArray[np.float64], low: float, high: float) -> None:
+    norm = Normalize(low, high, clip=True)
     colors = colormaps[COLOR_MAP]
     for row, column in np.argwhere(~np.isnan(values)):
         value = float(values[row, column])
-        red, green, blue, _ = colors(float(norm(min(value, scale.high))))
+        red, green, blue, _ = colors(float(norm(min(value, high))))
         is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
         digits = 2 if values.shape[1] <= 4 else 1
         text = "exact" if np.isinf(value) else f"{value:.{digits}f}"
@@ -420,19 +415,18 @@ def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) ->
         axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
 
 
-def _draw_scale(sheet: Sheet, scale: ColorScale, *, left: float, top: float, width: float) -> None:
+def _draw_scale(sheet: Sheet, scale: Mapping[float, str], *, left: float, top: float, width: float) -> None:
     axes = sheet.axes(left, top, width, 0.1)
+    low, high = scale
     ramp = np.linspace(0.0, 1.0, 256)[None, :]
-    axes.imshow(ramp, cmap=COLOR_MAP, aspect="auto", extent=(scale.low, scale.high, 0.0, 1.0), interpolation="none")
+    axes.imshow(ramp, cmap=COLOR_MAP, aspect="auto", extent=(low, high, 0.0, 1.0), interpolation="none")
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
-    low = f"{'≤ ' if scale.is_clipped_below else ''}{scale.low:.2f}"
-    high = f"{'≥ ' if scale.is_clipped_above else ''}{scale.high:.2f}"
-    axes.set_xticks([scale.low, scale.high], [low, high])
+    axes.set_xticks(list(scale), list(scale.values()))
     axes.tick_params(axis="x", length=0, pad=2)
     for label, align in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(align)
-    sheet.text(left, top - 0.06, "SQNR, dB: darker means more error", color=sheet.palette.muted)
+    sheet.text(left, top - 0.06, "SQNR, dB: darker means more error", color=sheet.palette["muted"])
 
 
 def map_cells(maps: tuple[HeatMap, ...]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.wording import decibels, with_exponents
+from k2convert.report.wording import decibels, last_part, with_exponents
 from k2convert.validation.layers.result import labels, reference_name
 from k2convert.validation.results import Offender, RuleResult, Verdict
 
@@ -56,7 +56,7 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
             ),
             summary=str(document["contract"]["summary"]),
             layers=tuple(row for layer in computed for row in _layer_rows(layer)),
-            hidden_states=_last_part(layers.get("hidden_states", "")),
+            hidden_states=last_part(layers.get("hidden_states", "")),
             sentences=(
                 *_weight_sentences(document["weights"] or {}),
                 *_layer_sentences(document.get("layers_skipped"), computed),
@@ -69,10 +69,6 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         raise MalformedFileError(
             f"the validation is not a document that `k2convert validate --json` prints ({quoted(error)})."
         ) from None
-
-
-def _last_part(path: Any) -> str:  # a report is given to others, so it must not show local paths
-    return str(path).rstrip("/").rsplit("/", 1)[-1]
 
 
 def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -130,7 +126,7 @@ def _against_sentences(other: Mapping[str, Any] | None) -> Iterator[str]:
         yield str(other["note"])
     failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
     yield (
-        f"Compared with {_last_part(other['folder'])} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): "
+        f"Compared with {last_part(other['folder'])} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): "
         f"less error here in {int(other['better_here']):,} tensors, less there in {int(other['better_there']):,}, "
         f"equal in {int(other['equal']):,}. Contract rules broken there: {failed}."
     )

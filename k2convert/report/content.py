@@ -13,20 +13,18 @@ from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
-from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, decode_e4m3
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, MIN_NORMAL_BYTE, decode_e4m3
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, pruned_section
-from k2convert.report.checks import Checks, read_checks
+from k2convert.report.checks import Checks
 from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
 
 NOT_COUNTED: Final = "not counted"
-_SMALLEST_NORMAL_BYTE = 0x08
-_LARGEST_BYTE = 0x7E
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
@@ -136,7 +134,7 @@ def caution(report: Report) -> str:
     return text
 
 
-def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
+def sections(report: Report) -> Iterator[Section]:
     """Yield the parts of the report below the headline, in order. Those with charts alone are for the page."""
     if (found := report.evaluation) is not None:
         yield evaluation_section(found, report.ledger.recipe)
@@ -144,7 +142,7 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
     yield from _chart_sections(report)
     yield Section("What happened to the weights", (), (role_table(report), counts_table(report.total)))
     if (pruning := report.ledger.pruning) is not None:
-        yield pruned_section(pruning, checks)
+        yield pruned_section(pruning, report.checks)
     yield from calibrated_sections(report.ledger.calibration)
     if report.worst and report.total.squared_error > 0:
         rows = [
@@ -160,8 +158,8 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
         ]
         columns = ("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed")
         yield Section("Worst tensors", (), (Table(columns, rows),))
-    if checks is not None:
-        yield from _contract(checks)
+    if report.checks is not None:
+        yield from _contract(report.checks)
     if (needs := needs_section(report)) is not None:
         yield needs
     yield Section("Provenance", (), (Table(("", ""), made_by(report), is_code=True),))
@@ -268,7 +266,7 @@ def counts_table(metrics: WeightMetrics) -> Table:
     """Return how many weights, blocks and groups changed or did not, and what the scales are."""
     changed = metrics.num_nonzero - metrics.equal_nonzero
     histogram = metrics.scale_histogram
-    subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
+    subnormal = sum(n for byte, n in histogram.items() if byte < MIN_NORMAL_BYTE)
     blocks = metrics.num_blocks
     codes = metrics.num_codes
     steps = ""
@@ -304,7 +302,7 @@ def counts_table(metrics: WeightMetrics) -> Table:
         _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
         *of_source,
         _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
-        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
+        _count("blocks at 448", histogram.get(MAX_BYTE, 0), blocks, "the largest scale"),
         ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
     return Table(("", "count", "share", "meaning"), rows)
@@ -356,8 +354,7 @@ def figures_document(report: Report) -> dict[str, Any]:
     contract = None
     ledger = report.ledger
     parts = {"calibration": ledger.calibration, "pruning": ledger.pruning, "evaluation": report.evaluation}
-    if report.validation is not None:
-        checks = read_checks(report.validation)
+    if (checks := report.checks) is not None:
         contract = {
             "rules": len(checks.rules),
             "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),

@@ -12,7 +12,7 @@ screen: the page enlarges it on wider screens, up to twice.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from io import StringIO
 
 import matplotlib as mpl
@@ -34,21 +34,8 @@ _SIZE = re.compile(r'(<svg [^>]*?) (?:width|height)="[^"]*pt"')
 _METADATA = re.compile(r"<metadata>.*?</metadata>|<style .*?</style>", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Palette:
-    """One color per meaning. `paper` is the background, `empty` is a map's cell without a tensor."""
-
-    ink: str
-    muted: str
-    line: str
-    paper: str
-    empty: str
-    ours: str
-    max: str
-    bound: str
-    mse: str
-    warn: str
-
+Palette = Mapping[str, str]
+"""One color per meaning. `paper` is the background, `empty` is a map's cell without a tensor."""
 
 _COLORS = {  # light, dark
     "ink": ("#1b2430", "#e8edf2"),
@@ -62,17 +49,17 @@ _COLORS = {  # light, dark
     "mse": ("#7a4fb5", "#c3a3f2"),
     "warn": ("#b3261e", "#ff8a80"),
 }
-LIGHT, DARK = (Palette(**{name: pair[i] for name, pair in _COLORS.items()}) for i in range(2))
+LIGHT, DARK = ({name: pair[i] for name, pair in _COLORS.items()} for i in range(2))
 # Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.
-THEMED = Palette(*(f"#0a0b{i:02x}" for i in range(len(fields(Palette)))))
+THEMED = {name: f"#0a0b{i:02x}" for i, name in enumerate(_COLORS)}
 
-_VARIABLES = {getattr(THEMED, field.name): f"var(--{field.name})" for field in fields(Palette)}
+_VARIABLES = {color: f"var(--{name})" for name, color in THEMED.items()}
 _THEMED_COLOR = re.compile("|".join(_VARIABLES))
 
 
 def css_variables(palette: Palette) -> str:
     """Return the declarations of a palette's variables, for a CSS rule."""
-    return " ".join(f"--{field.name}: {getattr(palette, field.name)};" for field in fields(palette))
+    return " ".join(f"--{name}: {color};" for name, color in palette.items())
 
 
 class Sheet:
@@ -98,10 +85,10 @@ class Sheet:
         axes = self.figure.add_axes(place)
         axes.set_facecolor("none")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[:].set_color(self.palette.line)
-        axes.tick_params(colors=self.palette.muted, which="both", labelsize=FONT_SIZE - 1, width=0.6)
-        axes.xaxis.label.set(color=self.palette.muted, fontsize=FONT_SIZE)
-        axes.yaxis.label.set(color=self.palette.muted, fontsize=FONT_SIZE)
+        axes.spines[:].set_color(self.palette["line"])
+        axes.tick_params(colors=self.palette["muted"], which="both", labelsize=FONT_SIZE - 1, width=0.6)
+        axes.xaxis.label.set(color=self.palette["muted"], fontsize=FONT_SIZE)
+        axes.yaxis.label.set(color=self.palette["muted"], fontsize=FONT_SIZE)
         return axes
 
     def text(
@@ -112,7 +99,7 @@ class Sheet:
             left / self.width,
             1 - top / self.height,
             text,
-            color=color or self.palette.ink,
+            color=color or self.palette["ink"],
             ha=align,
             va="baseline",
             fontsize=FONT_SIZE,
@@ -123,7 +110,7 @@ class Sheet:
         """Write a warning above a plot, next to the horizontal position of `value`."""
         low, high = axes.get_xlim()
         place = LEFT + (self.width - LEFT - RIGHT) * (value - low) / (high - low)
-        self.text(place + (0.05 if align == "left" else -0.05), 0.27, text, color=self.palette.warn, align=align)
+        self.text(place + (0.05 if align == "left" else -0.05), 0.27, text, color=self.palette["warn"], align=align)
 
 
 def to_svg(figure: Figure, *, label: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 from k2convert.errors import counted, shortened
 from k2convert.plan.recipe import Recipe
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken, is_noise
-from k2convert.report.wording import Section, Table, joined, with_error
+from k2convert.report.wording import Section, Table, joined, last_part, with_error
 
 _MOST_BEFORE: Final = 60  # characters of the text before a token
 _MOST_IN_TOKEN: Final = 40
@@ -114,7 +114,7 @@ def detail_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]
 def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]) -> Iterator[str]:
     text = evaluation.text
     reference = _called(evaluation.reference)
-    names = joined([_last_part(name) for name, _ in text.texts]) or "a text"
+    names = joined([shortened(last_part(name)) for name, _ in text.texts]) or "a text"
     where = f"on {counted(text.tokens, 'token')} of {names} ({counted(text.windows, 'window')} of {text.window:,})"
     is_served = evaluation.kind == "compare"
     if is_served:
@@ -200,8 +200,4 @@ def _share(share: float) -> str:
 def _called(model: EvaluatedModel) -> str:
     if "://" in model.name:
         return shortened(model.name)
-    return _last_part(model.name)
-
-
-def _last_part(path: str) -> str:  # a report is given to others, so it must not show local paths
-    return shortened(path.rstrip("/").rsplit("/", 1)[-1])
+    return shortened(last_part(model.name))

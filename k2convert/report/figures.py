@@ -28,9 +28,10 @@ from k2convert.models.names import Role, SourceFormat
 from k2convert.models.source_formats import INT4, MXFP4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
-from k2convert.records.fingerprint import JobDescription, fingerprint_digest
+from k2convert.records.fingerprint import JobDescription
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, ShardRecord, find_ledger, summarize
+from k2convert.report.checks import Checks, read_checks
 
 if TYPE_CHECKING:
     from k2convert.records.ledger import DecodedError
@@ -89,9 +90,8 @@ class Report:
     """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
     `name` is what the result is called. `ledger` is the folder's; of an unfinished conversion it is made from the
-    records so far. `validation` is the document that `validate --json` prints, or None. `model` is None if it is not
-    known which GPUs hold the result.
-    `evaluation` is of the result's own weights. `made_on` is the day of the report in UTC (2026-01-31).
+    records so far. `checks` are None without a validation. `model` is None if it is not known which GPUs hold the
+    result. `evaluation` is of the result's own weights. `made_on` is the day of the report in UTC (2026-01-31).
     """
 
     name: str
@@ -100,7 +100,7 @@ class Report:
     maps: tuple[HeatMap, ...]
     finished_shards: int
     num_shards: int
-    validation: Mapping[str, Any] | None
+    checks: Checks | None
     missing: tuple[str, ...]
     model: Model | None
     evaluation: Evaluation | None
@@ -131,6 +131,11 @@ class Report:
         return any(math.isfinite(tensor.sqnr_db) for tensor in self.tensors)
 
     @property
+    def has_picture(self) -> bool:
+        """Return whether figures of single tensors are known, of which charts are drawn."""
+        return bool(self.maps) and self.has_distribution
+
+    @property
     def worst(self) -> tuple[TensorFigures, ...]:
         """The tensors with the lowest SQNR, lowest first, then by name."""
         return tuple(sorted(self.tensors, key=lambda t: (t.sqnr_db, t.module))[:NUM_WORST])
@@ -150,20 +155,18 @@ def collect_report(
     `name` is the result's, by default the folder's. Raises CheckpointError if the folder holds no conversion or a BF16
     copy, or if its ledger or journal is damaged.
     """
-    ledger, job = read_records(folder)
-    known = ledger or job
-    fingerprint = known.fingerprint if known is not None else {}
-    records = Journal(folder).records(fingerprint_digest(fingerprint))
+    known = read_records(folder)
+    records = Journal(folder).records(known.digest)
     missing: list[str] = []
-    if ledger is None:
-        assert job is not None
-        planned = len(job.shards)
+    if isinstance(known, JobDescription):
+        planned = len(known.shards)
         finished = len(records)
-        ledger = _ledger_so_far(job, records)
+        ledger = _ledger_so_far(known, records)
         figures = _recorded(records)
         if not figures:
             raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
     else:
+        ledger = known
         if TOTAL not in ledger.totals:
             raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
         planned = finished = len(ledger.shards)
@@ -181,10 +184,9 @@ def collect_report(
     if finished < planned:
         missing.append(f"The conversion is not finished: this report covers {finished} of {counted(planned, 'shard')}.")
     maps = heat_maps(figures)
-    is_exact = all(figure.sqnr_db == math.inf for figure in figures)
-    if is_exact:
+    if all(figure.sqnr_db == math.inf for figure in figures):
         maps = ()  # every cell would be the same
-    if not (maps or is_exact):
+    elif not maps:
         missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
     evaluation = None
     try:
@@ -192,14 +194,15 @@ def collect_report(
     except CheckpointError as error:
         path = folder / EVALUATION_NAME
         missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
-    if validation is None and can_be_validated(folder):
+    checks = None
+    if validation is not None:
+        checks = read_checks(validation)
+    elif can_be_validated(folder):
         missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
-    elif validation is None:
-        is_finished = (folder / CONFIG_NAME).is_file()
-        why = "the checkpoint is not finished"
-        if is_finished:
-            why = "the shards are not in this folder"
-        missing.append(f"The servable contract was not checked: {why}.")
+    elif (folder / CONFIG_NAME).is_file():
+        missing.append("The servable contract was not checked: the shards are not in this folder.")
+    else:
+        missing.append("The servable contract was not checked: the checkpoint is not finished.")
     model = None
     if tensors is not None and ledger.source.family is not None:
         with suppress(K2ConvertError):  # `fit` does not know every model
@@ -213,7 +216,7 @@ def collect_report(
         maps=maps,
         finished_shards=finished,
         num_shards=planned,
-        validation=validation,
+        checks=checks,
         missing=tuple(missing),
         model=model,
         evaluation=evaluation,
@@ -221,21 +224,21 @@ def collect_report(
     )
 
 
-def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
-    """Read ledger and job, of which at least one is there; raises CheckpointError if there is nothing to report on."""
+def read_records(folder: Path) -> Ledger | JobDescription:
+    """Return the ledger, or the job if there is no ledger; raises CheckpointError if there is nothing to report on."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a conversion.")
     with remedy(_LEDGER_REMEDY):
         ledger = find_ledger(folder)
     job = Journal(folder).job()
-    if ledger is None and job is None:
+    found = ledger or job
+    if found is None:
         check_level(folder)
         raise CheckpointError(
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    found = ledger or job
-    if found is not None and (target := found.recipe.target) != "nvfp4":
+    if (target := found.recipe.target) != "nvfp4":
         form = "a BF16 copy, which is exact"
         if target == "int4":
             form = "the source's own weights"
@@ -243,7 +246,7 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
             f"{folder}: holds {form} (--to {target}). There is no error to report on; `k2convert validate` compares "
             "the weights with the source."
         )
-    return ledger, job
+    return found
 
 
 def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:

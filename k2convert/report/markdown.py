@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -24,7 +23,6 @@ from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.quantize.rules import RULES
 from k2convert.report.calibrated import calibrated_sections, pruned_section
-from k2convert.report.checks import Checks, read_checks
 from k2convert.report.content import bits_words, caution, needs_section, role_name, role_table, sections
 from k2convert.report.evaluated import evaluation_section
 from k2convert.report.figures import Report
@@ -33,13 +31,13 @@ from k2convert.report.wording import Section, Table
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
-def render_markdown(report: Report, checks: Checks | None, *, page: str, picture: str | None) -> str:
+def render_markdown(report: Report, *, page: str, picture: str | None) -> str:
     """Return report.md. `page` and `picture` are the names of files in the same folder."""
     return render_template(
         "report.md.jinja",
         caution=caution(report),
         missing=report.missing,
-        sections=[section for section in sections(report, checks) if section.tables or not section.charts],
+        sections=[section for section in sections(report) if section.tables or not section.charts],
         page=page,
         picture=picture,
     )
@@ -53,11 +51,8 @@ def render_template(file: str, **values: object) -> str:
             return value
         return sentence(value)
 
-    def url(text: str) -> Markup:
-        return Markup(quote(text))
-
     environment = Environment(undefined=StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True)
-    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": url}
+    filters = {"table": table, "section": section, "code": code, "raw": Markup}
     environment.filters.update(filters)  # pyright: ignore[reportArgumentType, reportCallIssue]
     template = environment.from_string(resources.files("k2convert.report").joinpath(file).read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", template.render(values)).strip() + "\n"
@@ -113,9 +108,6 @@ def render_card(
     ledger = report.ledger
     recipe = report.ledger.recipe
     repo = report.name
-    checks = None
-    if report.validation is not None:
-        checks = read_checks(report.validation)
     rule = RULES[recipe.rule]
     family = find_family(str(ledger.source.family)).card
     deployment = result_deployment(
@@ -147,7 +139,7 @@ def render_card(
         has_power_of_two_scale=rule.has_power_of_two_scale,
         input_scales=recipe.input_scale.model_dump(),
         pruning=ledger.pruning,
-        pruned=None if ledger.pruning is None else pruned_section(ledger.pruning, checks),
+        pruned=None if ledger.pruning is None else pruned_section(ledger.pruning, report.checks),
         calibrated=list(calibrated_sections(ledger.calibration)),
         evaluation=None if report.evaluation is None else evaluation_section(report.evaluation, recipe),
         errors=role_table(report),
@@ -159,7 +151,7 @@ def render_card(
         bits=bits_words(report.source_format),
         needs=needs_section(report),
         size=gigabytes(ledger.num_bytes),
-        checked="" if checks is None else checks.summary,
+        checked="" if report.checks is None else report.checks.summary,
     )
     return marked(card)
 

@@ -5,15 +5,13 @@
   const readout = document.getElementById("readout");
   const cursor = document.getElementById("cursor");
   const cells = JSON.parse(document.getElementById("cells").textContent);
-  const values = {};
-  for (const [name, map] of Object.entries(cells)) {
-    const bytes = Uint8Array.from(atob(map.values), (c) => c.charCodeAt(0));
-    values[name] = new DataView(bytes.buffer);
+  for (const map of Object.values(cells)) {
+    map.view = new DataView(Uint8Array.from(atob(map.values), (c) => c.charCodeAt(0)).buffer);
   }
   const clamp = (number, count) => Math.min(count - 1, Math.max(0, Math.floor(number)));
   const show = (name, layer, expert) => {
-    const { layers, experts } = cells[name];
-    const value = values[name].getUint16(2 * (layer * experts + expert), true);
+    const { layers, experts, view } = cells[name];
+    const value = view.getUint16(2 * (layer * experts + expert), true);
     const text = value === 0 ? "no tensor" : value === 65535 ? "exact" : (value / 100).toFixed(2) + " dB";
     readout.textContent = `layer ${layers[layer]}, expert ${expert}, ${name}: ${text}`;
   };

@@ -38,7 +38,6 @@ from k2convert.report.charts import (
     draw_tokens,
     map_cells,
 )
-from k2convert.report.checks import Checks
 from k2convert.report.content import caution, headline, sections
 from k2convert.report.drawing import DARK, LEFT, LIGHT, THEMED, Sheet, css_variables, to_rgb, to_svg
 from k2convert.report.evaluated import is_routed, mode_rows
@@ -47,7 +46,7 @@ from k2convert.report.figures import Report
 _MAP_IMAGE = re.compile(rf'<image (?=[^>]*id="{MAP_ID}(\w+))')
 
 
-def render_page(report: Report, checks: Checks | None) -> str:
+def render_page(report: Report) -> str:
     """Return the whole HTML document. The same report always gives the same text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
 
@@ -69,10 +68,10 @@ def render_page(report: Report, checks: Checks | None) -> str:
         style=Markup(style),
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        tiles=headline(report, checks),
+        tiles=headline(report, report.checks),
         caution=caution(report),
         missing=report.missing,
-        sections=list(sections(report, checks)),
+        sections=list(sections(report)),
         charts=_charts(report),
         digests=(
             ("Shards, blake3", {name: shard.blake3 for name, shard in report.ledger.shards.items()}),
@@ -130,14 +129,9 @@ DPI = 150
 _MARGIN = 24
 
 
-def has_picture(report: Report) -> bool:
-    """Return whether figures of single tensors are known, of which charts are drawn."""
-    return bool(report.maps) and report.has_distribution
-
-
 def render_picture(report: Report) -> bytes | None:
     """Return a PNG of the charts, or None if no figures of single tensors are known."""
-    if not has_picture(report):
+    if not report.has_picture:
         return None
     left = [draw_distribution(report, LIGHT), draw_block_scales(report.total.scale_histogram, LIGHT)]
     if (found := report.ledger.calibration) is not None and found.held_out:

@@ -115,3 +115,8 @@ def joined(names: Sequence[str]) -> str:
     if len(names) > _MOST_LISTED:
         return f"{', '.join(names[:_MOST_LISTED])} and {len(names) - _MOST_LISTED:,} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def last_part(path: object) -> str:
+    """Return the name at the end of a path: a report is given to others, so it must not show local paths."""
+    return str(path).rstrip("/").rsplit("/", 1)[-1]

@@ -13,7 +13,6 @@ from a rounded divisor, only figures of the source remain.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, cast
 
@@ -77,14 +76,14 @@ _MERGED_AT_ONCE: Final = 32
 _OF_SOURCE: Final = ("num_weights", "num_blocks", "energy", "num_nonzero")
 
 
-@dataclass(slots=True)
 class Totals:
     """Adds up what was measured, by role. Weights may come from several threads."""
 
-    _metrics: dict[str, list[WeightMetrics]] = field(default_factory=dict[str, list[WeightMetrics]])
-    _num_metrics: int = 0
-    _has_exact_scales: bool = True
-    _lock: Lock = field(default_factory=Lock)
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[WeightMetrics]] = {}
+        self._num_metrics = 0
+        self._has_exact_scales = True
+        self._lock = Lock()
 
     def add(self, role: str, metrics: WeightMetrics | None, *, has_exact_scale: bool) -> None:
         """Add one weight."""

@@ -53,7 +53,7 @@ def check_finished_shard(
     if calibration is not None:
         layers = {parts.layer for parts in result.source_names.values()} & set(calibration.statistics.layers)
         exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
-        scaling = Scaling({n: found for n, found in exponents.items() if found is not None})
+        scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
         result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
     rule = recipe.rule if recipe.quantizer == "native" else None
@@ -74,7 +74,7 @@ def check_finished_shard(
         invalid_scales=scan.invalid_scales,
         subnormal_scales=scan.subnormal_scales,
         zero_blocks_with_codes=scan.zero_blocks_with_codes,
-        scalars={name: data.hex() for name, data in scan.scalars.items()},
+        scalars=scan.scalars,
     )
 
 
@@ -114,19 +114,18 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.invalid_scales.update(checked.invalid_scales)
         scan.subnormal_scales.update(checked.subnormal_scales)
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
-        scan.scalars.update({name: bytes.fromhex(data) for name, data in checked.scalars.items()})
+        scan.scalars.update(checked.scalars)
         for projection in record.projections:
             module = projection.module
             error = checked.decoded[module]
             sampled = checked.sampled_blocks[module]
             num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
             metrics = None
-            if projection.metrics is not None:
-                metrics = proven(projection.metrics, error)
-            joined.totals.add(projection.role, metrics, has_exact_scale=True)
             doubt = ""
             if projection.metrics is not None:
+                metrics = proven(projection.metrics, error)
                 doubt = doubt_of(projection.metrics)
+            joined.totals.add(projection.role, metrics, has_exact_scale=True)
             joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
             if error.energy == 0.0:
                 scan.all_zero.add(module)

@@ -21,9 +21,6 @@ from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
 from k2convert.validation.contract.result import Result
 
-ALL: Final = (0, 1 << 62)
-"""A shard whose size is not known."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shards:
@@ -58,7 +55,7 @@ class Shards:
         if not self.is_remote:
             return nullcontext
         of_result: dict[str, Ranges] = {shard: {shard: {(0, h.file_bytes)}} for shard, h in result.headers.items()}
-        of_result |= {shard: {shard: {ALL}} for shard in result.unreadable}
+        of_result |= {shard: {shard: {(0, 1 << 62)}} for shard in result.unreadable}  # their size is not known
         for module in result.converted:  # a pass over block scales reads codes that lie elsewhere too
             weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
             if weight is not None and scale is not None and weight.shard != scale.shard:

@@ -19,6 +19,7 @@ from k2convert.errors import FormatError
 from k2convert.models.names import Family, ModulePlace, TensorName, column_scaling, reads_norm
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.validation.results import Offender
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""
@@ -28,29 +29,21 @@ _BITS: Final = {"BF16": np.uint16, "F32": np.uint32}
 SCALED_DTYPES: Final = frozenset(_BITS)
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingProblem:
-    """Problem of the exponents of a layer, or, if it is None, of all of them."""
-
-    layer: int | None
-    name: str
-    problem: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
     """The exponents a of a result's MoE layers.
 
-    `problems` are norms whose exponents could not be derived, and a ledger or a statistics file that states others.
+    `problems` are norms whose exponents could not be derived, and a ledger or a statistics file that states others, by
+    layer: None for what is wrong with all of them.
     """
 
     exponents: Mapping[int, Exponents]
-    problems: tuple[ScalingProblem, ...] = ()
+    problems: Mapping[int | None, Offender]
 
     def of_layers(self, layers: Collection[int]) -> "Scaling":
         """Return the part that has only these layers."""
         found = {number: exponents for number, exponents in self.exponents.items() if number in layers}
-        return Scaling(found, tuple(problem for problem in self.problems if problem.layer in (None, *layers)))
+        return Scaling(found, {number: one for number, one in self.problems.items() if number in (None, *layers)})
 
     def of_copy(self, parts: TensorName, *, family: Family) -> Exponents | None:
         """Return e [K]: the columns of this copied tensor must be the source's times 2**e. None: unchanged."""
@@ -75,7 +68,7 @@ class Scaling:
         return None
 
 
-NO_SCALING: Final = Scaling({})
+NO_SCALING: Final = Scaling({}, {})
 """Every copied tensor must have the source's bytes."""
 
 
@@ -95,12 +88,12 @@ def derive_exponents(before: Bytes, after: Bytes, *, dtype: str) -> tuple[Expone
     problem = ""
     channel = int(np.argmin(fits))
     if not fits.all():
+        reason = "not a power of two times it"
+        if is_power[channel]:
+            largest = MAX_COLUMN_EXPONENT
+            reason = f"2^{exponents[channel]}, but smoothing uses 2^-{largest} to 2^{largest}"
         problem = f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: channel {channel} is "
-        problem += f"{new[channel]:g}, the source's is {old[channel]:g}: "
-        largest = MAX_COLUMN_EXPONENT
-        power = f"2^{exponents[channel]}"
-        is_too_large = f"{power}, but smoothing uses 2^-{largest} to 2^{largest}"
-        problem += is_too_large if is_power[channel] else "not a power of two times it"
+        problem += f"{new[channel]:g}, the source's is {old[channel]:g}: {reason}"
     return np.where(fits, exponents, 0).astype(np.int8), problem
 
 

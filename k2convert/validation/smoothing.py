@@ -13,14 +13,8 @@ from k2convert.models.names import WEIGHT, Role
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.validation.contract.result import Result
 from k2convert.validation.remote import Shards
-from k2convert.validation.scaling import (
-    NO_SCALING,
-    SCALED_DTYPES,
-    Exponents,
-    Scaling,
-    ScalingProblem,
-    derive_exponents,
-)
+from k2convert.validation.results import Offender
+from k2convert.validation.scaling import NO_SCALING, SCALED_DTYPES, Exponents, Scaling, derive_exponents
 
 
 def calibration_of(result: Result, statistics: Statistics) -> Calibration:
@@ -50,7 +44,7 @@ def read_scaling(result: Result, *, shards: Shards) -> Scaling:
     if calibration is not None:
         stated = {layer: calibration.exponents(layer) for layer in derived}
         expected = {n: derived[n] * 0 if found is None else found for n, found in stated.items()}
-        differences: list[ScalingProblem] = []
+        differences: dict[int | None, Offender] = {}
         for layer, exponents in derived.items():
             differing = (exponents != expected[layer]).nonzero()[0]
             if differing.size:
@@ -59,20 +53,20 @@ def read_scaling(result: Result, *, shards: Shards) -> Scaling:
                     f"{differing.size:,} channels are not scaled as the statistics say, first channel {channel}: "
                     f"2^{exponents[channel]}, the statistics say 2^{expected[layer][channel]}"
                 )
-                differences.append(ScalingProblem(layer, _norm(result, layer), problem))
+                differences[layer] = Offender(_norm(result, layer), problem)
         problems = problems or differences
         derived = expected
     problems = problems or _ledger_problems(result, record, derived)
-    return Scaling(derived, tuple(problems))
+    return Scaling(derived, problems)
 
 
 def _norm(result: Result, layer: int) -> str:
     return f"{result.family.mlp_norm.format(layer=layer)}.{WEIGHT}"
 
 
-def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[ScalingProblem]]:
+def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], dict[int | None, Offender]]:
     derived = dict[int, Exponents]()
-    problems = list[ScalingProblem]()
+    problems = dict[int | None, Offender]()
     source = result.source
     assert source is not None
     norms: dict[int, tuple[TensorInfo, TensorInfo]] = {}  # in source and result; rules 7 and 8 report missing ones
@@ -94,28 +88,28 @@ def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[
         for layer, (before, after) in norms.items():
             derived[layer], problem = derive_exponents(reader.read(before), written.read(after), dtype=before.dtype)
             if problem:
-                problems.append(ScalingProblem(layer, _norm(result, layer), problem))
+                problems[layer] = Offender(_norm(result, layer), problem)
     return derived, problems
 
 
 def _ledger_problems(
     result: Result, record: CalibrationRecord, exponents: Mapping[int, Exponents]
-) -> list[ScalingProblem]:
+) -> dict[int | None, Offender]:
     """Compare the exponents with the ledger's digest, and its counts, which tell the layer that differs."""
     if digest_of_exponents(exponents) == record.exponents_digest:
-        return []
-    problems: list[ScalingProblem] = []
+        return {}
+    problems: dict[int | None, Offender] = {}
     for layer, found in exponents.items():
         counts: Counter[int] = Counter(found.tolist())
         stated = record.layers.get(layer)
         if stated is None or +Counter(stated.exponents) != counts:
             problem = f"scales channels by {_listed(counts)}, but the ledger states "
             problem += "nothing" if stated is None else _listed(stated.exponents)
-            problems.append(ScalingProblem(layer, _norm(result, layer), problem))
+            problems[layer] = Offender(_norm(result, layer), problem)
     if problems:
         return problems
     problem = "is not the digest of the powers of two that the norms have"
-    return [ScalingProblem(None, f"{LEDGER_NAME}: calibration.exponents_digest", problem)]
+    return {None: Offender(f"{LEDGER_NAME}: calibration.exponents_digest", problem)}
 
 
 def _listed(counts: Mapping[int, int]) -> str:

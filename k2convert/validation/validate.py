@@ -31,14 +31,8 @@ from k2convert.validation.decode import is_same_error
 from k2convert.validation.finished_shard import join_findings
 from k2convert.validation.layers.result import LayersReport
 from k2convert.validation.remote import LOCAL, Shards
-from k2convert.validation.results import (
-    Comparison,
-    ContractReport,
-    RuleReport,
-    ValidationReport,
-    WeightsReport,
-)
-from k2convert.validation.shards import ShardsFound, forget_shards, keep_shards, validate_shards
+from k2convert.validation.results import Comparison, ContractReport, RuleReport, ValidationReport, WeightsReport
+from k2convert.validation.shards import ShardsFound, forget_shards, validate_shards, validation_identity
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics
@@ -276,9 +270,9 @@ def _scan(
             f"{LEDGER_NAME} has the hash of every shard."
         )
     rule = checkable_rule(result, has_statistics=result.calibration is not None)[0]
-    kept = None
+    identity = None
     if visitor is None and not shards.is_remote and result.whole is None:  # a visitor gets every byte
-        kept = keep_shards(result, rule, recorded, with_library=reference)
+        identity = validation_identity(result, rule, recorded, with_library=reference)
     return validate_shards(
         result,
         rule=rule,
@@ -287,7 +281,7 @@ def _scan(
         events=events,
         visitor=visitor,
         shards=shards,
-        kept=kept,
+        identity=identity,
     )
 
 

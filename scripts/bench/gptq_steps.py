@@ -29,7 +29,7 @@ from k2convert.calibration.cost import (
     read_sizes,
     walk_steps,
 )
-from k2convert.calibration.smoothing import SAMPLED_ROWS, SAMPLED_TOKENS, STEPS, GateUpRows, Proxy
+from k2convert.calibration.smoothing import SAMPLED_ROWS, SAMPLED_TOKENS, STEPS, Proxy
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.forward.moe import one_torch_thread
@@ -97,8 +97,9 @@ def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[flo
     tokens = -(-size.chunk_windows * size.window * model.experts_per_token // model.num_experts)
     expert = seconds_of(made_up_expert(model, tokens, "cpu"))
     experts = model.num_moe(size) * model.num_experts * -(-size.num_windows // size.chunk) * expert
-    rows = GateUpRows(np.ones(COLUMNS), (made_up_weight(SAMPLED_ROWS, COLUMNS),))
-    proxy = Proxy(torch.ones(SAMPLED_TOKENS, COLUMNS), np.ones(COLUMNS, dtype=np.float32), rows)
+    inputs = torch.ones(SAMPLED_TOKENS, COLUMNS)
+    rows = (made_up_weight(SAMPLED_ROWS, COLUMNS),)
+    proxy = Proxy(inputs, np.ones(COLUMNS, dtype=np.float32), np.ones(COLUMNS), rows)
     search = seconds_of(lambda: proxy.errors((np.arange(COLUMNS) % 2).astype(np.int8)))
     search *= (1 + BLOCK_SIZE * len(STEPS)) * model.hidden / COLUMNS
     return experts + other_flops(model, size) / product, model.num_moe(size) * search

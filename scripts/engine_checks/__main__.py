@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Print the table on stdout and progress on stderr; the table is also written to RESULTS.md in the work folder."""
+    """Print the tables on stdout and progress on stderr."""
     parser = _parser()
     options = parser.parse_args()
     unknown = [name for name in options.engines if name not in ENGINES]
@@ -226,7 +226,7 @@ def main() -> int:
         found = check_commands(name, work)
         say(f"{name}, serve commands: {'; '.join(found) or 'ok'}")
         problems += [f"{name}, serve commands: {problem}" for problem in found]
-    text = report(results, tokens=evaluation.windows.numel())
+    print(report(results, tokens=evaluation.windows.numel()), flush=True)
     names = [engine.name for engine in engines]
     for name in (name for name in names if name in ("vllm", "sglang")):
         found = check_wire(name, work)
@@ -234,10 +234,8 @@ def main() -> int:
         problems += [f"{name}, wire format: {problem}" for problem in found]
     if "vllm" in names and not options.load_only:
         rows, found = check_served(work, options.tokens, say)
-        text += served_report(rows)
+        print(served_report(rows), end="")
         problems += [f"vllm, served: {problem}" for problem in found]
-    print(text, end="")
-    (work / "RESULTS.md").write_text(text, encoding="utf-8")
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -95,9 +95,10 @@ def true_divergence(folder: Path, windows: Windows) -> float:
     """Return KL(source || result), from full distributions by transformers' model."""
     model = build_model(TINY)
     ids = torch.from_numpy(windows.ids)
-    variants = {("result", ""): lambda: measure.Variant(converted_mlps(folder), {})}
+    name = (folder.name, "")
+    variants = {name: lambda: measure.Variant(converted_mlps(folder), {})}
     _, scores = measure.compare_in_turn(model, source_mlps(TINY), variants, ids, batch=2)
-    found = scores["result"].kl_mean
+    found = scores[name].kl_mean
     assert found is not None
     return found
 

@@ -18,7 +18,7 @@ _COLUMNS = (
     "perplexity",
     "by scripts/eval",
     "KL, mse",
-    "KL, plain",
+    "KL, max",
     "greedy text",
 )
 

@@ -15,7 +15,7 @@ from statistics_makers import layers_by_pass
 from torch import Tensor
 from whole_models import whole_model
 
-from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
+from k2convert.calibration.accumulate import LayerAccumulator
 from k2convert.calibration.statistics import LayerStatistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
@@ -140,8 +140,7 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         layer = DecoderLayer(reader, 1)
         hidden = embed(reader, ids)
-        tokens = LayerTokens.of(ids.numpy())
-        clean, again = (kind(reader, 1, seed=0, tokens=tokens) for kind in (LayerAccumulator, Interrupting))
+        clean, again = (kind(reader, 1, seed=0, ids=ids.numpy()) for kind in (LayerAccumulator, Interrupting))
         layer.run(hidden[:2], clean)
         with pytest.raises(StopError):
             layer.run(hidden[:3], again)

@@ -81,10 +81,10 @@ def test_down_has_its_own_importance_from_64_tokens_on(calibrated: Calibration) 
 
 
 def test_an_expert_without_tokens_has_an_even_importance() -> None:
-    assert set(importance_of(drawn_to_even(np.zeros(32, np.float32), 0))) == {255}
+    assert set(importance_of(drawn_to_even(np.zeros(32, np.float32), 0, few=1))) == {255}
     seen = moe_layer(1).down_mean_square[0]
-    assert set(importance_of(drawn_to_even(seen, 0))) == {255}
-    np.testing.assert_allclose(drawn_to_even(seen, 10**9), seen, rtol=1e-6)
+    assert set(importance_of(drawn_to_even(seen, 0, few=1))) == {255}
+    np.testing.assert_allclose(drawn_to_even(seen, 10**9, few=10**9 + 1), seen, rtol=1e-6)
 
 
 def test_few_tokens_in_all_draw_every_importance_toward_an_even_one(tmp_path: Path) -> None:

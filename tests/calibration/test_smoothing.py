@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
+from k2convert.calibration.accumulate import LayerAccumulator
 from k2convert.calibration.smoothing import (
     SAMPLED_TOKENS,
-    GateUpRows,
     Proxy,
     descend,
     exactly_scalable,
@@ -70,7 +69,7 @@ def outlier_inputs(columns: int, *, seed: int = 3) -> Tensor:
 def proxy_of(weight: SourceWeight) -> Proxy:
     inputs = outlier_inputs(weight.shape[1])
     squares = np.square(weight.values().astype(np.float64)).mean(axis=0)
-    return Proxy(inputs, inputs.square().mean(dim=0).numpy(), GateUpRows(squares, (weight,)))
+    return Proxy(inputs, inputs.square().mean(dim=0).numpy(), squares, (weight,))
 
 
 @pytest.mark.parametrize("weight", [int4_weight(6, 64, seed=1), random_weight(6, 64, seed=1)], ids=["int4", "bf16"])
@@ -85,7 +84,7 @@ def test_the_proxy_is_its_definition(weight: SourceWeight) -> None:
     errors = np.zeros((4, 16))
     for row in weight.values().astype(np.float64) / s:
         errors += [best_block_errors(b, w) for b, w in zip(row.reshape(4, 16), importance, strict=True)]
-    channels = proxy.weights.mean_square / s**2 * ((s * x - rounded) ** 2).mean(axis=0)
+    channels = proxy.column_squares / s**2 * ((s * x - rounded) ** 2).mean(axis=0)
     channels += 0.6 * squares * errors.reshape(-1) / 6
     np.testing.assert_allclose(proxy.errors(exponents), channels.reshape(4, 16).sum(axis=1), rtol=1e-5)
 
@@ -128,18 +127,18 @@ def test_rows_are_the_sources_and_drawn_by_the_seed(tiny: Path) -> None:
     assert len(tensors.experts) == 32
     assert len(tensors.shared) == 2
     with ShardReader(checkpoint.path) as shards:
-        first, again, other = (read_gate_up(shards, tensors, seed=seed) for seed in (1, 1, 2))
+        (squares, first), (same, again), (_, other) = (read_gate_up(shards, tensors, seed=seed) for seed in (1, 1, 2))
         whole = np.concatenate([load_projection(shards.read, p).values() for p in tensors.experts])
-    np.testing.assert_array_equal(first.mean_square, again.mean_square)
+    np.testing.assert_array_equal(squares, same)
     # The tiny checkpoint has fewer rows than are read of a large one, so all of them count.
-    np.testing.assert_allclose(first.mean_square, np.square(whole.astype(np.float64)).mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(squares, np.square(whole.astype(np.float64)).mean(axis=0), rtol=1e-12)
     rows = {row.tobytes() for row in whole}
     for drawn in (first, other):
-        (sampled,) = drawn.rows
+        (sampled,) = drawn
         assert sampled.shape == (96, HIDDEN)
         assert all(row.tobytes() in rows for row in sampled.values())
-    assert first.rows[0].packed.tobytes() == again.rows[0].packed.tobytes()
-    assert first.rows[0].packed.tobytes() != other.rows[0].packed.tobytes()
+    assert first[0].packed.tobytes() == again[0].packed.tobytes()
+    assert first[0].packed.tobytes() != other[0].packed.tobytes()
 
 
 def test_the_tensors_of_a_wrapped_model_are_found(tiny: Path, k25: Path) -> None:
@@ -227,8 +226,7 @@ def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         layer = DecoderLayer(reader, LAYER)
         for tokens in (SAMPLED_TOKENS - 1, SAMPLED_TOKENS):
-            varied = LayerTokens(are_varied=True, held_out=np.zeros(tokens, dtype=np.bool_))
-            accumulator = LayerAccumulator(reader, LAYER, seed=0, tokens=varied)
+            accumulator = LayerAccumulator(reader, LAYER, seed=0, ids=np.arange(tokens)[None])
             layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), accumulator)
             found[tokens] = accumulator.finish().smoothing_exponents
     assert not found[SAMPLED_TOKENS - 1].any()

@@ -8,7 +8,7 @@ from k2convert.errors import FitError
 from k2convert.fit.layouts import Parallelism, check_layout, complete_layout, stage_layers
 from k2convert.fit.model import ModelShape
 
-K2 = ModelShape(61, 1, 64, 384, 8, 1, 2048, 576, 262144)
+K2 = ModelShape(61, 64, 384, 8, 1, 2048, 576, 262144)
 
 
 @pytest.mark.parametrize(

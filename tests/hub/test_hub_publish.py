@@ -17,9 +17,8 @@ from k2convert.hub.branch import Branch, Upload
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import resolve_source
-from k2convert.hub.source_card import Licence
 
-MIT = Licence("mit")
+MIT = "mit"
 BRANCH = "k2convert-0123"
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 4)]
 
@@ -284,7 +283,7 @@ def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> Non
     with pytest.raises(HubError, match="50 GB, the Hub's limit per file"):
         target_of(hub, total=60 * 10**9)
     shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
-    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence(), source=None)
+    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=None, source=None)
     assert "a free account has 100 GB of private storage" in found.notices[0]
     assert "no license" in found.notices[1]
     public = check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT, source=None)

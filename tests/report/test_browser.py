@@ -41,10 +41,10 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
     """Return the charts that are not visible: their areas have colors that nothing else on the page has."""
     blank: list[str] = []
     for name in ("max", "ours", "bound"):
-        area = ALPHA * rgb(getattr(palette, name)) + (1 - ALPHA) * rgb(palette.paper)
+        area = ALPHA * rgb(palette[name]) + (1 - ALPHA) * rgb(palette["paper"])
         if count(pixels, area) < 250:
             blank.append(f"distribution: {name}")
-    if count(pixels, rgb(palette.ours)) < 2000:
+    if count(pixels, rgb(palette["ours"])) < 2000:
         blank.append("block scales")
     if count_mapped(pixels) < 20_000:  # the color scale has a tenth of that
         blank.append("heat map")
@@ -64,7 +64,7 @@ def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, da
     width, height = SIZES[size]
     palette = DARK if dark else LIGHT
     pixels = browser.screenshot(reported.page, tmp_path, width=width, height=height, dark=dark)
-    assert count(pixels, rgb(palette.paper)) > 0.3 * pixels.shape[0] * pixels.shape[1]
+    assert count(pixels, rgb(palette["paper"])) > 0.3 * pixels.shape[0] * pixels.shape[1]
     assert not blank_charts(pixels, palette)
 
 
@@ -158,8 +158,8 @@ def test_the_charts_of_an_evaluation_are_painted(evaluated: ReportFiles, tmp_pat
     page.write_text(re.sub(r"<svg.*?</svg>", "", page.read_text(), flags=re.DOTALL))
     without = browser.screenshot(page, tmp_path, width=width, height=height, dark=dark)
     for name in ("ours", "max"):
-        color = rgb(getattr(palette, name))
-        area = ALPHA * color + (1 - ALPHA) * rgb(palette.paper)
+        color = rgb(palette[name])
+        area = ALPHA * color + (1 - ALPHA) * rgb(palette["paper"])
         assert count(painted, area) > 1000 * (width / 1280) > 20 * count(without, area), name
         assert count(painted, color) > 150 * (width / 1280) + count(without, color), name
 

@@ -143,13 +143,6 @@ def sampled_range(num_blocks: int, *, sample_seed: int) -> range:
     return range(sample_seed % stride, num_blocks, stride)
 
 
-def run_starts(sorted_M: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the index at which each run of equal values starts, int64, for a sorted array [M]."""
-    begins = np.ones(sorted_M.size, dtype=np.bool_)
-    begins[1:] = sorted_M[1:] != sorted_M[:-1]
-    return np.flatnonzero(begins)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Nvfp4Weight:
     """An NVFP4 projection: `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], `global_scale` exact in FP32.

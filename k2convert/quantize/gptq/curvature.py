@@ -11,10 +11,11 @@ bytes are the same with any number of threads. A CUDA device gets whole matrices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations_with_replacement
 from typing import Any, Final, TypeVar
 
 import torch
@@ -129,14 +130,9 @@ def factor_lower(matrix: Tensor, team: Team) -> Tensor:
         matrix[own, own] = factor
         behind = tiles[place + 1 :]
         team.run([partial(_divide, matrix[row, own], factor) for row in behind])
-        team.run([partial(_subtract, matrix, row, column, own) for column, row in _lower(behind)])
+        lower = combinations_with_replacement(behind, 2)
+        team.run([partial(_subtract, matrix, row, column, own) for column, row in lower])
     return info
-
-
-def _lower(tiles: list[slice]) -> Iterator[tuple[slice, slice]]:
-    for place, column in enumerate(tiles):
-        for row in tiles[place:]:
-            yield column, row
 
 
 def _divide(rows: Tensor, factor: Tensor) -> None:
@@ -168,8 +164,6 @@ def invert_lower(lower: Tensor, keep: Callable[[slice, Tensor], None], team: Tea
 
     team.run([partial(invert, columns) for columns in cut(size, SMALL_TILE, lower)])
 
-
-_linalg: Any = torch.linalg  # it has no types
 
 DAMPING: Final = (0.01, 0.1, 1.0)
 """The share of the mean of the diagonal that is added to it: the first one that gives a positive definite matrix."""

@@ -13,9 +13,8 @@ are twice as many. A fixed small lambda is worse than no correction.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Final
 
 import numpy as np
@@ -159,65 +158,55 @@ def correct(moments: Moments, missing: Missing, team: Team = ALONE) -> tuple[Ten
     # In columns times `scales_K`, P is the identity.
     scales_K = (0.5 * (form_KK.diagonal() + mean)).rsqrt()
     form_KK.mul_(scales_K).mul_(scales_K[:, None])
-    fit = _HalvesFit(moments, missing, scales_K, team)
-    seen = fit.see(_sketch(missing.crosses.shape[1]).to(form_KK.device))
+    crosses = missing.crosses
+    sums_nN = _sketch(crosses.shape[1]).to(form_KK.device)
+    seen = torch.zeros(2, sums_nN.shape[0], crosses.shape[2], device=crosses.device)
+    for half in (0, 1):
+        add_product(seen[half], sums_nN, crosses[half], team)
+        seen[half].mul_(scales_K / moments.weights[half])
     lower_KK = torch.empty_like(form_KK)
     found: list[Tensor] = []
     for strength in STRENGTHS:
         _factor(lower_KK, form_KK, strength, team)
-        found.append(fit.loss(seen, lower_KK))
+        found.append(_loss(moments, seen, scales_K, lower_KK, team))
     losses = floats(torch.stack(found))  # a device is waited for once
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
         return None, None
     if int(_factor(lower_KK, form_KK, STRENGTHS[best] / 2, team)):
         raise AssertionError("a sum of squares and a ridge is positive definite")
-    del form_KK
-    return fit.solution(lower_KK), STRENGTHS[best]
+    del form_KK, sums_nN
+    return _solution(moments, missing, scales_K, lower_KK, team), STRENGTHS[best]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _HalvesFit:
-    """Fits of each half, judged on the other one, in columns that are multiplied by `scales` f32 [K]."""
+def _loss(moments: Moments, seen: Tensor, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
+    """Return the sum over both orders of tr(d_a H_b d_a^T) - 2 tr(d_a D_b^T), f64, for factors L of H + lambda.
 
-    moments: Moments
-    missing: Missing
-    scales: Tensor
-    team: Team
+    `seen` are sums of rows of the crosses, f32 [2, n, K], each over its sum of w, in columns times `scales_K`.
+    """
 
-    def see(self, rows_nN: Tensor) -> Tensor:
-        """Return what rows f32 [n, N] see of the crosses, f32 [2, n, K], each over its sum of w."""
-        crosses = self.missing.crosses
-        seen = torch.zeros(2, rows_nN.shape[0], crosses.shape[2], device=crosses.device)
-        for half in (0, 1):
-            add_product(seen[half], rows_nN, crosses[half], self.team)
-            seen[half].mul_(self.scales / self.moments.weights[half])
-        return seen
-
-    def loss(self, seen: Tensor, lower_KK: Tensor) -> Tensor:
-        """Return the sum over both orders of tr(d_a H_b d_a^T) - 2 tr(d_a D_b^T), f64, for factors L of H + lambda."""
-        tiles = [(a, rows) for a in (0, 1) for rows in cut(seen.shape[1], ROWS, seen)]
-        parts = self.team.run([partial(self._tile_loss, seen, lower_KK, a, rows) for a, rows in tiles])
-        return functools.reduce(torch.add, parts)
-
-    def _tile_loss(self, seen: Tensor, lower_KK: Tensor, a: int, rows: slice) -> Tensor:
+    def of_tile(a: int, rows: slice) -> Tensor:
         fitted = solve_rows(seen[a, rows], lower_KK)
-        gradient = (fitted * self.scales) @ self.moments.forms[1 - a]
-        gradient.mul_(self.scales / self.moments.weights[1 - a]).sub_(seen[1 - a, rows], alpha=2)
+        gradient = (fitted * scales_K) @ moments.forms[1 - a]
+        gradient.mul_(scales_K / moments.weights[1 - a]).sub_(seen[1 - a, rows], alpha=2)
         return fitted.mul_(gradient).sum(dtype=torch.float64)
 
-    def solution(self, lower_KK: Tensor) -> Tensor:
-        """Return d f32 [N, K], fitted to both halves."""
-        first, second = self.missing.crosses
-        found = torch.empty_like(first)
-        factors_K = self.scales / sum(self.moments.weights)
+    tiles = [partial(of_tile, a, rows) for a in (0, 1) for rows in cut(seen.shape[1], ROWS, seen)]
+    return reduce(torch.add, team.run(tiles))
 
-        def solve(rows: slice) -> None:
-            cross = (first[rows] + second[rows]).mul_(factors_K)
-            found[rows] = solve_rows(cross, lower_KK).mul_(self.scales)
 
-        self.team.run([partial(solve, rows) for rows in cut(found.shape[0], ROWS, found)])
-        return found
+def _solution(moments: Moments, missing: Missing, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
+    """Return d f32 [N, K], fitted to both halves."""
+    first, second = missing.crosses
+    found = torch.empty_like(first)
+    factors_K = scales_K / sum(moments.weights)
+
+    def solve(rows: slice) -> None:
+        cross = (first[rows] + second[rows]).mul_(factors_K)
+        found[rows] = solve_rows(cross, lower_KK).mul_(scales_K)
+
+    team.run([partial(solve, rows) for rows in cut(found.shape[0], ROWS, found)])
+    return found
 
 
 def _sketch(rows: int) -> Tensor:

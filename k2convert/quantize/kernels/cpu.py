@@ -52,10 +52,7 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     """Measure a weight as its `magnitude` does; FormatError, naming it, if a value is not usable."""
-    measure = _MEASURES.get(type(weight))
-    if measure is None:
-        return weight.magnitude(name=name)
-    return measure(weight, name=name)
+    return _MEASURES.get(type(weight), type(weight).magnitude)(weight, name=name)
 
 
 def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
@@ -147,12 +144,8 @@ def _convert_int4(
     targets = flat(result.packed), flat(result.block_scales)
     exponent = 0 if is_max else global_exponent(global_scale)
     if weight.packed.size and (weight.channel_exponents is not None or importance is not None):
-        exponents = None
-        if weight.channel_exponents is not None:
-            exponents = flat(weight.channel_exponents)
-        weights = None if importance is None else flat(importance)
         outside = _cpu.convert_columns(
-            *arrays, exponents, weights, is_max, exponent, global_scale, search_tables(), *targets
+            *arrays, weight.channel_exponents, importance, is_max, exponent, global_scale, search_tables(), *targets
         )
         return Converted(result, None if is_max else outside)
     if is_max:
@@ -237,15 +230,12 @@ def flat(array: NDArray[Any]) -> NDArray[Any]:
 # has no capped error. Otherwise, which is rare, the kernel searches again among all candidates.
 
 NUM_MANTISSAS: Final = 128
-NUM_SCALE_MANTISSAS: Final = 8
 
 ZERO_CANDIDATE: Final = 0
 """A scale so large that every code is zero (j >= 10); the largest of them is 448."""
 FIRST_CANDIDATE: Final = 1
-NUM_GRID_CANDIDATES: Final = NUM_SHIFTS * NUM_SCALE_MANTISSAS
-SATURATED_CANDIDATE: Final = FIRST_CANDIDATE + NUM_GRID_CANDIDATES
+SATURATED_CANDIDATE: Final = FIRST_CANDIDATE + 8 * NUM_SHIFTS
 """448, if even that is far too small (j < 0): every non-zero code saturates."""
-NUM_CANDIDATES: Final = SATURATED_CANDIDATE + 1
 
 LOWEST_OFFSET: Final = -6
 HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
@@ -271,7 +261,6 @@ LARGEST_KEY: Final = 255
 """A key is error << 8 | LARGEST_KEY - position: the least key has the least error, and on ties the larger scale."""
 LOWEST_STEP: Final = 6
 """Positions below the first candidate with t >= 1."""
-LAST_GRID_RANK: Final = NUM_CANDIDATES - 2
 SHIFT_OF_ONE: Final = 4
 """mb * 2**4 reaches every ms: the first candidate with t >= 1 has this shift, or mb = 8 and one more."""
 
@@ -306,7 +295,7 @@ def search_tables() -> SearchTables:
     bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
     capped_SC = ((errors_SkC[:, 1:, :] / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
     # The rank of position 0 for each ms; position p has this rank less p.
-    lowest_S = LAST_GRID_RANK - (8 * SHIFT_OF_ONE + (mantissas_S + 15) // 16 - 8 - LOWEST_STEP)
+    lowest_S = SATURATED_CANDIDATE - 1 - (8 * SHIFT_OF_ONE + (mantissas_S + 15) // 16 - 8 - LOWEST_STEP)
     ranks_SP = lowest_S[:, None] - np.arange(NUM_POSITIONS)
     assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
     by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)

@@ -164,20 +164,16 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
     if packed is not source.packed and not np.array_equal(groups.view(np.uint64), codes.view(np.uint64)):
         is_equal &= (groups == codes).all(axis=1)
     others = np.flatnonzero(~is_equal)
-    num_rest = 0
-    equal_rest = 0
-    equal_blocks = 0
+    rest_counts = np.zeros(3, dtype=np.int64)
     errors = [0.0]
     for start in range(0, others.size, CHUNK_GROUPS):
         some = others[start : start + CHUNK_GROUPS]
         rest = Mxfp4Weight(groups[some], scales[some, None])
         sums = np.zeros(4)
         arrays = flat(rest.bits), flat(codes[some]), flat(written_scales[some])
-        counts = _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, None, sums)
-        num_rest = num_rest + counts[0]
-        equal_rest = equal_rest + counts[1]
-        equal_blocks = equal_blocks + counts[2]
+        rest_counts += _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, None, sums)[:3]
         errors.append(float(sums[1]))
+    num_rest, equal_rest, equal_blocks = rest_counts.tolist()
     num_nonzero = int(tally[:, 1].sum())
     exact_blocks = BLOCKS_PER_GROUP * (len(groups) - others.size)
     return Sums(

@@ -108,8 +108,8 @@ class WeightMetrics:
             groups = counted(self.below_window_groups, "group")
             words += (
                 f"; {self.below_window_tensors:,} had codes rounded in {groups}, as the scales of an expert differ "
+                "by more than 2^17"
             )
-            words += "by more than 2^17"
         if self.subnormal_tensors:
             words += f"; {self.subnormal_tensors:,} have subnormal block scales, which are exact"
         return f"{words}."
@@ -206,8 +206,6 @@ def decibels(energy: float, error: float) -> float:
     """Return 10 log10(energy / error); infinity without error, -infinity if the error is not finite or energy is 0."""
     if error == 0.0:
         return math.inf
-    if not math.isfinite(error):
-        return -math.inf
-    if energy > 0.0:
+    if energy > 0.0 and math.isfinite(error):
         return 10.0 * math.log10(energy / error)
     return -math.inf

@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -49,7 +48,6 @@ from k2convert.quantize.formats.nvfp4 import (
     check_global_scale,
     nearest_code,
     quantize_rows,
-    run_starts,
 )
 from k2convert.quantize.rules.cast import cast_global_scale
 
@@ -153,19 +151,16 @@ def _quantize_chunk(
     used = slice(NUM_MAGNITUDES * (lowest + MAX_COLUMN_EXPONENT), NUM_MAGNITUDES * (highest + MAX_COLUMN_EXPONENT + 1))
     num_fields = used.stop - used.start
     fields_ME = NUM_MAGNITUDES * (exponents_ME - lowest).astype(np.int64) + np.abs(codes_ME)
-    order = np.argsort(mantissas_M, kind="stable")
-    mantissas = mantissas_M[order]
-    for start, stop in pairwise([*run_starts(mantissas).tolist(), order.size]):
-        batch = order[start:stop]
+    for mantissa in np.unique(mantissas_M).tolist():
+        batch = np.flatnonzero(mantissas_M == mantissa)
         places = np.arange(batch.size)[:, None] * num_fields + fields_ME[batch]
         weights = None
         if weights_ME is not None:
             weights = weights_ME[batch].reshape(-1)
         sums = np.bincount(places.reshape(-1), weights, batch.size * num_fields)
-        errors = sums.reshape(-1, num_fields) @ _field_errors(int(mantissas[start]))[used]
-        best_M[batch] = np.where(exists_OC[offsets_M[batch]], errors, np.inf).argmin(
-            axis=1
-        )  # the first of equal errors
+        errors = sums.reshape(-1, num_fields) @ _field_errors(mantissa)[used]
+        errors[~exists_OC[offsets_M[batch]]] = np.inf
+        best_M[batch] = errors.argmin(axis=1)  # the first of equal errors
     codes_SFC = _field_codes()
     first_M = codes_SFC.shape[1] * (mantissas_M - MIN_MANTISSA) + used.start
     fields_ME += first_M[:, None]

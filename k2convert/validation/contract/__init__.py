@@ -127,7 +127,8 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     found = Findings(6)
     shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
     by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
-    for name, raw in scan.scalars.items():
+    for name, data in scan.scalars.items():
+        raw = bytes.fromhex(data)
         module_name, _, parameter = name.rpartition(".")
         value = struct.unpack("<f", raw)[0]
         module = result.modules[module_name]
@@ -165,7 +166,6 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
     found = Findings(7)
-    scaling = result.scaling
     if result.pruning is not None:
         every = "every tensor" if result.is_int4 else "every other tensor"
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
@@ -181,9 +181,9 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     if 2 * len(scan.different) > len(scan.compared):
         problem = f"{len(scan.different):,} of {len(scan.compared):,} copied tensors differ: the result was converted "
         found.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
-    for problem in scaling.problems:
-        found.error(problem.name, problem.problem)
-    reported = {problem.name for problem in scaling.problems}
+    for offender in result.scaling.problems.values():
+        found.error(offender.name, offender.problem)
+    reported = {offender.name for offender in result.scaling.problems.values()}
     for name, tensor in result.tensors.items():
         before = result.source.tensors.get(name)
         module = result.modules.get(name.rpartition(".")[0])
@@ -193,8 +193,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
         if name in reported:
             continue
         if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
-            was = f"{before.dtype} {list(before.shape)}"
-            found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {was}")
+            found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}")
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
         elif name in scan.misscaled:
@@ -207,13 +206,11 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
             weight = result.modules[module].parameters[result.names.weight]
             problem = f"{changed:,} of {weight.num_bytes:,} bytes of codes are not the source's"
             found.error(f"{module}.{result.names.weight}", problem)
-    scaled = ""
+    found.note = f"{compared:,} tensors compared"
     if scan.scaled:
-        scaled = f", {len(scan.scaled):,} of them scaled"
-    copied = ""
+        found.note += f", {len(scan.scaled):,} of them scaled"
     if cast:
-        copied = f", and the codes of {len(cast):,} that were cast"
-    found.note = f"{compared:,} tensors compared{scaled}{copied}"
+        found.note += f", and the codes of {len(cast):,} that were cast"
     return found
 
 

@@ -154,33 +154,27 @@ def check_config_unchanged(result: Result) -> Findings:
     """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
     found = Findings(12)
     if result.source is None:
-        found.skip(result.no_source)
-    elif result.is_foreign and result.config is not None:
-        # transformers saved it again: it adds and omits defaults, and renames the inner model_type.
-        differences = config_differences(result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS)
-        for place, before, after in differences:
-            if before is ABSENT:
-                found.warn(place, f"{quoted(after)}, not in the source")
-            elif after is ABSENT:
-                found.warn(place, "missing")
-            else:
-                report = found.warn if place.endswith(".model_type") else found.error
-                report(place, f"{quoted(after)}, was {quoted(before)}")
-    elif result.config is None:
-        found.skip("config.json cannot be read, see rule 11")
-    else:
-        if result.pruning is not None:
-            part = "" if result.is_int4 else "the rest of "
-            found.title = f"{part}config.json equals the source's, except for the number of experts"
-        unread = () if result.is_int4 else QUANTIZATION_KEYS
-        for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
-            if result.pruning is not None and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
-                stated = "missing" if after is ABSENT else quoted(after)
-                found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
-            elif before is ABSENT:
-                found.error(place, f"{quoted(after)}, not in the source")
-            else:
-                found.error(place, "missing" if after is ABSENT else f"{quoted(after)}, was {quoted(before)}")
+        return found.skip(result.no_source)
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    if result.pruning is not None:
+        part = "" if result.is_int4 else "the rest of "
+        found.title = f"{part}config.json equals the source's, except for the number of experts"
+    unread = () if result.is_int4 else QUANTIZATION_KEYS
+    is_foreign = result.is_foreign
+    for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
+        stated = "missing" if after is ABSENT else quoted(after)
+        if result.pruning is not None and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
+            found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
+            continue
+        problem = stated
+        if before is ABSENT:
+            problem = f"{stated}, not in the source"
+        elif after is not ABSENT:
+            problem = f"{stated}, was {quoted(before)}"
+        # If transformers saved it again, it added and omitted defaults, and renamed the inner model_type.
+        is_usual = is_foreign and (before is ABSENT or after is ABSENT or place.endswith(".model_type"))
+        (found.warn if is_usual else found.error)(place, problem)
     return found
 
 
@@ -232,13 +226,12 @@ def check_kv_cache(result: Result) -> Findings:
             asked = "asks for one"
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
     elif scheme is not None:
-        known = ""
-        if recipe is None:
-            known = "; without a ledger it is unknown whether the recipe asks for it"
+        problem = "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8"
         if result.names.vllm_reads_kv_cache:
-            found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
-        else:
-            found.warn(place, f"no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8{known}")
+            problem = "FP8 cache without k and v scales: engines use 1.0"
+        if recipe is None:
+            problem += "; without a ledger it is unknown whether the recipe asks for it"
+        found.warn(place, problem)
     return found
 
 

@@ -292,18 +292,10 @@ def _fused_into(name: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineModule:
-    """One module as an engine builds it, from one or several modules of the checkpoint."""
-
-    name: str
-    is_converted: bool
-    is_moe: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Engine:
     """Names that an engine gives modules, and its reading of the list. `may_exclude` is the widest one of its versions.
 
+    Both get the name of a module, whether it is a layer's routed experts, and the list.
     `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
     `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.
     """
@@ -312,8 +304,8 @@ class Engine:
     fused: Mapping[str, str]
     fuses_experts: bool
     entries: Sequence[str]
-    excludes: Callable[[EngineModule, Sequence[str]], bool]
-    may_exclude: Callable[[EngineModule, Sequence[str]], bool]
+    excludes: Callable[[str, bool, Sequence[str]], bool]
+    may_exclude: Callable[[str, bool, Sequence[str]], bool]
     cut_prefix: str = ""
     bank: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -348,15 +340,15 @@ def check_exclude_list(result: Result) -> Findings:
     return found
 
 
-def _check_engine(engine: Engine, modules: Sequence[EngineModule], found: Findings) -> None:
+def _check_engine(engine: Engine, modules: Mapping[tuple[str, bool], bool], found: Findings) -> None:
     entries = engine.entries
-    for module in modules:
-        name = f"{engine.name}: {module.name}"
+    for (module, is_moe), is_converted in modules.items():
+        name = f"{engine.name}: {module}"
         try:
-            if module.is_converted and engine.may_exclude(module, entries):
-                entry = next((e for e in entries if engine.may_exclude(module, [e])), "several entries together")
-                found.error(name, f"is NVFP4, but {entry} excludes it")
-            elif not module.is_converted and not engine.excludes(module, entries):
+            if is_converted and engine.may_exclude(module, is_moe, entries):
+                excluding = (entry for entry in entries if engine.may_exclude(module, is_moe, [entry]))
+                found.error(name, f"is NVFP4, but {next(excluding, 'several entries together')} excludes it")
+            elif not is_converted and not engine.excludes(module, is_moe, entries):
                 found.error(name, "is BF16, but no entry excludes it")
         except EngineRefusalError as error:
             found.error(name, str(error))
@@ -371,16 +363,16 @@ def _is_linear(module: Module) -> bool:
     return weight is not None and len(weight.shape) == 2
 
 
-def engine_modules(linears: Sequence[Module], engine: Engine) -> list[EngineModule]:
-    """Return the engine's modules for the linear layers. A fused one is converted if any part is."""
-    converted: dict[str, bool] = defaultdict(bool)
-    moe: set[str] = set()
+def engine_modules(linears: Sequence[Module], engine: Engine) -> dict[tuple[str, bool], bool]:
+    """Return whether the engine's modules for the linear layers are converted: a fused one is if any part is.
+
+    The keys are their names, and whether a module is a layer's routed experts.
+    """
+    converted: dict[tuple[str, bool], bool] = defaultdict(bool)
     for module in linears:
-        name = _engine_name(module, engine)
-        converted[name] |= module.is_converted
-        if module.parts.role is Role.EXPERTS and engine.fuses_experts:
-            moe.add(name)
-    return [EngineModule(name, is_converted, name in moe) for name, is_converted in converted.items()]
+        is_moe = module.parts.role is Role.EXPERTS and engine.fuses_experts
+        converted[_engine_name(module, engine), is_moe] |= module.is_converted
+    return converted
 
 
 def _engine_name(module: Module, engine: Engine) -> str:
@@ -403,15 +395,15 @@ def _engines(naming: EngineNaming, entries: Sequence[str], *, is_modelopt: bool)
     # Only versions that know `re:` load compressed-tensors' format in NVFP4.
     tensorrt_llm = tensorrt_llm_excludes if is_modelopt else tensorrt_llm_excludes_subtree
 
-    def vllm(module: EngineModule, entries: Sequence[str]) -> bool:
+    def vllm(module: str, _: bool, entries: Sequence[str]) -> bool:
         if is_modelopt:
-            return vllm_excludes(module.name, entries, naming)
-        return vllm_ignores(module.name, entries)
+            return vllm_excludes(module, entries, naming)
+        return vllm_ignores(module, entries)
 
-    def sglang(module: EngineModule, entries: Sequence[str]) -> bool:
+    def sglang(module: str, is_moe: bool, entries: Sequence[str]) -> bool:
         if is_modelopt:
-            return sglang_excludes(module.name, entries, naming, is_moe=module.is_moe)
-        return sglang_ignores(module.name, entries)
+            return sglang_excludes(module, entries, naming, is_moe=is_moe)
+        return sglang_ignores(module, entries)
 
     return (
         Engine(
@@ -440,8 +432,8 @@ def _engines(naming: EngineNaming, entries: Sequence[str], *, is_modelopt: bool)
             fused=_fused_into("kv_a_proj_with_mqa"),
             fuses_experts=True,
             entries=map_tensorrt_llm_excludes(entries, naming),
-            excludes=lambda module, entries: tensorrt_llm(module.name, entries),
-            may_exclude=lambda module, entries: tensorrt_llm_excludes_subtree(module.name, entries),
+            excludes=lambda module, _, entries: tensorrt_llm(module, entries),
+            may_exclude=lambda module, _, entries: tensorrt_llm_excludes_subtree(module, entries),
             cut_prefix=naming.wrapper,
         ),
     )

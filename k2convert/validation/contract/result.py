@@ -124,7 +124,7 @@ class Result:
     @property
     def is_int4(self) -> bool:
         """Return whether the ledger says that the weights are the source's own (--to int4): every tensor is a copy."""
-        return states_int4(self.ledger)
+        return self.ledger is not None and self.ledger.recipe.target == "int4"
 
     @property
     def is_foreign(self) -> bool:
@@ -208,12 +208,8 @@ def read_result(
         no_source = "the ledger is damaged, see rule 19"
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(view) if view is not None else expected_family(config, found)
-    result = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
-    if states_int4(ledger):
-        modules = {name: replace(module, is_converted=False) for name, module in result.modules.items()}
-        result = replace(result, int4_modules=frozenset[str](), modules=modules)
-    return replace(
-        result,
+    result = replace(
+        _from_headers(folder, headers, family=family, source=view, recipe=recipe),
         config=config,
         config_problem=config_problem,
         index=index,
@@ -224,6 +220,10 @@ def read_result(
         no_source=no_source,
         list_problem=list_problem,
     )
+    if not result.is_int4:
+        return result
+    modules = {name: replace(module, is_converted=False) for name, module in result.modules.items()}
+    return replace(result, int4_modules=frozenset[str](), modules=modules)
 
 
 def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Result:
@@ -279,11 +279,6 @@ def _from_headers(
         int4_modules=int4,
         recipe=recipe,
     )
-
-
-def states_int4(ledger: Ledger | None) -> bool:
-    """Return whether a ledger says that the weights are the source's own."""
-    return ledger is not None and ledger.recipe.target == "int4"
 
 
 def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:

@@ -18,7 +18,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
-from k2convert.records.ledger import is_weight
+from k2convert.records.ledger import Scalar, is_weight
 from k2convert.validation.contract.result import Module, Result
 from k2convert.validation.contract.tensors import shape_problems
 from k2convert.validation.scaling import SCALED_DTYPES, Exponents, misfit
@@ -36,14 +36,8 @@ TensorBytes = Callable[[str, str, Bytes], None]
 """Gets module, parameter and bytes of one whole tensor of a converted module, in file order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [begin, end) of one tensor, at `offset` in the batch."""
-
-    tensor: TensorInfo
-    begin: int
-    end: int
-    offset: int
+Piece = tuple[TensorInfo, int, int]
+"""Bytes [begin, end) of one tensor."""
 
 
 @dataclass(slots=True)
@@ -52,7 +46,7 @@ class ScanResult:
 
     `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
     `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
-    changes, `misscaled` has the problem of each of these.
+    changes, `misscaled` has the problem of each of these. `scalars` are four bytes each, as hex.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -60,7 +54,7 @@ class ScanResult:
     invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
     subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
     zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
-    scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    scalars: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     different: dict[str, int] = field(default_factory=dict[str, int])
     misscaled: dict[str, str] = field(default_factory=dict[str, str])
     not_finite: set[str] = field(default_factory=set[str])
@@ -142,13 +136,13 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
         before = None
         if result.source is not None:
             before = result.source.tensors.get(name)
-        same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+        if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            before = None
         module = result.modules.get(module_name)
         exponents = None
         if module is not None:
             exponents = result.scaling.of_copy(replace(module.parts, parameter=parameter), family=result.family)
-        found = _Target(name, parameter, None, True, before if same_form else None, exponents)
-        targets[tensor.shard, tensor.name] = found
+        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before, exponents)
     return targets
 
 
@@ -177,32 +171,36 @@ class _Scan:
             if number + 1 < len(batches):
                 reading = self.ahead.submit(self._read_batch, batches[number + 1])
             digest.update(data.data)
-            for piece in batch:
-                self._check(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
+            offset = 0
+            for tensor, begin, end in batch:
+                self._check(tensor, begin, data[offset : offset + end - begin])
+                offset += end - begin
             self.events.progress(bytes_in=len(data))
         return digest.hexdigest()
 
     def _read_batch(self, batch: list[Piece]) -> Bytes:
-        begin = batch[0].tensor.begin + batch[0].begin
-        return self._read(batch[0].tensor.shard, begin, batch[-1].tensor.begin + batch[-1].end)
+        first, begin, _ = batch[0]
+        last, _, end = batch[-1]
+        return self._read(first.shard, first.begin + begin, last.begin + end)
 
     def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
         """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split."""
         batch: list[Piece] = []
         filled = 0
+        position = 0
         for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
             target = self.targets.get((tensor.shard, tensor.name))
             stays_whole = target is not None and target.module is not None
             size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
             for begin in range(0, max(tensor.num_bytes, 1), size):
                 end = min(begin + size, tensor.num_bytes)
-                adjoins = batch and batch[-1].tensor.begin + batch[-1].end == tensor.begin + begin
-                if batch and (not adjoins or filled + end - begin > BATCH_BYTES):
+                if batch and (position != tensor.begin + begin or filled + end - begin > BATCH_BYTES):
                     yield batch
                     batch = []
                     filled = 0
-                batch.append(Piece(tensor, begin, end, filled))
+                batch.append((tensor, begin, end))
                 filled += end - begin
+                position = tensor.begin + end
         if batch:
             yield batch
 
@@ -212,24 +210,24 @@ class _Scan:
             self.shard_visitor(shard, data)
         return data
 
-    def _check(self, piece: Piece, data: Bytes) -> None:
-        target = self.targets.get((piece.tensor.shard, piece.tensor.name))
+    def _check(self, tensor: TensorInfo, begin: int, data: Bytes) -> None:
+        target = self.targets.get((tensor.shard, tensor.name))
         if target is None:
             return
         if target.module is None:
-            if not is_finite(data, piece.tensor.dtype):
+            if not is_finite(data, tensor.dtype):
                 self.found.not_finite.add(target.name)
             if data.size and is_weight(target.name):  # its parts come in order
                 if not is_zero(data):
                     self.found.all_zero.discard(target.name)
-                elif piece.begin == 0:
+                elif begin == 0:
                     self.found.all_zero.add(target.name)
         if target.source is not None:
-            self._compare(target, target.source, piece, data)
+            self._compare(target, target.source, begin, data)
         elif target.module is not None:
             names = self.result.names
             if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
-                self.found.scalars[target.name] = data.tobytes()
+                self.found.scalars[target.name] = data.tobytes().hex()
             is_scale = target.is_readable and target.parameter == names.block_scale and data.size
             has_zero_start = is_zero(data[:BLOCK_SIZE] & _MAGNITUDES)  # most weights are answered by it
             if target.parameter == names.weight and has_zero_start and is_zero(data & _MAGNITUDES):
@@ -239,9 +237,9 @@ class _Scan:
             if self.tensor_visitor is not None:
                 self.tensor_visitor(target.module.name, target.parameter, data)
 
-    def _compare(self, target: _Target, source: TensorInfo, piece: Piece, data: Bytes) -> None:
+    def _compare(self, target: _Target, source: TensorInfo, begin: int, data: Bytes) -> None:
         found = self.found
-        before = self._read_source(source, piece.begin, piece.end)
+        before = self._read_source(source, begin, begin + data.size)
         found.compared.add(target.name)
         if target.exponents is None:
             if not same_bytes(before, data):
@@ -254,7 +252,7 @@ class _Scan:
         if source.dtype not in SCALED_DTYPES or source.shape[-1:] != target.exponents.shape:
             problem = f"{source.dtype} {list(source.shape)}, but smoothing has {target.exponents.size:,} channels"
         else:
-            problem = misfit(before, data, dtype=source.dtype, begin=piece.begin, exponents=target.exponents)
+            problem = misfit(before, data, dtype=source.dtype, begin=begin, exponents=target.exponents)
         if problem:
             found.misscaled[target.name] = problem
 

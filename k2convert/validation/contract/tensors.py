@@ -137,9 +137,10 @@ def check_totals(result: Result) -> Findings:
     count = 0
     size = 0
     done: set[str] = set()
+    converted = result.int4_modules | {module.name for module in result.converted}
     for name, tensor in result.source.tensors.items():
         parts = result.source_names.get(name)
-        if parts is None or not (parts.module in result.int4_modules or _is_converted(result, parts.module)):
+        if parts is None or parts.module not in converted:
             count += 1
             size += tensor.num_bytes
         elif parts.module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
@@ -155,19 +156,13 @@ def check_totals(result: Result) -> Findings:
     actual = sum(tensor.num_bytes for tensor in result.tensors.values())
     found.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
     for name, parts in result.source_names.items():
-        converted = parts.module in result.int4_modules or _is_converted(result, parts.module)
         # Rule 9 reports missing experts and router rows, rule 1 missing projections.
-        if not converted and parts.role is not Role.ROUTER and name not in result.tensors:
+        if parts.module not in converted and parts.role is not Role.ROUTER and name not in result.tensors:
             found.error(name, f"missing; it has {result.source.tensors[name].num_bytes:,} bytes in the source")
     if not found.errors and (len(result.tensors), actual) != (count, size):
         problem = f"{len(result.tensors):,} tensors with {actual:,} bytes, expected {count:,} with {size:,}"
         found.error(str(result.folder), problem)
     return found
-
-
-def _is_converted(result: Result, name: str) -> bool:
-    module = result.modules.get(name)
-    return module is not None and module.is_converted
 
 
 def check_expert_counts(result: Result) -> Findings:
@@ -270,12 +265,9 @@ def check_alignment(result: Result) -> Findings:
         if allowed and size not in allowed:
             found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
             continue
-        part = None
-        if isinstance(width, int) and width % size == 0:
-            part = width // size
         name = f"moe_intermediate_size at tensor-parallel size {size}"
-        if part is None or part % WIDTH_ALIGNMENT:
+        if not isinstance(width, int) or width % (size * WIDTH_ALIGNMENT):
             found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
-        elif part % WIDTH_ALIGNMENT_FAST:
+        elif width % (size * WIDTH_ALIGNMENT_FAST):
             found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
     return found

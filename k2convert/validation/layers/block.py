@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -32,15 +32,6 @@ PROBE_TOKENS = 2
 """Tokens on which an expert is run if no token chose it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockError:
-    """Errors of one block by variant; `expert_sqnr_db` is the weight-only SQNR of each expert's output."""
-
-    errors: tuple[VariantError, ...]
-    expert_sqnr_db: tuple[float, ...]
-    num_reached: int
-
-
 def compute_block(
     stem: str,
     hidden_TK: Tensor,
@@ -52,9 +43,11 @@ def compute_block(
     exponents: NDArray[np.int8] | None = None,
     whole: Tensor | None = None,
     progress: Callable[[int, int], None],
-) -> BlockError:
+) -> tuple[list[VariantError], list[float], int]:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
+    Returns the errors by variant, the weight-only SQNR of each expert's output in dB, and how many experts a token
+    chose.
     `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
     j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
     was pruned, if it was.
@@ -77,7 +70,7 @@ def compute_block(
         if mlp.expert is not None and not tokens.numel():
             tokens = routing.likeliest_tokens(mlp.expert, PROBE_TOKENS)
         versions = read_mlp(mlp.module, source=source, converted=converted)
-        return versions.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+        return run_mlp(versions, hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
 
     with closing(_run_block(stem, routing, run, source=source, progress=progress)) as computed:
         for mlp, (reference, results) in computed:
@@ -110,7 +103,7 @@ def compute_block(
             served = Variant.CONVERTED_W4A4
         errors.append(_output_error(Variant.PRUNING_ALONE, whole, expected))
         errors.append(_output_error(Variant.PRUNED_RESULT, whole, outputs[served]))
-    return BlockError(tuple(errors), tuple(expert_sqnr_db[Variant.CONVERTED]), num_reached)
+    return errors, expert_sqnr_db[Variant.CONVERTED], num_reached
 
 
 def int4_output(
@@ -170,35 +163,31 @@ MlpOutputs = tuple[Tensor, dict[Variant, Tensor]]
 """The output f32 [T, hidden] with the source's weights, and that of every variant."""
 
 
-@dataclass(frozen=True, slots=True)
-class MlpVersions:
-    """An MLP with the source's weights, the converted ones, and those of `max`; all with the same input scales."""
+def run_mlp(versions: tuple[Mlp, Mlp, Mlp], x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
+    """Return the source's output f32 [T, hidden] of an MLP from `read_mlp` for f32 [T, hidden], and every variant's.
 
-    source: Mlp
-    converted: Mlp
-    by_max: Mlp
-
-    def run(self, x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
-        """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's.
-
-        `scaled_TK` is the input of the converted weights: the same, or with smoothing.
-        """
-        if not with_fp4_inputs:
-            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.MAX: self.by_max(x_TK)}
-        reference, activations_only = self.source.on_both_inputs(x_TK)
-        converted, converted_w4a4 = self.converted.on_both_inputs(scaled_TK)
-        by_max, max_w4a4 = self.by_max.on_both_inputs(x_TK)
-        return reference, {
-            Variant.CONVERTED: converted,
-            Variant.CONVERTED_W4A4: converted_w4a4,
-            Variant.MAX: by_max,
-            Variant.MAX_W4A4: max_w4a4,
-            Variant.ACTIVATIONS_ONLY: activations_only,
-        }
+    `scaled_TK` is the input of the converted weights: the same, or with smoothing.
+    """
+    source, converted, by_max = versions
+    if not with_fp4_inputs:
+        return source(x_TK), {Variant.CONVERTED: converted(scaled_TK), Variant.MAX: by_max(x_TK)}
+    reference, activations_only = source.on_both_inputs(x_TK)
+    weights_only, converted_w4a4 = converted.on_both_inputs(scaled_TK)
+    max_only, max_w4a4 = by_max.on_both_inputs(x_TK)
+    return reference, {
+        Variant.CONVERTED: weights_only,
+        Variant.CONVERTED_W4A4: converted_w4a4,
+        Variant.MAX: max_only,
+        Variant.MAX_W4A4: max_w4a4,
+        Variant.ACTIVATIONS_ONLY: activations_only,
+    }
 
 
-def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
-    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable."""
+def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> tuple[Mlp, Mlp, Mlp]:
+    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable.
+
+    Returns it with the source's weights, the converted ones, and those of `max`; all with the same input scales.
+    """
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
     ours = [
         converted.read_converted(f"{stem}.{name}", shape=(raw[name].shape[0], raw[name].shape[1]))
@@ -209,11 +198,7 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}"):
         by_max = _max_weights(raw)
     scales = [projection.input_scale for projection in ours]
-    return MlpVersions(
-        source=Mlp(*map(LinearLayer, exact, scales)),
-        converted=Mlp(*ours),
-        by_max=Mlp(*map(LinearLayer, by_max, scales)),
-    )
+    return Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours), Mlp(*map(LinearLayer, by_max, scales))
 
 
 def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:

@@ -21,10 +21,10 @@ experts are computed once, from the source's weights.
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,12 +47,10 @@ from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Events
-from k2convert.validation.layers.block import BlockError, compute_block, int4_output, read_mlp
-from k2convert.validation.layers.result import LayerPruning, LayerResult, LayersReport, Variant, labels
+from k2convert.validation.layers.block import compute_block, int4_output, read_mlp, run_mlp
+from k2convert.validation.layers.result import LayerPruning, LayerResult, LayersReport, Variant, VariantError, labels
 from k2convert.validation.remote import layer_bytes
 from k2convert.validation.scaling import NO_SCALING, Scaling, misfit
-
-ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
 
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
@@ -106,7 +104,7 @@ def check_layers(
                 share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
                 pruning = LayerPruning(routing.scores.shape[1], share)
                 output = int4_output(stem, states, routing, source=from_whole, progress=progress)
-            block = compute_block(
+            errors, expert_sqnr_db, num_reached = compute_block(
                 stem,
                 states,
                 read_router(from_source, stem)(states),
@@ -117,16 +115,16 @@ def check_layers(
                 whole=output,
                 progress=progress,
             )
-            router = (f"{stem}.gate.{name}" for name in ROUTER_PARAMETERS)
+            router = (f"{stem}.gate.{name}" for name in ("weight", "e_score_correction_bias"))
             unchanged = all(_is_same(name, from_source, from_converted, scaling) for name in router)
             result = LayerResult(
                 layer=layer,
                 tokens=states.shape[0],
-                num_experts=len(block.expert_sqnr_db),
-                num_reached=block.num_reached,
+                num_experts=len(expert_sqnr_db),
+                num_reached=num_reached,
                 router_unchanged=unchanged,
-                errors=block.errors,
-                failures=_failures(block, budget=budget, router_unchanged=unchanged),
+                errors=tuple(errors),
+                failures=_failures(errors, expert_sqnr_db, budget=budget, router_unchanged=unchanged),
                 pruning=pruning,
             )
             results.append(result)
@@ -165,16 +163,18 @@ def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: 
     return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)
 
 
-def _failures(block: BlockError, *, budget: Budget, router_unchanged: bool) -> tuple[str, ...]:
+def _failures(
+    errors: Sequence[VariantError], expert_sqnr_db: Sequence[float], *, budget: Budget, router_unchanged: bool
+) -> tuple[str, ...]:
     failures: list[str] = []
     if not router_unchanged:
         failures.append("the router's weight or correction bias differs from the source's")
-    for error in block.errors:
+    for error in errors:
         if error.variant is Variant.CONVERTED and error.sqnr_db < budget.layer_sqnr_db:
             failures.append(f"output SQNR {error.sqnr_db:.2f} dB, under the budget of {budget.layer_sqnr_db:g} dB")
         elif error.sqnr_db == -math.inf:
-            failures.append(f"{labels([e.variant for e in block.errors])[error.variant]}: the output is not finite")
-    for expert, sqnr in sorted(enumerate(block.expert_sqnr_db), key=lambda item: item[1]):
+            failures.append(f"{labels([e.variant for e in errors])[error.variant]}: the output is not finite")
+    for expert, sqnr in sorted(enumerate(expert_sqnr_db), key=lambda item: item[1]):
         if sqnr < budget.expert_sqnr_db:
             failures.append(f"expert {expert}: SQNR {sqnr:.2f} dB, under the budget of {budget.expert_sqnr_db:g} dB")
     return tuple(failures)
@@ -213,9 +213,9 @@ def states_of_text(
                 yield layer.number, torch.cat(found)
 
 
-@dataclass(slots=True)
 class _Memory:
-    kept: dict[int, list[HiddenStates]] = field(default_factory=dict[int, list[HiddenStates]])
+    def __init__(self) -> None:
+        self.kept: dict[int, list[HiddenStates]] = {}
 
     def num_finished(self) -> int:
         return 0
@@ -323,9 +323,10 @@ def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: i
         with closing(WeightReader(source)) as ours, closing(WeightReader(converted)) as theirs:
 
             def check() -> None:
-                mlp = read_mlp(stem, source=ours, converted=theirs)
-                states = torch.ones(_TOKENS_AN_EXPERT, mlp.source.gate.weight.shape[1])
-                mlp.run(states, states, with_fp4_inputs=mlp.converted.gate.input_scale is not None)
+                versions = read_mlp(stem, source=ours, converted=theirs)
+                mlp, converted_mlp, _ = versions
+                states = torch.ones(_TOKENS_AN_EXPERT, mlp.gate.weight.shape[1])
+                run_mlp(versions, states, states, with_fp4_inputs=converted_mlp.gate.input_scale is not None)
 
             def run() -> None:
                 mlp = read_source_mlp(ours, stem)
@@ -342,6 +343,4 @@ def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: i
 def _second_time(call: Callable[[], None]) -> float:
     """Return the seconds of a second call; the first one warms up."""
     call()
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
+    return timeit.timeit(call, number=1)

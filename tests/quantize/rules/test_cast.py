@@ -14,7 +14,7 @@ from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.kernels import cpu
-from k2convert.quantize.libraries import create_reference_quantizer
+from k2convert.quantize.libraries import ReferenceQuantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import NativeQuantizer
@@ -116,7 +116,7 @@ def test_rule_max_is_modelopts_conversion_without_its_cast_byte_for_byte(spread:
     assert (scales.view(torch.uint8).numpy() == result.block_scales).all()
     assert float(global_scale) == result.global_scale
     assert metrics.lossless_tensors is metrics.below_window_groups is None
-    reference = create_reference_quantizer()
+    reference = ReferenceQuantizer()
     magnitude = reference.measure(weight, name="weight")
     again, same = reference.quantize(weight, name="weight", magnitude=magnitude, global_scale=result.global_scale)
     assert (again.packed == result.packed).all()
