@@ -11,17 +11,13 @@ MOST_ROWS = 30
 def importance_of(rng: np.random.Generator, columns: int = 256) -> np.ndarray:
     kinds = rng.integers(0, 3, columns // 16).repeat(16)
     bell = np.rint(255 * rng.random(columns) ** 4).clip(1)
-    return np.select([kinds == 0, kinds == 1], [bell, np.full(columns, 7)], rng.choice([1, 255], columns)).astype(
-        np.uint8
-    )
+    return np.select([kinds == 0, kinds == 1], [bell, 7], rng.choice([1, 255], columns)).astype(np.uint8)
 
 
 def exponents_of(rng: np.random.Generator, reach: int, columns: int = 256) -> np.ndarray | None:
-    return (
-        np.where(rng.random(columns) < 0.5, 0, rng.integers(-reach, reach + 1, columns)).astype(np.int8)
-        if reach
-        else None
-    )
+    if not reach:
+        return None
+    return np.where(rng.random(columns) < 0.5, 0, rng.integers(-reach, reach + 1, columns)).astype(np.int8)
 
 
 def hostile_columns(seed: int, rows: int = 256) -> tuple[Int4Weight, np.ndarray]:

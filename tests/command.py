@@ -1,16 +1,15 @@
 """The real command: in this process, which is fast, or in one of its own, which can be killed."""
 
-import contextlib
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +27,12 @@ def command(*args: object) -> list[str]:
 def cli_environment() -> dict[str, str]:
     """This process's environment, with its PYTHONPATH, so that the command uses the same library versions."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def python(code: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    words = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
 
 def run_cli(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -60,8 +65,7 @@ def peak_of(*args: object) -> int:
 
     The process reads its own VmHWM: `ru_maxrss` begins with the peak of the process that started it.
     """
-    words = [sys.executable, "-c", _MEASURED, *map(str, args)]
-    done = subprocess.run(words, capture_output=True, text=True, env=cli_environment(), check=False)
+    done = python(_MEASURED, *args, env=cli_environment())
     assert done.returncode == 0, done.stderr
     return int(done.stderr.splitlines()[-1])
 
@@ -70,7 +74,7 @@ def run_here(*args: object, code: int | None = None, **env: str) -> subprocess.C
     """Run the command in this process; its exit code must be `code` if that is given."""
     out = io.StringIO()
     err = io.StringIO()
-    with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with patch.dict(os.environ, env), redirect_stdout(out), redirect_stderr(err):
         ended = run(*args)
     assert code in (None, ended), err.getvalue()
     return subprocess.CompletedProcess(list(map(str, args)), ended, out.getvalue(), err.getvalue())
@@ -103,14 +107,3 @@ def run(*args: object) -> int:
         sys.argv = before
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

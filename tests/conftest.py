@@ -8,19 +8,20 @@ import gc
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # With this variable, every process of a test would compile all modules that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
-from command import RunCli, run_here  # noqa: E402
+from command import ROOT, RunCli, run_here  # noqa: E402
 from fake_system import make_system  # noqa: E402
 from markupsafe import Markup  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -77,116 +78,60 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture(scope="session")
-def tiny(checkpoints: Path) -> Path:
-    """The tiny checkpoint with every field of the published configs: 3 MoE layers, 144 INT4 projections.
+def made_by(make: Callable[[Path], Path]) -> Any:
+    """A fixture: the checkpoint that `make` writes, once per session, into a folder of the fixture's name."""
 
-    K2's rope_scaling is one of them. `trained` is the same model without it, as it was trained.
-    """
-    return fixtures.make_tiny(checkpoints / "tiny")
+    @pytest.fixture(scope="session")
+    def checkpoint(request: pytest.FixtureRequest, checkpoints: Path) -> Path:
+        return make(checkpoints / str(request.fixturename).replace("_", "-"))
+
+    return checkpoint
+
+
+tiny = made_by(fixtures.make_tiny)
+"""The tiny checkpoint with every field of the published configs: 3 MoE layers, 144 INT4 projections.
+
+K2's rope_scaling is one of them. `trained` is the same model without it, as it was trained.
+"""
+k25 = made_by(fixtures.make_k25)
+"""The tiny checkpoint in K2.5's layout."""
+split = made_by(fixtures.make_split)
+"""The tiny checkpoint with partners in different shards."""
+reap = made_by(fixtures.make_reap)
+"""The tiny checkpoint pruned to 10 of 16 experts."""
+cut = made_by(fixtures.make_cut)
+"""One dense and one MoE layer of four experts of the tiny checkpoint, with partners in different shards."""
+short = made_by(fixtures.make_short)
+"""The dense layer and two MoE layers of four experts of the tiny checkpoint, each in a shard of its own."""
+i64 = made_by(fixtures.make_i64)
+"""The tiny checkpoint with weight_shape as I64."""
+minus8 = made_by(fixtures.make_minus8)
+"""The tiny checkpoint with codes of -8 planted."""
+zeros = made_by(fixtures.make_zeros)
+"""The tiny checkpoint with zero blocks, groups and tensors planted."""
+subnormal = made_by(fixtures.make_subnormal)
+"""The tiny checkpoint with subnormal scales planted."""
+wide = made_by(fixtures.make_wide)
+"""The tiny checkpoint with widely spread scales planted."""
+k2_shaped = made_by(partial(fixtures.make_k2_shaped, shape=fixtures.SMALL_SHAPE))
+"""A K2-shaped checkpoint, much reduced: one dense and one MoE layer, two experts of 256 x 512."""
+k2_headers = made_by(fixtures.make_k2_thinking_headers)
+"""The whole of Kimi-K2-Thinking as sparse files: 594 GB apparent, 47 MB on disk, made in 4 seconds."""
+SHAPE_OF_NUMBERS = fixtures.K2Shape(hidden=4 * 7168, moe_intermediate=4 * 2048, experts=24)
+k2_numbers = made_by(partial(fixtures.make_k2_thinking_headers, shape=SHAPE_OF_NUMBERS))
+"""As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""
+k3_tiny = made_by(fixtures.make_k3_tiny)
+"""A small Kimi-K3: three MoE layers of four experts, 36 MXFP4 projections."""
+k3_edges = made_by(fixtures.make_k3_edges)
+"""The small Kimi-K3 with edges planted: wide spreads, empty groups, split partners, F8_E8M0."""
+k3_headers = made_by(fixtures.make_k3_headers)
+"""The whole of Kimi-K3 as sparse files: 1.56 TB apparent."""
 
 
 @pytest.fixture(scope="session")
 def trained() -> Path:
     """The tiny checkpoint as it was trained, in place: for what depends on its numbers."""
     return fixtures.TINY
-
-
-@pytest.fixture(scope="session")
-def k25(checkpoints: Path) -> Path:
-    """The tiny checkpoint in K2.5's layout."""
-    return fixtures.make_k25(checkpoints / "k25")
-
-
-@pytest.fixture(scope="session")
-def split(checkpoints: Path) -> Path:
-    """The tiny checkpoint with partners in different shards."""
-    return fixtures.make_split(checkpoints / "split")
-
-
-@pytest.fixture(scope="session")
-def reap(checkpoints: Path) -> Path:
-    """The tiny checkpoint pruned to 10 of 16 experts."""
-    return fixtures.make_reap(checkpoints / "reap")
-
-
-@pytest.fixture(scope="session")
-def cut(checkpoints: Path) -> Path:
-    """One dense and one MoE layer of four experts of the tiny checkpoint, with partners in different shards."""
-    return fixtures.make_cut(checkpoints / "cut")
-
-
-@pytest.fixture(scope="session")
-def short(checkpoints: Path) -> Path:
-    """The dense layer and two MoE layers of four experts of the tiny checkpoint, each in a shard of its own."""
-    return fixtures.make_short(checkpoints / "short")
-
-
-@pytest.fixture(scope="session")
-def i64(checkpoints: Path) -> Path:
-    """The tiny checkpoint with weight_shape as I64."""
-    return fixtures.make_i64(checkpoints / "i64")
-
-
-@pytest.fixture(scope="session")
-def minus8(checkpoints: Path) -> Path:
-    """The tiny checkpoint with codes of -8 planted."""
-    return fixtures.make_minus8(checkpoints / "minus8")
-
-
-@pytest.fixture(scope="session")
-def zeros(checkpoints: Path) -> Path:
-    """The tiny checkpoint with zero blocks, groups and tensors planted."""
-    return fixtures.make_zeros(checkpoints / "zeros")
-
-
-@pytest.fixture(scope="session")
-def subnormal(checkpoints: Path) -> Path:
-    """The tiny checkpoint with subnormal scales planted."""
-    return fixtures.make_subnormal(checkpoints / "subnormal")
-
-
-@pytest.fixture(scope="session")
-def wide(checkpoints: Path) -> Path:
-    """The tiny checkpoint with widely spread scales planted."""
-    return fixtures.make_wide(checkpoints / "wide")
-
-
-@pytest.fixture(scope="session")
-def k2_shaped(checkpoints: Path) -> Path:
-    """A K2-shaped checkpoint, much reduced: one dense and one MoE layer, two experts of 256 x 512."""
-    return fixtures.make_k2_shaped(checkpoints / "k2-shaped", shape=fixtures.SMALL_SHAPE)
-
-
-@pytest.fixture(scope="session")
-def k2_headers(checkpoints: Path) -> Path:
-    """The whole of Kimi-K2-Thinking as sparse files: 594 GB apparent, 47 MB on disk, made in 4 seconds."""
-    return fixtures.make_k2_thinking_headers(checkpoints / "k2-headers")
-
-
-@pytest.fixture(scope="session")
-def k2_numbers(checkpoints: Path) -> Path:
-    """As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""
-    shape = fixtures.K2Shape(hidden=4 * 7168, moe_intermediate=4 * 2048, experts=24)
-    return fixtures.make_k2_thinking_headers(checkpoints / "k2-numbers", shape=shape)
-
-
-@pytest.fixture(scope="session")
-def k3_tiny(checkpoints: Path) -> Path:
-    """A small Kimi-K3: three MoE layers of four experts, 36 MXFP4 projections."""
-    return fixtures.make_k3_tiny(checkpoints / "k3-tiny")
-
-
-@pytest.fixture(scope="session")
-def k3_edges(checkpoints: Path) -> Path:
-    """The small Kimi-K3 with edges planted: wide spreads, empty groups, split partners, F8_E8M0."""
-    return fixtures.make_k3_edges(checkpoints / "k3-edges")
-
-
-@pytest.fixture(scope="session")
-def k3_headers(checkpoints: Path) -> Path:
-    """The whole of Kimi-K3 as sparse files: 1.56 TB apparent."""
-    return fixtures.make_k3_headers(checkpoints / "k3-headers")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -77,12 +76,8 @@ def compensated(row: Array, values: Array, form: Array) -> Array:
 
 def nearest(scaled: float) -> float:
     """E2M1's nearest value, ties to the even code."""
-    midpoints = [(low + high) / 2 for low, high in pairwise(E2M1_VALUES)]
     size = abs(scaled)
-    code = 0
-    for index, midpoint in enumerate(midpoints):
-        if size > midpoint or (size == midpoint and index % 2):
-            code = index + 1
+    code = min(range(8), key=lambda code: (abs(size - E2M1_VALUES[code]), code % 2))
     return float(np.copysign(E2M1_VALUES[code], scaled))
 
 

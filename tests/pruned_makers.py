@@ -25,17 +25,14 @@ def make_whole(folder: Path, *, is_split: bool = False) -> Path:
     return path
 
 
-def record_for(source: Path, *, scores: str | None = SCORES) -> PruningRecord:
-    """Return the list of kept experts of a source."""
-    config = open_checkpoint(source).config
-    num_layers = config.get("text_config", config)["num_hidden_layers"]
-    return PruningRecord({n: KEPT[n] for n in range(1, num_layers)}, 4, scores)
-
-
 def convert_pruned(
     source: Path, folder: Path, *, scores: str | None = SCORES, statistics: Path | None = None, **recipe: Any
 ) -> Path:
     """Convert the kept experts of a source, with its statistics or without; returns the result's folder."""
-    opened = Source(open_checkpoint(source)).pruned(record_for(source, scores=scores))
+    checkpoint = open_checkpoint(source)
+    num_layers = checkpoint.config.get("text_config", checkpoint.config)["num_hidden_layers"]
+    record = PruningRecord({n: KEPT[n] for n in range(1, num_layers)}, 4, scores)
     found = None if statistics is None else open_statistics(statistics)
-    return convert(opened, folder, statistics=found, **{"keep_experts": "kept.json"} | recipe)
+    return convert(
+        Source(checkpoint).pruned(record), folder, statistics=found, **{"keep_experts": "kept.json"} | recipe
+    )

@@ -8,14 +8,8 @@ from typing import Any
 from k2convert.records.document import seal
 
 
-def read_sealed_file(path: Path) -> dict[str, Any]:
-    """The content of a sealed file without its checksum."""
+def edit_sealed(path: Path, change: Callable[[dict[str, Any]], object], *, is_sealed: bool = True) -> None:
     document = json.loads(path.read_text())
     del document["checksum"]
-    return document
-
-
-def edit_sealed(path: Path, change: Callable[[dict[str, Any]], object], *, is_sealed: bool = True) -> None:
-    document = read_sealed_file(path)
     change(document)
     path.write_bytes(seal(document) if is_sealed else json.dumps(document).encode())

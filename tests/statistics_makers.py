@@ -57,10 +57,9 @@ def moe_layer(number: int = 1, *, experts: int = 4, hidden: int = 64, width: int
 
 def dense_layer(number: int = 0, *, hidden: int = 64, width: int = 128) -> LayerStatistics:
     """A dense layer with few tokens."""
-    layer = replace(
-        moe_layer(number, experts=1, hidden=hidden, width=width), smoothing_exponents=np.zeros(hidden, np.int8)
-    )
-    return replace(layer, shared_down_mean_square=None, shared_down_amax=None)
+    layer = moe_layer(number, experts=1, hidden=hidden, width=width)
+    exponents = np.zeros(hidden, np.int8)
+    return replace(layer, smoothing_exponents=exponents, shared_down_mean_square=None, shared_down_amax=None)
 
 
 def write_small(path: Path) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "k2convert"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DECORATED = {"command", "callback", "_verb"}  # typer calls these
 
 ALLOWED = {
     "model_config": "pydantic reads it",
@@ -29,11 +28,7 @@ def definitions(tree: ast.Module) -> Iterator[str]:
 
 def names_of(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        if not any(
-            isinstance(d, ast.Call) and getattr(d.func, "attr", getattr(d.func, "id", "")) in DECORATED
-            for d in node.decorator_list
-        ):
-            yield node.name
+        yield node.name
     elif isinstance(node, ast.Assign):
         yield from (target.id for target in node.targets if isinstance(target, ast.Name))
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

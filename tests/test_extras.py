@@ -2,18 +2,15 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from command import ROOT, cli_environment, said
+from command import cli_environment, python, run_cli, said
 from conversions import convert
-
-from scripts import fixture_maker as fixtures
-
-TINY = fixtures.TINY
+from house import ROOT, TINY
 
 WITHOUT = """
 import json, sys
@@ -25,15 +22,13 @@ print(json.dumps([vars(one) for one in done]))
 """
 
 
-def run_without_extras(*commands: Sequence[str | Path]) -> list[subprocess.CompletedProcess[str]]:
+def run_without_extras(*commands: Sequence[str | Path]) -> list[CompletedProcess[str]]:
     """Run commands in one process that cannot import any optional library."""
     words = json.dumps([list(map(str, command)) for command in commands])
     environment = cli_environment() | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], input=words, capture_output=True, text=True, env=environment, check=False
-    )
+    done = python(WITHOUT, input=words, env=environment)
     assert done.returncode == 0, done.stderr
-    return [subprocess.CompletedProcess(**found) for found in json.loads(done.stdout)]
+    return [CompletedProcess(**found) for found in json.loads(done.stdout)]
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +108,15 @@ def test_an_extra_is_installed_from_where_the_package_came(
     if kept is not None:
         (folder / "direct_url.json").write_text(json.dumps(kept))
     code = "from k2convert.errors import install_remedy; print(install_remedy(extra='torch'))"
-    environment = cli_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.strip() == f"Install it with: {sys.executable} -m pip install {words}"
+    done = python(code, env=cli_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    remedy = f"Install it with: {sys.executable} -m pip install {words}\n"
+    assert (done.returncode, done.stdout) == (0, remedy), done.stderr
 
 
 @pytest.mark.slow
 def test_a_report_without_a_home_has_no_notice_of_a_library(tmp_path: Path) -> None:
     convert(TINY, tmp_path / "out")
-    environment = cli_environment() | {"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
-    words = [sys.executable, "-m", "k2convert", "report", tmp_path / "out", "--quiet"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    nowhere = {"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
+    done = run_cli("report", tmp_path / "out", "--quiet", **nowhere)
     assert done.returncode == 0, done.stderr
     assert "matplotlib" not in done.stderr.lower()

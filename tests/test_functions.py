@@ -2,13 +2,11 @@
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run
+from command import python, run
 from house import TINY
 
 import k2convert
@@ -45,17 +43,12 @@ def test_signatures_are_frozen(name: str) -> None:
     assert f"({ast.unparse(node.args)}) -> {returned}".replace("=", " = ") == SIGNATURES[name]
 
 
-def python(code: str, *, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter."""
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-
-
 def test_importing_the_package_loads_no_library(tmp_path: Path) -> None:
     code = (
         "import sys; before = set(sys.modules); import k2convert; "
         "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
-    done = python(code, folder=tmp_path)
+    done = python(code, cwd=tmp_path)
     assert done.stdout.split() == ["k2convert"], done.stderr
 
 
@@ -64,10 +57,8 @@ def test_convert_gives_the_commands_result_without_torch(tmp_path: Path) -> None
         "import sys; sys.modules['torch'] = None; import k2convert; "
         f"outcome = k2convert.convert({str(TINY)!r}, 'out', settings={{'rule': 'max'}}); print(len(outcome.records))"
     )
-    done = python(code, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["5"]
-    assert done.stderr == ""
+    done = python(code, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
     assert run("run", TINY, tmp_path / "command", "--rule", "max", "--quiet") == 0
     assert files(tmp_path / "out") == files(tmp_path / "command")
     report = k2convert.validate(tmp_path / "out", TINY)
@@ -178,17 +169,14 @@ def test_events_may_override_what_they_want(tmp_path: Path) -> None:
     assert sorted(finished) == sorted(outcome.records)
 
 
-def test_settings_name_keys_as_the_command_does(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
+def test_settings_name_keys_as_the_command_does(text: Path, tmp_path: Path) -> None:
     settings = {"calibration.tokens": 256, "calibration.window": 64, "budget.tensor_sqnr_db": 1}
-    outcome = k2convert.convert(TINY, tmp_path / "out", text=tmp_path / "text.txt", settings=settings)
+    outcome = k2convert.convert(TINY, tmp_path / "out", text=text, settings=settings)
     assert outcome.calibrated is not None
     assert outcome.calibrated.window == 64
 
 
-def test_statistics_are_collected_and_used(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
+def test_statistics_are_collected_and_used(text: Path, tmp_path: Path) -> None:
     header = k2convert.calibrate(TINY, tmp_path / "tiny.stats", [text], tokens=512, window=64)
     assert header.tokens == 512
     outcome = k2convert.convert(TINY, tmp_path / "out", statistics=tmp_path / "tiny.stats")

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -22,6 +21,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from command import python
 from house import TINY
 
 import k2convert
@@ -29,7 +29,7 @@ from k2convert.errors import K2ConvertError, MissingDependencyError
 from k2convert.machine import BUFFERS
 
 THREADS = 3
-CHILD = [sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"]
+CHILD = "import os, json; print(json.dumps(dict(os.environ)))"
 
 
 def umask() -> int:
@@ -40,9 +40,9 @@ def umask() -> int:
 
 def state() -> dict[str, Any]:
     """Everything of this process that a guest could change."""
-    settings: dict[str, Any] = {
+    return {
         "environment": dict(os.environ),
-        "environment of children": json.loads(subprocess.run(CHILD, capture_output=True, check=True).stdout),
+        "environment of children": json.loads(python(CHILD).stdout),
         "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
         "precision": torch.get_float32_matmul_precision(),
         "switch interval": sys.getswitchinterval(),
@@ -66,7 +66,6 @@ def state() -> dict[str, Any]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "buffers": len(BUFFERS._arrays),
     }
-    return settings
 
 
 @pytest.fixture(autouse=True)
@@ -166,10 +165,6 @@ def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads(cut: Pa
     assert done.stdout.split() == [number, "True", "0.005"], done.stderr
     assert int(number) > 1
     assert done.stderr == ""
-
-
-def python(code: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", ["calibrate", "evaluate", "convert"])

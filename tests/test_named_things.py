@@ -15,8 +15,6 @@ PACKAGE = ROOT / "k2convert"
 CODE = ("k2convert", "tests", "scripts")
 TEXTS = (".md", ".jinja", ".yaml")
 OF_OTHERS = {
-    "64GiB",
-    "Columns",
     "DeepseekV3Gate",
     "GateLinear",
     "MoEGate",
@@ -26,7 +24,7 @@ OF_OTHERS = {
     "getrusage",
     "merge_and_unload",
 }
-"""Names of other projects, and values."""
+"""Names of other projects."""
 FILES_OF_OTHERS = {"tokenization_kimi.py"}
 WINGS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"models"}
 """Folders of the package; engines have one called models."""
@@ -46,18 +44,14 @@ def known_names() -> set[str]:
         names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
                     names.add(name)
-                case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
-                    names.add(name)
-                case ast.keyword(arg=str(name)):
+                case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
                     names.add(name)
                 case ast.alias(name=name):
                     names |= set(name.split("."))
                 case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.-]+", text):
                     names |= {text, *text.split(".")}
-                case _:
-                    pass
     for path in PACKAGE.rglob("*.[ch]pp"):
         names |= set(re.findall(r"\w+", re.sub(r"//.*", "", path.read_text())))
     return names

@@ -3,18 +3,18 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command import RunCli, said
-from safetensors.torch import load_file, save_file
+from command import RunCli, python, said
+from safetensors.torch import load_file
 
 import k2convert
 from k2convert.quantize.formats.int4 import unpack_int4
 from k2convert.quantize.kernels import _cpu
+from scripts.fixture_maker.damage import edit_checkpoint
+from scripts.fixture_maker.folder import SmallCheckpoint
 
 RULE = """
 from k2convert.quantize.formats.bf16 import Magnitude, bf16_values
@@ -259,8 +259,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_copy(package: Path, program: str, *words: str | Path) -> str:
     """Run a program that imports the copy; what it prints."""
-    command = [sys.executable, "-c", START + program, package, *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=package, check=False)
+    done = python(START + program, package, *words, cwd=package)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -283,20 +282,19 @@ def toy_name(name: str) -> str:
 @pytest.fixture(scope="module")
 def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint under the toy family's names, its codes a byte each."""
-    folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("toy") / "source"))
-    for shard in folder.glob("*.safetensors"):
-        tensors = {toy_name(name): tensor for name, tensor in load_file(shard).items()}
-        for name, tensor in tensors.items():
+
+    def change(checkpoint: SmallCheckpoint) -> None:
+        for shard, members in checkpoint.shards.items():
+            checkpoint.shards[shard] = {toy_name(name): tensor for name, tensor in members.items()}
+        for name, tensor in checkpoint.tensors().items():
             if name.endswith(".weight_packed"):
                 nibbles = torch.from_numpy(unpack_int4(tensor.view(torch.uint8).numpy()))
-                tensors[name] = nibbles.view(torch.int8)
-        save_file(tensors, shard, metadata={"format": "pt"})
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {toy_name(name): shard for name, shard in index["weight_map"].items()}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "toy"}
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+                checkpoint.replace(name, nibbles.view(torch.int8))
+        checkpoint.config["model_type"] = "toy"
+        del checkpoint.config["quantization_config"]
+
+    folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("toy") / "source"))
+    edit_checkpoint(folder, change)
     return folder
 
 

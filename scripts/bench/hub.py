@@ -26,13 +26,13 @@ REPO = "moon/set"
 NUM_LAYERS = 10
 
 
-def serve(root: Path, source: Path, *, line: float | None, tls: bool) -> None:
+def serve(root: Path, source: Path, *, line: float | None) -> None:
     """Run the loopback Hub until killed, limited to `line` MB/s each way; print its address and its token."""
     sys.path.insert(0, str(TESTS))
     from faults import Line
     from loopback import TOKEN, LoopbackHub
 
-    with LoopbackHub(root, tls=tls) as hub:
+    with LoopbackHub(root) as hub:
         if line is not None:
             hub.traffic.down = Line(line * 1e6)
             hub.traffic.up = Line(line * 1e6)
@@ -109,11 +109,10 @@ def main() -> None:
     parser.add_argument("--line", type=float, help="limit in MB/s each way; needs --no-xet")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
     parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--tls", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--fetch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve(*arguments.serve, line=arguments.line, tls=arguments.tls)
+        return serve(*arguments.serve, line=arguments.line)
     if arguments.fetch:
         return fetch(arguments.fetch)
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -81,16 +82,10 @@ def warm(folder: Path) -> None:
 
 def describe_machine() -> str:
     """Return processor, cores, memory, Python and torch in one line."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "unknown processor",
-    )
-    flags = Path("/proc/cpuinfo").read_text()
-    vector = "AVX-512" if " avx512f" in flags else "AVX2" if " avx2" in flags else "no AVX2"
+    described = Path("/proc/cpuinfo").read_text()
+    models = re.findall(r"^model name\s*: (.*)$", described, flags=re.MULTILINE)
+    model = models[0] if models else "unknown processor"
+    vector = "AVX-512" if " avx512f" in described else "AVX2" if " avx2" in described else "no AVX2"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     import torch
 

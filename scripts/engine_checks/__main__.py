@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ from scripts.engine_checks.agreement import (
     FLOAT32,
     FP4_TIES,
     NEW_TOKENS,
-    Agreement,
     Evaluation,
     Expected,
     Tolerance,
@@ -83,7 +82,7 @@ class Reference:
     def expected(self, task: Task) -> Expected:
         """Return what scripts/eval computes for a task's checkpoint."""
         ignored = task.engine.ignores_input_scales
-        variant = task.variant.in_form(K2)
+        variant = replace(task.variant, form=K2)
         if (variant, ignored) not in self._known:
             folder = self._checkpoints / variant.name
             self._known[variant, ignored] = self.evaluation.converted(folder, ignore_input_scales=ignored)
@@ -122,23 +121,19 @@ def read_result(task: Task, out: Path, reference: Reference | None) -> Result:
     num_checks = len(outcome["failed"]) + len(outcome["passed"])
     agreement = None
     if reference is not None and task.computes:
-        agreement = _agreement(task, out, reference)
+        tensors = load_file(out / "logits.safetensors")
+        agreement = compare(
+            tensors["logits"],
+            tensors.get("greedy"),
+            expected=reference.expected(task),
+            source=reference.source,
+            windows=reference.evaluation.windows,
+        )
         problems = agreement.problems(tolerance(task))
         num_checks += 3 if agreement.same_text is None else 4
         failed += [] if wrong else problems
     title = outcome["engine"] + (", as released" if wrong else "")
     return Result(title, task.variant, num_checks, tuple(failed), agreement, wrong)
-
-
-def _agreement(task: Task, out: Path, reference: Reference) -> Agreement:
-    tensors = load_file(out / "logits.safetensors")
-    return compare(
-        tensors["logits"],
-        tensors.get("greedy"),
-        expected=reference.expected(task),
-        source=reference.source,
-        windows=reference.evaluation.windows,
-    )
 
 
 def run_all(

@@ -18,8 +18,8 @@ from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import python_of
 from scripts.engine_options import LISTS
 
-PARSERS = {"vllm-0.33": "vllm_parser", "sglang": "sglang_parser"}
-"""The clients that have an engine's parser, by the names of ENGINES."""
+PARSERS = {"vllm-0.33": "vllm", "sglang": "sglang"}
+"""What the client `parsing` calls the engines whose parsers it has, by the names of ENGINES."""
 
 KINDS = (None, *(GPUS[name] for name in ("b200", "h200", "rtx-pro-6000", "dgx-spark")))
 LAYOUTS = (
@@ -67,8 +67,7 @@ def commands(engine: Engine) -> tuple[ServeCommand, ...]:
 def check_commands(name: str, work: Path) -> list[str]:
     """Give every command and the recorded options to the parser of one of PARSERS; return what is wrong."""
     engine = ENGINES[name]
-    parser = PARSERS[name]
-    kind = parser.partition("_")[0]
+    kind = PARSERS[name]
     request = work / "serve-commands.json"
     out = work / f"serve-commands-{name}.json"
     recorded = json.loads((LISTS / f"{kind}.json").read_text(encoding="utf-8"))
@@ -76,7 +75,7 @@ def check_commands(name: str, work: Path) -> list[str]:
     request.write_text(json.dumps({"commands": sorted(words), "options": recorded["options"]}), encoding="utf-8")
     out.unlink(missing_ok=True)
     python = str(python_of(engine.environment, work))
-    command = [python, "-m", f"scripts.engine_checks.clients.{parser}", str(request), str(out)]
+    command = [python, "-m", "scripts.engine_checks.clients.parsing", kind, str(request), str(out)]
     done = subprocess.run(command, env=engine.variables(work), check=False, capture_output=True, text=True)
     if not out.is_file():
         return [f"the parser stopped: {done.stderr.strip().rpartition(chr(10))[2]}"]

@@ -10,8 +10,6 @@ from pathlib import Path
 from scripts.engine_checks.environments import overlay, python_of
 from scripts.engine_checks.variants import K2, K3, MSE, ROOT, WEIGHT_ONLY, Variant
 
-TRANSFORMERS_AS_RELEASED = "transformers-5-as-released"
-
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -83,7 +81,7 @@ ENGINES = {
             ignores_input_scales=True,
             rounds_weights=True,
         ),
-        Engine(TRANSFORMERS_AS_RELEASED, "transformers5", "transformers_client", _one, is_known_to_be_wrong=True),
+        Engine("transformers-5-as-released", "transformers5", "transformers_client", _one, is_known_to_be_wrong=True),
         Engine("modelopt", "transformers5", "modelopt_client", _modelopt_k2, computes=False),
     )
 }

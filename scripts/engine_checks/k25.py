@@ -11,12 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scripts.fixture_maker.config import write_json
-from scripts.fixture_maker.folder import SmallCheckpoint, random_bf16, read_small, write_small
-from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
-from scripts.fixture_maker.shards import shard_name
+from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
+from scripts.fixture_maker.layouts import k25_shards
 
 HIDDEN = 64
 INNER = 128
@@ -31,11 +28,7 @@ def wrap_k25(source: Path, out: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     checkpoint = read_small(source)
     text = checkpoint.config
-    generator = torch.Generator().manual_seed(0)
-    parts = [{f"language_model.{name}": tensor for name, tensor in s.items()} for s in checkpoint.shards.values()]
-    parts.append(random_bf16(projector_tensors(HIDDEN, text["hidden_size"]), generator))
-    parts.append(random_bf16(vision_tensors(HIDDEN, INNER, BLOCKS, positions=64), generator))
-    shards = {shard_name(number, len(parts)): tensors for number, tensors in enumerate(parts, 1)}
+    shards = k25_shards(checkpoint, HIDDEN, INNER, BLOCKS, positions=64)
     write_small(SmallCheckpoint(_config(text), shards, source), out)
     write_json(out / "preprocessor_config.json", {"media_proc_cfg": _media()})
     return out

@@ -1,7 +1,7 @@
 """A model behind HTTP on the loopback interface, in the wire formats of vLLM and SGLang.
 
-The formats are those of vLLM 0.32 and SGLang 0.5.23; wire.py compares them with the engines' own classes. The
-model is a function from token ids [T] to log-probabilities [T, vocabulary].
+The formats are those of vLLM 0.32 and SGLang 0.5.23; wire_vllm.py and wire_sglang.py compare them with the
+engines' own classes. The model is a function from token ids [T] to log-probabilities [T, vocabulary].
 """
 
 import json

@@ -63,10 +63,6 @@ class Variant:
     def is_compressed_tensors(self) -> bool:
         return self.layout == COMPRESSED_TENSORS
 
-    def in_form(self, form: str) -> Variant:
-        """Return the same kind in another form; both have the same language model."""
-        return Variant(form, self.layout, self.activations, self.rule)
-
 
 VARIANTS = tuple(
     Variant(form, layout, activations, rule)

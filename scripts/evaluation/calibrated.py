@@ -27,6 +27,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, Score, Variant, compare_in_turn, encode
 from scripts.evaluation.models import (
+    Mlps,
     build_model,
     converted_mlps,
     source_mlps,
@@ -295,28 +296,25 @@ def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> P
 def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[str]) -> Loaders:
     """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
     windows = calibration_windows(subject)
-    loaders = Loaders()
+    reads: dict[str, Callable[[], Mlps]] = {}
     for name in (name for name in PEERS if name in rows):
         cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{subject.calibration_tokens}.pt"
         if not cached.exists():
             note(f"{subject.name}: {name}")
             torch.save(peer_weights(subject.source, name, windows), cached)
-        for mode in (W4A16, W4A4):
-            loaders[name, mode] = partial(_read_peer, subject.source, cached, scales if mode == W4A4 else None)
+        reads[name] = partial(_read_peer, subject.source, cached)
     if QUARK in rows and subject.source == TINY:
-        folder = work / f"{subject.source.name}-quark"
-        for mode in (W4A16, W4A4):
-            loaders[QUARK, mode] = partial(_read_quark, subject.source, folder, scales if mode == W4A4 else None)
-    return loaders
+        reads[QUARK] = partial(quark_mlps, subject.source, work / f"{subject.source.name}-quark")
+    inputs = {W4A16: None, W4A4: scales}
+    return {(name, mode): partial(_variant, read, inputs[mode]) for name, read in reads.items() for mode in MODES}
 
 
-def _read_peer(source: Path, cached: Path, scales: Path | None) -> Variant:
-    mlps = source_mlps(source) | mlps_of(torch.load(cached))
-    return Variant(with_input_scales(mlps, converted_mlps(scales)) if scales else mlps, {})
+def _read_peer(source: Path, cached: Path) -> Mlps:
+    return source_mlps(source) | mlps_of(torch.load(cached))
 
 
-def _read_quark(source: Path, folder: Path, scales: Path | None) -> Variant:
-    mlps = quark_mlps(source, folder)
+def _variant(read: Callable[[], Mlps], scales: Path | None) -> Variant:
+    mlps = read()
     return Variant(with_input_scales(mlps, converted_mlps(scales)) if scales else without_input_scales(mlps), {})
 
 

@@ -105,7 +105,8 @@ def build_model(source: Path) -> EvaluatedModel:
         else:
             places[stem] = layer.mlp = MlpModule()
     network = network.to_empty(device="cpu").float().eval()
-    _restore_rotary(network)
+    rotary = network.model.rotary_emb
+    network.model.rotary_emb = type(rotary)(network.config)  # computes its buffers, which no file has
     _load_rest(network, source)
     return EvaluatedModel(network, places, scaled_tensors(source))
 
@@ -118,11 +119,6 @@ def _architecture(config: dict[str, Any]) -> Any:
     if "kv_lora_rank" in fields:
         return DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
     return Glm4MoeForCausalLM(Glm4MoeConfig(**fields))
-
-
-def _restore_rotary(network: Any) -> None:
-    rotary = network.model.rotary_emb
-    network.model.rotary_emb = type(rotary)(network.config)
 
 
 def _load_rest(network: Any, source: Path) -> None:
@@ -175,11 +171,9 @@ def _stems(reader: WeightReader) -> list[str]:
 def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
     """Combine the weights of one set of MLPs with the input scales of the other."""
 
-    def combine(weight: LinearLayer, scale: LinearLayer) -> LinearLayer:
-        return LinearLayer(weight.weight, scale.input_scale)
-
     def combined(mlp: Mlp, other: Mlp) -> Mlp:
-        return Mlp(combine(mlp.gate, other.gate), combine(mlp.up, other.up), combine(mlp.down, other.down))
+        pairs = zip((mlp.gate, mlp.up, mlp.down), (other.gate, other.up, other.down), strict=True)
+        return Mlp(*(LinearLayer(layer.weight, scaled.input_scale) for layer, scaled in pairs))
 
     return {stem: combined(mlp, scales[stem]) for stem, mlp in weights.items()}
 

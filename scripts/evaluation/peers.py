@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,22 +68,8 @@ def linear_network(source: Path, mlps: Mlps) -> Any:
     return model.network
 
 
-def imatrix(network: Any, windows: Tensor) -> None:
-    """llm-compressor: NVFP4A16 with the observer `imatrix_mse`."""
-    _llm_compressor(network, windows, gptq=False, observer="imatrix_mse")
-
-
-def expanded_imatrix(network: Any, windows: Tensor) -> None:
-    """llm-compressor: NVFP4A16 with the observer `nvfp4_expanded_imatrix`."""
-    _llm_compressor(network, windows, gptq=False, observer="nvfp4_expanded_imatrix")
-
-
-def gptq(network: Any, windows: Tensor) -> None:
-    """llm-compressor: NVFP4A16 with GPTQ and its default observer."""
-    _llm_compressor(network, windows, gptq=True, observer=None)
-
-
-def _llm_compressor(network: Any, windows: Tensor, *, gptq: bool, observer: str | None) -> None:
+def _llm_compressor(network: Any, windows: Tensor, *, gptq: bool = False, observer: str | None = None) -> None:
+    """NVFP4A16, with an observer or its default one."""
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -106,17 +93,8 @@ def _llm_compressor(network: Any, windows: Tensor, *, gptq: bool, observer: str 
         )
 
 
-def local_hessian(network: Any, windows: Tensor) -> None:
-    """ModelOpt: NVFP4 weights with `local_hessian`."""
-    _modelopt(network, windows, {"method": "local_hessian", "fp8_scale_sweep": True})
-
-
-def mse(network: Any, windows: Tensor) -> None:
-    """ModelOpt: NVFP4 weights with `mse`, all FP8 scales."""
-    _modelopt(network, windows, {"method": "mse", "fp8_scale_sweep": True})
-
-
-def _modelopt(network: Any, windows: Tensor, algorithm: dict[str, Any]) -> None:
+def _modelopt(network: Any, windows: Tensor, *, method: str) -> None:
+    """NVFP4 weights, all FP8 scales."""
     import modelopt.torch.kernels.quantization.gemm as kernels
     import modelopt.torch.quantization as mtq
 
@@ -126,7 +104,7 @@ def _modelopt(network: Any, windows: Tensor, algorithm: dict[str, Any]) -> None:
         {"quantizer_name": "*", "enable": False},
         {"quantizer_name": "*mlp.experts.*weight_quantizer", "cfg": weights},
     ]
-    config["algorithm"] = algorithm
+    config["algorithm"] = {"method": method, "fp8_scale_sweep": True}
 
     def forward(model: Any) -> None:
         for window in windows:
@@ -157,11 +135,11 @@ def _static_blockwise_fp4_fake_quant(
 
 QUARK = "Quark 0.13"
 PEERS: dict[str, Callable[[Any, Tensor], None]] = {
-    "llm-compressor imatrix_mse": imatrix,
-    "llm-compressor nvfp4_expanded_imatrix": expanded_imatrix,
-    "llm-compressor GPTQ": gptq,
-    "ModelOpt mse": mse,
-    "ModelOpt local_hessian": local_hessian,
+    "llm-compressor imatrix_mse": partial(_llm_compressor, observer="imatrix_mse"),
+    "llm-compressor nvfp4_expanded_imatrix": partial(_llm_compressor, observer="nvfp4_expanded_imatrix"),
+    "llm-compressor GPTQ": partial(_llm_compressor, gptq=True),
+    "ModelOpt mse": partial(_modelopt, method="mse"),
+    "ModelOpt local_hessian": partial(_modelopt, method="local_hessian"),
 }
 
 

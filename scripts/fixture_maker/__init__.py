@@ -5,9 +5,11 @@ k2convert, so a mistake in its readers cannot hide in its inputs. compressed-ten
 written by safetensors, or by a writer whose files the tests load with safetensors.
 """
 
+# ruff: noqa: F401 (callers take these names from here)
+
 from scripts.fixture_maker.edges import make_minus8, make_subnormal, make_wide, make_zeros
-from scripts.fixture_maker.headers import make_k2_thinking_headers, make_k25_headers
-from scripts.fixture_maker.inventory import K2_SHAPE, SMALL_SHAPE, K2Shape
+from scripts.fixture_maker.headers import make_k2_thinking_headers
+from scripts.fixture_maker.inventory import SMALL_SHAPE, K2Shape
 from scripts.fixture_maker.k3 import make_k3_edges, make_k3_headers, make_k3_tiny
 from scripts.fixture_maker.layouts import (
     TINY,
@@ -20,28 +22,3 @@ from scripts.fixture_maker.layouts import (
     make_tiny,
 )
 from scripts.fixture_maker.shaped import make_k2_shaped, make_token_ids
-
-__all__ = [
-    "K2_SHAPE",
-    "SMALL_SHAPE",
-    "TINY",
-    "K2Shape",
-    "make_cut",
-    "make_i64",
-    "make_k2_shaped",
-    "make_k2_thinking_headers",
-    "make_k3_edges",
-    "make_k3_headers",
-    "make_k3_tiny",
-    "make_k25",
-    "make_k25_headers",
-    "make_minus8",
-    "make_reap",
-    "make_short",
-    "make_split",
-    "make_subnormal",
-    "make_tiny",
-    "make_token_ids",
-    "make_wide",
-    "make_zeros",
-]

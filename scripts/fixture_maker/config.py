@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.fixture_maker.inventory import QUANTIZATION_CONFIG, K2Shape
+from scripts.fixture_maker.inventory import K2Shape
 
 # Sidecars must be copied and never run. Running one exits with an error.
 _PYTHON_SIDECAR = (
@@ -41,16 +41,6 @@ K25_SIDECARS = K2_SIDECARS | {
 
 
 _PUBLISHED = Path(__file__).resolve().parents[2] / "tests" / "data" / "published-configs"
-ROPE_SCALING = {
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "factor": 64.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
-}
-"""Kimi-K2-Thinking's."""
 
 
 def published_config(name: str) -> dict[str, Any]:
@@ -59,22 +49,22 @@ def published_config(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+QUANTIZATION_CONFIG: dict[str, Any] = published_config("moonshotai/Kimi-K2.5")["text_config"]["quantization_config"]
+
+
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a small K2 config with the fields that it lacks of the published ones, and with K2's positions."""
     published = published_config("moonshotai/Kimi-K2-Instruct")
     del published["torch_dtype"]  # older files have this in place of dtype
     del published["auto_map"]  # the tiny checkpoint has no code
-    return published | config | {"rope_scaling": ROPE_SCALING, "max_position_embeddings": 262144}
+    rope_scaling = published["rope_scaling"] | {"factor": 64.0}  # Kimi-K2-Thinking's
+    return published | config | {"rope_scaling": rope_scaling, "max_position_embeddings": 262144}
 
 
 def k2_config(shape: K2Shape) -> dict[str, Any]:
     """Return Kimi-K2-Thinking's config.json for a model of this shape. Other fields are Kimi-K2-Instruct's."""
     config = {
-        "auto_map": {
-            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-            "AutoModel": "modeling_deepseek.DeepseekV3Model",
-            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-        },
+        "auto_map": published_config("moonshotai/Kimi-K2-Instruct")["auto_map"],
         "dtype": "bfloat16",
         "eos_token_id": 163586,
         "first_k_dense_replace": shape.dense_layers,

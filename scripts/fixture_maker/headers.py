@@ -21,14 +21,6 @@ from scripts.fixture_maker.inventory import (
 )
 from scripts.fixture_maker.shards import write_checkpoint, write_sparse
 
-_VISION = {
-    "mm_hidden_size": 1152,
-    "vt_hidden_size": 1152,
-    "vt_intermediate_size": 4304,
-    "vt_num_attention_heads": 16,
-    "vt_num_hidden_layers": 27,
-}
-
 
 def _write(
     out: Path, shape: K2Shape, parts: list[list[TensorSpec]], config: dict[str, Any], sidecars: dict[str, str]
@@ -65,4 +57,4 @@ def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
 
 def make_k25_headers(out: Path) -> Path:
     """Write Kimi-K2.5: 64 shards, 208,550 tensors, 595,148,192,736 tensor bytes."""
-    return _write(out, K2_SHAPE, k25_parts(), k25_config(k2_config(K2_SHAPE), vision=_VISION), K25_SIDECARS)
+    return _write(out, K2_SHAPE, k25_parts(), k25_config(k2_config(K2_SHAPE), vision={}), K25_SIDECARS)

@@ -1,4 +1,4 @@
-"""What a Kimi K2 checkpoint contains: every tensor's name, dtype and shape, and its quantization config.
+"""What a Kimi K2 checkpoint contains: every tensor's name, dtype and shape.
 
 The numbers are those of Kimi-K2-Thinking and Kimi-K2.5; the tests check that counts and bytes add up to the published
 ones. A smaller `K2Shape` gives the same structure at any size.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 DTYPE_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "U8": 1}
 GROUP_SIZE = 32
@@ -70,38 +69,6 @@ SMALL_SHAPE = replace(
     q_lora_rank=64,
     kv_lora_rank=64,
 )
-
-QUANTIZATION_CONFIG: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": GROUP_SIZE,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
-    "format": "pack-quantized",
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
 
 
 def expert_tensors(shape: K2Shape, module: str) -> Iterator[TensorSpec]:

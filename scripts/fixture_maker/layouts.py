@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from scripts.fixture_maker.config import K25_SIDECARS, complete_config, k25_config, write_sidecars
-from scripts.fixture_maker.folder import SmallCheckpoint, random_bf16, read_small, write_small
+from scripts.fixture_maker.folder import Shards, SmallCheckpoint, random_bf16, read_small, write_small
 from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
 from scripts.fixture_maker.shards import shard_name
 
@@ -32,20 +32,20 @@ def read_tiny() -> SmallCheckpoint:
     return checkpoint
 
 
+def k25_shards(checkpoint: SmallCheckpoint, hidden: int, intermediate: int, blocks: int, positions: int) -> Shards:
+    """Return the shards under Kimi-K2.5's names, then a small random projector and vision tower of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [{f"language_model.{name}": tensor for name, tensor in s.items()} for s in checkpoint.shards.values()]
+    parts.append(random_bf16(projector_tensors(hidden, checkpoint.config["hidden_size"]), generator))
+    parts.append(random_bf16(vision_tensors(hidden, intermediate, blocks, positions), generator))
+    return {shard_name(number, len(parts)): tensors for number, tensors in enumerate(parts, start=1)}
+
+
 def make_k25(out: Path, source: Path = TINY) -> Path:
     """Give a checkpoint of the tiny one's form Kimi-K2.5's names, nested config, vision tower and projector."""
     checkpoint = read_small(source)
     checkpoint.config = complete_config(checkpoint.config)
-    total = len(checkpoint.shards) + 2
-    renamed = {}
-    for number, members in enumerate(checkpoint.shards.values(), start=1):
-        renamed[shard_name(number, total)] = {f"language_model.{name}": tensor for name, tensor in members.items()}
-    generator = torch.Generator().manual_seed(0)
-    projector = projector_tensors(_VISION["hidden"], checkpoint.config["hidden_size"])
-    tower = vision_tensors(_VISION["hidden"], _VISION["intermediate"], _VISION["blocks"], _VISION["positions"])
-    renamed[shard_name(total - 1, total)] = random_bf16(projector, generator)
-    renamed[shard_name(total, total)] = random_bf16(tower, generator)
-    checkpoint.shards = renamed
+    checkpoint.shards = k25_shards(checkpoint, **_VISION)
     vision = {
         "mm_hidden_size": _VISION["hidden"],
         "vt_hidden_size": _VISION["hidden"],

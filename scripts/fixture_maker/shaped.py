@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -24,14 +24,6 @@ from scripts.fixture_maker.shards import write_checkpoint, write_streamed
 VOCABULARY = 1024
 """Embedding rows that the command line gives `k2-shaped`; the real model has 163,840, which would only add size."""
 _NOISE_NUMBERS = 1 << 22  # 8 MiB of BF16, repeated to fill the tensors that are not INT4
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """One drawn projection: packed words int32 [N, K/8] and scales bf16 [N, K/32]."""
-
-    packed: torch.Tensor
-    scales: torch.Tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -50,14 +42,17 @@ def draw_int4(rows: int, columns: int, generator: torch.Generator) -> tuple[torc
 @lru_cache(maxsize=1)
 def _draw(
     projections: tuple[tuple[str, tuple[int, int]], ...],
-) -> tuple[torch.Tensor, dict[str, _Projection]]:
-    """Draw BF16 noise and one expert of these shapes, the only random values."""
+) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Draw BF16 noise and one expert of these shapes, the only random values.
+
+    A projection is packed words int32 [N, K/8] and scales bf16 [N, K/32].
+    """
     generator = torch.Generator().manual_seed(0)
     noise = (0.02 * torch.randn(_NOISE_NUMBERS, generator=generator)).bfloat16()
-    drawn: dict[str, _Projection] = {}
+    drawn: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for kind, (rows, columns) in projections:
         codes, scales = draw_int4(rows, columns, generator)
-        drawn[kind] = _Projection(pack(codes), scales)
+        drawn[kind] = pack(codes), scales
     return noise, drawn
 
 
@@ -90,17 +85,17 @@ class _Values:
 
     def _expert(self, spec: TensorSpec) -> Iterator[memoryview]:
         module, kind, leaf = spec.name.rsplit(".", 2)
-        projection = self._projections[kind]
+        packed, scales = self._projections[kind]
         if leaf == "weight_shape":
             yield _as_bytes(torch.tensor(self._shape.projections()[kind], dtype=torch.int32))
             return
         draw = zlib.crc32(module.encode())
         if leaf == "weight_packed":
-            yield from _rolled(projection.packed, draw)
+            yield from _rolled(packed, draw)
         else:
             # Each expert has its own factor in 0.75..1.25. Rounding to BF16 keeps the scales normal.
             factor = 0.75 + 0.5 * (draw >> 16) / 0xFFFF
-            yield from _rolled((projection.scales.float() * factor).bfloat16(), draw)
+            yield from _rolled((scales.float() * factor).bfloat16(), draw)
 
 
 def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
@@ -112,12 +107,9 @@ def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
 
 def experts_for(num_bytes: float, shape: K2Shape) -> int:
     """Return the number of experts that makes a MoE layer of about `num_bytes`."""
-    fixed, one = (sum(spec.num_bytes for spec in layer_tensors(_with_experts(shape, n), 1)) for n in (0, 1))
+    moe = (replace(shape, experts=experts, dense_layers=0) for experts in (0, 1))
+    fixed, one = (sum(spec.num_bytes for spec in layer_tensors(layer, 1)) for layer in moe)
     return max(1, round((num_bytes - fixed) / (one - fixed)))
-
-
-def _with_experts(shape: K2Shape, experts: int) -> K2Shape:
-    return replace(shape, experts=experts, dense_layers=0)
 
 
 def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:

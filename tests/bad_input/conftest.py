@@ -5,7 +5,7 @@ The folders are really damaged and the command is the real one, called in this p
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,9 +70,12 @@ def assert_nothing_half_made(dest: Path, existed: dict[str, str]) -> None:
 
 @pytest.fixture
 def refuse(run_cli: RunCli) -> Callable[..., str]:
-    """`refuse(*options, source=, dest=)` runs the conversion, checks that it is refused well, returns the message."""
+    """`refuse(*options, source=, dest=)` runs the conversion, checks that it is refused well, returns the message.
 
-    def run(*options: str | Path, source: Path, dest: Path) -> str:
+    The message contains each of the words `says`.
+    """
+
+    def run(*options: str | Path, source: Path, dest: Path, says: Sequence[str] = ()) -> str:
         before = contents(source)
         existed = contents(dest)
         done = run_cli("run", source, dest, "--device", "cpu", *options)
@@ -81,6 +84,7 @@ def refuse(run_cli: RunCli) -> Callable[..., str]:
         assert "Traceback" not in done.stderr
         assert said(done.stderr).count("\n") == 1, "one message, one line"
         assert REMEDY.search(done.stderr), f"no remedy: {done.stderr}"
+        assert all(word in done.stderr for word in says), done.stderr
         assert contents(source) == before, "the source was touched"
         assert_nothing_half_made(dest, existed)
         return done.stderr
@@ -89,13 +93,12 @@ def refuse(run_cli: RunCli) -> Callable[..., str]:
 
 
 @pytest.fixture
-def refuse_at_once(refuse: Callable[..., str], source: Path, dest: Path) -> Callable[[Damage, list[str]], str]:
+def refuse_at_once(refuse: Callable[..., str], source: Path, dest: Path) -> Callable[[Damage, Sequence[str]], str]:
     """`refuse_at_once(damage, words)` damages the source; it is refused with these words, before anything is made."""
 
-    def run(damage: Damage, words: list[str]) -> str:
+    def run(damage: Damage, words: Sequence[str]) -> str:
         damage(source)
-        message = refuse(source=source, dest=dest)
-        assert all(word in message for word in words), message
+        message = refuse(source=source, dest=dest, says=words)
         assert not dest.exists()
         return message
 

@@ -11,8 +11,7 @@ from scripts.fixture_maker.damage import edit_config, edit_index, edit_json, spl
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-000005.safetensors"
 OTHER = "model-00003-of-000005.safetensors"
-LAYER = "model.layers.1"
-NORM = f"{LAYER}.input_layernorm.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 
 Damage = Callable[[Path], object]
 Refuse = Callable[..., str]

@@ -10,8 +10,7 @@ import pytest
 from scripts.fixture_maker.damage import edit_entry, edit_header, split_shard, write_raw
 
 SHARD = "model-00002-of-000005.safetensors"
-LAYER = "model.layers.1"
-NORM = f"{LAYER}.input_layernorm.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 
 Damage = Callable[[Path], object]
 Refuse = Callable[..., str]

@@ -7,20 +7,13 @@ from pathlib import Path
 
 import pytest
 from command import RunCli
+from test_hostile_json import NORM, rename
 
 from k2convert.errors import visible
-from scripts.fixture_maker.damage import edit_config, edit_header, edit_json
+from scripts.fixture_maker.damage import edit_config
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x7f\\u202egnp"
-INDEX = "model.safetensors.index.json"
-NORM = "model.layers.1.input_layernorm.weight"
-
-
-def rename_norm(source: Path) -> None:
-    shard = source / json.loads((source / INDEX).read_text())["weight_map"][NORM]
-    edit_json(source / INDEX, lambda i: i["weight_map"].update({EVIL: i["weight_map"].pop(NORM)}))
-    edit_header(shard, lambda header: header.update({EVIL: header.pop(NORM)}))
 
 
 def raise_in_template(source: Path) -> None:
@@ -30,8 +23,8 @@ def raise_in_template(source: Path) -> None:
 
 CALIBRATE = ["calibrate", "SOURCE", "s.stats", "--text", "SOURCE/chat.jsonl", "--device", "cpu"]
 CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    "a tensor's name": (rename_norm, ["run", "SOURCE", "out", "--dry-run"], SHOWN),
-    "a tensor's name, fit": (rename_norm, ["fit", "SOURCE"], SHOWN),
+    "a tensor's name": (rename(NORM, EVIL), ["run", "SOURCE", "out", "--dry-run"], SHOWN),
+    "a tensor's name, fit": (rename(NORM, EVIL), ["fit", "SOURCE"], SHOWN),
     "a config's words": (lambda s: edit_config(s, architectures=[EVIL]), ["inspect", "SOURCE"], SHOWN),
     "a config's value": (lambda s: edit_config(s, hidden_size=EVIL), ["inspect", "SOURCE"], ""),
     "a template's message": (raise_in_template, CALIBRATE, SHOWN),
@@ -60,8 +53,7 @@ def test_a_folder_of_any_name_is_shown_and_stays_in_json(k2_shaped: Path, tmp_pa
     out = tmp_path / EVIL
     both = [["run", k2_shaped, out], ["status", out], ["validate", out]]
     for words in (*both, *([*words, "--json"] for words in both), ["report", out]):
-        done = run_cli(*words)
-        assert done.returncode == 0, done.stderr
+        done = run_cli(*words, code=0)
         assert all(visible(line) == line for line in (done.stdout + done.stderr).split("\n"))
         if "--json" in words:
             document = json.loads(done.stdout)

@@ -2,11 +2,11 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from command import python, start_cli
 
 from k2convert.cli.interrupts import STOPPING
 
@@ -27,12 +27,7 @@ def catches_signals(process: subprocess.Popen[str]) -> bool:
     [(seconds, (signal.SIGINT, signal.SIGTERM)[i % 2]) for i, seconds in enumerate((0, 0.02, 0.05, 0.1, 0.2, 0.4))],
 )
 def test_an_interrupt_during_the_start_is_one_line(seconds: float, number: int, tiny: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "k2convert", "run", tiny, tmp_path / "out", "--device", "cpu"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start_cli("run", tiny, tmp_path / "out", "--device", "cpu", stderr=subprocess.PIPE)
     while process.poll() is None and not catches_signals(process):
         time.sleep(0.001)
     time.sleep(seconds)
@@ -51,8 +46,8 @@ def test_signals_are_caught_before_the_command_line_is_imported() -> None:
         "assert not {'typer', 'rich', 'k2convert.cli.app'} & set(sys.modules)\n"
         "entry.catch_interrupts(); import signal; print(signal.getsignal(signal.SIGINT).__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "_interrupt"
+    done = python(code)
+    assert (done.returncode, done.stdout) == (0, "_interrupt\n"), done.stderr
 
 
 def test_an_interrupt_while_a_condition_takes_its_lock_back_leaves_the_lock_right() -> None:
@@ -84,5 +79,5 @@ except Interrupted:
     thread.join()
     print("interrupted", errors, changed.acquire(blocking=False))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python(code)
     assert (done.stdout, done.stderr) == ("interrupted [] True\n", f"{STOPPING}\n")

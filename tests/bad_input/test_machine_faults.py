@@ -7,16 +7,14 @@ import resource
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli, said
+from command import RunCli, command, said
 
 SHARD = "model-00002-of-000003.safetensors"
 INDEX = "model.safetensors.index.json"
-COMMAND = [sys.executable, "-m", "k2convert"]
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -37,7 +35,7 @@ def call(shim: Path) -> Call:
         environment |= {name: str(value) for name, value in faults.items()}
         limit = None if memory is None else lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         return subprocess.run(
-            [*COMMAND, *map(str, words)], capture_output=True, text=True, env=environment, preexec_fn=limit, check=False
+            command(*words), capture_output=True, text=True, env=environment, preexec_fn=limit, check=False
         )
 
     return run
@@ -171,10 +169,10 @@ def test_no_more_memory_is_one_line(k2_shaped: Path, tmp_path: Path, call: Call)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("words", ["run --help", "--version", "recipes", "inspect SOURCE", "inspect SOURCE --json"])
 def test_standard_output_without_room_is_one_line(words: str, k2_shaped: Path) -> None:
-    words = words.replace("SOURCE", shlex.quote(str(k2_shaped)))
-    line = f"{shlex.join(COMMAND)} {words} >/dev/full"
+    words = f"{shlex.join(command())} {words.replace('SOURCE', shlex.quote(str(k2_shaped)))}"
+    line = f"{words} >/dev/full"
     assert_one_line(subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False), "No space")
-    line = f"{shlex.join(COMMAND)} {words} >&-"
+    line = f"{words} >&-"
     closed = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)
     assert closed.returncode == 0
     assert not closed.stderr or closed.stderr.startswith("next: ")
@@ -184,9 +182,8 @@ def test_any_name_of_a_destination_is_printed_on_any_stream(k2_shaped: Path, tmp
     out = tmp_path / os.fsdecode(b"[/] [bold]caf\xe9 caf\xc3\xa9")
     verbs = [["run", k2_shaped, out], ["validate", out, "--json"], ["validate", out]]
     for words in verbs:
-        done = subprocess.run(
-            [*COMMAND, *words], capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"}
-        )
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command(*words), capture_output=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
         if "--json" in words:
             assert json.loads(done.stdout)["folder"] == str(out)

@@ -1,6 +1,5 @@
 """Statistics of a layer are what captured activations of transformers' own network give, computed straightforwardly."""
 
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,21 @@ from k2convert.calibration.statistics import LayerStatistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader
+from scripts.evaluation.models import source_mlps
+from tests.forward.observers import NetworkStates, transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
 
 
 def captured(folder: Path, ids: Tensor) -> list[dict[str, np.ndarray]]:
     """The same arrays from hooks on the built network, in FP64."""
-    from scripts.evaluation.models import build_model, source_mlps
-
-    model = build_model(folder)
+    seen = transformers_states(folder, ids)
     mlps = source_mlps(folder)
-    model.install(mlps)
-    network: Any = model.network
-    seen: dict[str, Tensor] = {}
-    for number, layer in enumerate(network.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda _m, args, n=number: seen.update({f"{n}.x": args[0]}))
-        layer.register_forward_hook(lambda _m, _a, output, n=number: seen.update({f"{n}.h": output}))
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.register_forward_pre_hook(
-                lambda _m, args, n=number: seen.update({f"{n}.experts": args[1], f"{n}.weights": args[2]})
-            )
-    with torch.inference_mode():
-        model.logits(ids)
-    return [straightforward(seen, mlps, number) for number in range(len(network.model.layers))]
+    return [straightforward(seen, mlps, number) for number in range(len(seen.inputs))]
 
 
-def straightforward(seen: dict[str, Tensor], mlps: dict[str, Any], number: int) -> dict[str, np.ndarray]:
-    x, h = (seen[f"{number}.{name}"].flatten(0, 1).double() for name in "xh")
+def straightforward(seen: NetworkStates, mlps: dict[str, Any], number: int) -> dict[str, np.ndarray]:
+    x, h = (states.flatten(0, 1).double() for states in (seen.inputs[number], seen.states[number + 1]))
     stem = f"model.layers.{number}.mlp"
     weights = 1 / h.square().sum(dim=1)
     weights /= weights.mean()
@@ -63,11 +49,10 @@ def straightforward(seen: dict[str, Tensor], mlps: dict[str, Any], number: int) 
         routed = [(everything, torch.ones(x.shape[0]).double())]
         names = [stem]
     else:
-        experts = seen[f"{number}.experts"]
-        gates = seen[f"{number}.weights"].double()
+        experts, gates = seen.routings[number]
         names = [f"{stem}.experts.{e}" for e in range(sum(k.startswith(f"{stem}.experts.") for k in mlps))]
         places = [torch.where(experts == e) for e in range(len(names))]
-        routed = [(tokens, gates[tokens, place]) for tokens, place in places]
+        routed = [(tokens, gates[tokens, place].double()) for tokens, place in places]
         z, _ = inner(f"{stem}.shared_experts", everything)
         found["shared_down.mean_square"] = (weights[:, None] * z.square()).mean(dim=0)
         found["shared_down.amax"] = z.abs().max()[None]
@@ -146,10 +131,7 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
             layer.run(hidden[:3], again)
         again.__class__ = LayerAccumulator
         layer.run(hidden[:2], again)
-        expected = clean.finish().arrays()
-        arrays = again.finish().arrays()
-        for name, array in expected.items():
-            np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+        np.testing.assert_equal(again.finish().arrays(), clean.finish().arrays())
 
 
 @pytest.mark.quick(1)
@@ -183,7 +165,7 @@ def test_what_a_cache_holds_is_what_is_in_that_of_transformers(
 
 def test_every_tensor_is_where_a_device_needs_it(tiny: Path) -> None:
     """Two devices that are as strict as GPUs give the statistics of the CPU."""
-    import shadow_device
+    from tests.forward import shadow_device
 
     ids = torch.randint(0, 2048, (3, 32), generator=torch.Generator().manual_seed(1))
     expected, of_cpu = layers_by_pass(tiny, ids, num_layers=2, chunk=2, workers=2)
@@ -199,7 +181,7 @@ def test_every_tensor_is_where_a_device_needs_it(tiny: Path) -> None:
 
 
 def test_the_device_of_the_tests_refuses_what_a_gpu_refuses() -> None:
-    import shadow_device  # noqa: F401
+    from tests.forward import shadow_device  # noqa: F401
 
     here = torch.ones(3, device="shadow:0")
     there = torch.ones(3, device="shadow:1")

@@ -61,6 +61,12 @@ def configure(folder: Path, **config: object) -> Path:
     return folder
 
 
+def rendered(folder: Path, tools: list[Any] | None = None) -> str:
+    """A conversation of one message, by the template of a folder."""
+    with ChatTemplate(folder) as template:
+        return template.render([USER], tools)
+
+
 def test_a_conversation_equals_transformers_own(folder: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -81,19 +87,16 @@ TOOLS = [
 
 def test_tools_of_kimis_own_tokenizer_have_sorted_keys(folder: Path) -> None:
     configure(folder, chat_template=TEMPLATE, tokenizer_class="TikTokenTokenizer")
-    with ChatTemplate(folder) as template:
-        text = template.render([USER], TOOLS)
     declared = '{"function":{"name":"f","parameters":{"a":{"c":3,"d":[{"y":2,"z":1}]},"b":1}},"type":"function"}'
-    assert f"<|im_middle|>[{declared}]<|im_end|>" in text
+    assert f"<|im_middle|>[{declared}]<|im_end|>" in rendered(folder, TOOLS)
 
 
 def test_tools_in_typescript_are_refused_with_a_way_out(folder: Path) -> None:
     configure(folder, chat_template="{% if tools_ts_str %}{{ tools_ts_str }}{% else %}{{ tools }}{% endif %}")
-    with ChatTemplate(folder) as template:
-        for tools in (None, []):
-            template.render([USER], tools)
-        with pytest.raises(CalibrationError, match=r"tools in TypeScript.*Leave out conversations with tools, or pass"):
-            template.render([USER], TOOLS)
+    for tools in (None, []):
+        rendered(folder, tools)
+    with pytest.raises(CalibrationError, match=r"tools in TypeScript.*Leave out conversations with tools, or pass"):
+        rendered(folder, TOOLS)
 
 
 def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
@@ -106,30 +109,26 @@ def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
         ("tool", "12 degrees"),
         ("assistant", "12 degrees."),
     ]
-    said = "".join(f"<|im_{role}|>{role}<|im_middle|>{text}<|im_end|>\n" for role, text in parts)
+    said = "".join(f"<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>\n" for role, content in parts)
     expected = (
         f"<|endoftext|><|im_system|>tool_declare<|im_middle|>{tools}<|im_end|><|im_system|>system<|im_middle|>"
         f"You are <Kimi> & friends.<|im_end|>{said}"
     )
     with ChatTemplate(folder) as template:
-        rendered = template.render(line["messages"], line["tools"])
+        text = template.render(line["messages"], line["tools"])
         ids = text_of_line(EXAMPLE, open_tokenizer(folder), template)
-    assert "".join(rendered.split()) == "".join(expected.split())
-    assert (ids == open_tokenizer(folder).encode(rendered, special=True)).all()
+    assert "".join(text.split()) == "".join(expected.split())
+    assert (ids == open_tokenizer(folder).encode(text, special=True)).all()
 
 
 def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None:
-    def rendered(tools: list[Any] | None = None) -> str:
-        with ChatTemplate(tmp_path) as template:
-            return template.render([USER], tools)
-
     with pytest.raises(CalibrationError, match="has no chat template"):
-        rendered()
+        rendered(tmp_path)
     named = [{"name": "default", "template": "max"}, {"name": "tool_use", "template": "tools"}]
     configure(tmp_path, chat_template=named)
-    assert (rendered(), rendered([{"type": "function"}])) == ("max", "tools")
+    assert (rendered(tmp_path), rendered(tmp_path, [{"type": "function"}])) == ("max", "tools")
     (tmp_path / "chat_template.jinja").write_text("from the file{{ eos_token }}")
-    assert rendered() == "from the file<|endoftext|>"
+    assert rendered(tmp_path) == "from the file<|endoftext|>"
 
 
 @pytest.mark.quick(4)
@@ -151,8 +150,8 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> No
 )
 def test_a_hostile_template_is_one_line(template: str, complaint: str, tmp_path: Path) -> None:
     configure(tmp_path, chat_template=template)
-    with ChatTemplate(tmp_path) as renderer, pytest.raises(CalibrationError, match=complaint) as failure:
-        renderer.render([USER], None)
+    with pytest.raises(CalibrationError, match=complaint) as failure:
+        rendered(tmp_path)
     assert "\n" not in str(failure.value)
     assert 'Use lines with "text"' in str(failure.value)
 
@@ -160,24 +159,20 @@ def test_a_hostile_template_is_one_line(template: str, complaint: str, tmp_path:
 def test_a_template_whose_name_is_no_text_is_one_line(tmp_path: Path) -> None:
     for name in (["default"], 5, None, {}):
         configure(tmp_path, chat_template=[{"name": name, "template": "x"}, {"name": "default", "template": "x"}])
-        with (
-            ChatTemplate(tmp_path) as renderer,
-            pytest.raises(CalibrationError, match=r"tokenizer_config\.json: chat_template has"),
-        ):
-            renderer.render([USER], None)
+        with pytest.raises(CalibrationError, match=r"tokenizer_config\.json: chat_template has"):
+            rendered(tmp_path)
 
 
 def test_a_template_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
     configure(tmp_path, chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     start = time.process_time()
-    with ChatTemplate(tmp_path) as template, pytest.raises(CalibrationError, match=r"did not finish in 0\.3 seconds"):
-        template.render([USER], None)
+    with pytest.raises(CalibrationError, match=r"did not finish in 0\.3 seconds"):
+        rendered(tmp_path)
     assert time.process_time() - start < 1, "it runs in a process of its own"
 
 
 def test_the_date_of_a_template_is_fixed(tmp_path: Path) -> None:
     """The same text gives the same tokens on every day."""
     configure(tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}")
-    with ChatTemplate(tmp_path) as template:
-        assert template.render([USER], None) == "01 Jan 2026"
+    assert rendered(tmp_path) == "01 Jan 2026"

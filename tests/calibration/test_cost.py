@@ -52,11 +52,6 @@ def test_all_work_gets_faster_with_every_core(tiny: Path, monkeypatch: pytest.Mo
     assert one.least / cost.LEAST_SHARE == pytest.approx(64 * many.most / cost.MOST_SHARE)
 
 
-def walk(*, window: int, chunk: int, device: str) -> Walk:
-    ids = np.zeros((16, window), dtype=np.int64)
-    return Walk(ids, 2, 256, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
-
-
 @pytest.mark.parametrize(
     ("window", "chunk", "device", "windows"),
     [
@@ -68,6 +63,7 @@ def walk(*, window: int, chunk: int, device: str) -> Walk:
     ],
 )
 def test_a_dense_layer_takes_fewer_windows_at_one_time(window: int, chunk: int, device: str, windows: int) -> None:
-    found = walk(window=window, chunk=chunk, device=device)
+    ids = np.zeros((16, window), dtype=np.int64)
+    found = Walk(ids, 2, 256, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
     assert found.windows_at_once(dense=True) == windows
     assert found.windows_at_once(dense=False) == chunk

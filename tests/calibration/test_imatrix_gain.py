@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +12,14 @@ from torch import Tensor
 from k2convert.calibration.accumulate import token_weights
 from k2convert.calibration.text import held_out, held_out_tokens
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.quantize.rules.search_bf16 import block_importance
 from scripts.evaluation.measure import encode
+from tests.forward.observers import Seen
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -34,29 +32,14 @@ def halves(trained: Path) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-class Everything:
-    """An observer that keeps the inputs of gate and up, and of down with the router's weights."""
-
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        self.x, self.calls = x_TK.double(), list[Any]()
-
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        self.calls.append((expert, tokens_t, weights_t, inner_tI.double()))
-
-    def output(self, h_TK: Tensor) -> None:
-        self.weights = token_weights(h_TK)
-
-
 def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
     """Which projections of a layer gain, by whole weights with their own global scales and all held-out tokens."""
-    seen = Everything()
     away = torch.as_tensor(held_out_tokens((ids.shape[0], ids.shape[1])))
     errors = np.zeros((2, 2))
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         hidden = embed(reader, ids)
         for layer in range(number + 1):
+            seen = Seen()
             hidden = DecoderLayer(reader, layer).run(hidden, seen)
 
         def add(place: int, module: str, x: Tensor, weights: Tensor, fits: Tensor) -> None:
@@ -74,13 +57,15 @@ def straightforward(folder: Path, ids: Tensor, number: int) -> list[int]:
                 lost = weights[~fits, None] * (x[~fits] @ error.T) ** 2
                 errors[place, int(rule == "imatrix")] += float(lost.sum())
 
-        for expert, tokens, p, inner in seen.calls:
+        x = seen.inputs[0].double()
+        weights = token_weights(seen.outputs[0])
+        for expert, tokens, p, inner, _ in seen.experts:
             stem = f"model.layers.{number}.mlp.experts.{expert}"
             if expert is None or int((~away[tokens]).sum()) < 64:
                 continue
             for name in ("gate_proj", "up_proj"):
-                add(0, f"{stem}.{name}", seen.x, seen.weights, ~away)
-            add(1, f"{stem}.down_proj", inner, seen.weights[tokens] * p.double() ** 2, ~away[tokens])
+                add(0, f"{stem}.{name}", x, weights, ~away)
+            add(1, f"{stem}.down_proj", inner.double(), weights[tokens] * p.double() ** 2, ~away[tokens])
     return [int(imatrix < mse) for mse, imatrix in errors]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from dataclasses import fields
 from pathlib import Path
 from shutil import copy, copytree
 from subprocess import CompletedProcess
@@ -13,11 +12,12 @@ import numpy as np
 import pytest
 from command import assert_refused, run_here, said
 from damaged_files import DAMAGES, NAN, damage_file, damaged_weight, flip, plant
+from statistics_makers import HEADER
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer
 from k2convert.calibration.plan import WalkText
-from k2convert.calibration.statistics import StatisticsHeader, open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
@@ -29,16 +29,8 @@ from scripts.fixture_maker.damage import edit_json
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
 
 
-def calibrate(*words: object) -> CompletedProcess[str]:
-    return run_here("calibrate", *words)
-
-
-@pytest.fixture(scope="module")
-def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text: 4 kB of the checkpoint's calibration text."""
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((cut / "calibration.txt").read_text()[:4000])
-    return path
+def calibrate(*words: object, code: int | None = None) -> CompletedProcess[str]:
+    return run_here("calibrate", *words, code=code)
 
 
 def calibrated(source: Path, statistics: Path, text: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
@@ -108,8 +100,7 @@ def test_a_finished_pass_is_not_made_again_and_another_one_is_refused(
 
 def test_a_dry_run_says_what_the_pass_takes_and_writes_nothing(cut: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    done = calibrate(cut, out, "--text", text, *SMALL, "--dry-run")
-    assert done.returncode == 0
+    done = calibrate(cut, out, "--text", text, *SMALL, "--dry-run", code=0)
     assert done.stdout.startswith("2 layers on 256 tokens of calibration.txt, in 4 windows of 64\ndisk: needs ")
     assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == ["disk", "memory", "time"]
     document = json.loads(calibrate(cut, out, "--text", text, *SMALL, "--dry-run", "--json").stdout)
@@ -163,8 +154,7 @@ def begun(begun_once: Begun, tmp_path: Path) -> Begun:
 
 
 def test_a_pass_goes_on_at_its_layer(text: Path, begun: Begun, whole: Path) -> None:
-    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
-    assert done.returncode == 0, done.stderr
+    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1], code=0)
     assert f"{begun.statistics}: resuming: 1 of 2 layers done" in done.stderr
     assert "calibrate: 100 % (2 of 2 layers)" in done.stderr
     assert begun.statistics.read_bytes() == whole.read_bytes()
@@ -198,8 +188,7 @@ def test_a_damaged_work_file_is_named_and_the_pass_is_computed_again(
 ) -> None:
     path = Path(f"{begun.statistics}.work", name)
     damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
-    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
-    assert done.returncode == 0, done.stderr
+    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1], code=0)
     fact = "missing" if damage == "missing" and name[0] != "." else "damaged"
     expected = f"{path}: {fact}: the calibration starts again at the beginning"
     if (name, damage) == ("layer-000.safetensors", "missing"):
@@ -213,9 +202,7 @@ def test_a_pass_that_kept_earlier_hidden_states_goes_on_from_them(
 ) -> None:
     """Killed after the last layer was declared done and before the hidden states that it took were removed."""
     work = statistics_work(begun.statistics)
-    found = open_statistics(whole)
-    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
-    write_layer(work, found.layer(1), header)
+    write_layer(work, open_statistics(whole).layer(1), HEADER)
     assert work.num_finished() == 2
     damage_file(work.path("layer", 1), "flipped", foreign=cut)
     done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
@@ -270,6 +257,6 @@ def test_texts_and_places_that_cannot_be_used_are_one_line_and_nothing_is_writte
 def test_a_window_is_not_longer_than_the_model_reads(cut: Path, text: Path, tmp_path: Path) -> None:
     source = copytree(cut, tmp_path / "source")
     edit_json(source / "config.json", lambda config: config.update(max_position_embeddings=48))
-    done = calibrate(source, tmp_path / "out", "--text", text, "--tokens", "96", "--device", "cpu", "--dry-run")
-    assert done.returncode == 0
+    words = (source, tmp_path / "out", "--text", text, "--tokens", "96", "--device", "cpu", "--dry-run")
+    done = calibrate(*words, code=0)
     assert done.stdout.splitlines()[0] == "2 layers on 96 tokens of calibration.txt, in 2 windows of 48"

@@ -4,12 +4,10 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator
@@ -32,6 +30,7 @@ from k2convert.models.projections import load_projection
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight, bf16_bits, scale_bits, scale_fp32
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.rules.search_bf16 import block_importance
+from scripts.fixture_maker.damage import edit_tensor
 
 LAYER = 1
 STEM = f"model.layers.{LAYER}"
@@ -151,19 +150,8 @@ def test_the_tensors_of_a_wrapped_model_are_found(tiny: Path, k25: Path) -> None
 
 
 def plant(values: Tensor, value: float, *, row: int | None = 2, column: int = 40) -> Tensor:
-    values = values.clone()
     values[... if row is None else row, column] = value
     return values
-
-
-def planted(folder: Path, target: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> Path:
-    """A copy of a checkpoint with some tensors changed."""
-    shutil.copytree(folder, target)
-    for shard in target.glob("*.safetensors"):
-        tensors: dict[str, Any] = load_file(shard)
-        if names := tensors.keys() & changes.keys():
-            save_file(tensors | {name: changes[name](tensors[name]) for name in names}, shard, {"format": "pt"})
-    return target
 
 
 SMALLEST = 2.0**-126
@@ -202,7 +190,9 @@ def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
     name: str, change: Callable[[Tensor], Tensor], kept: list[int], tiny: Path, tmp_path: Path
 ) -> None:
     """Everything else can be: the functions that scale a checkpoint accept 2^-4 and 2^4 on every other channel."""
-    checkpoint = open_checkpoint(planted(tiny, tmp_path / "planted", {name: change}))
+    folder = Path(shutil.copytree(tiny, tmp_path / "planted"))
+    edit_tensor(folder, name, change)
+    checkpoint = open_checkpoint(folder)
     tensors = find_scaled_tensors(checkpoint, LAYER)
     with ShardReader(checkpoint.path) as shards:
         usable = exactly_scalable(shards, tensors)
@@ -221,7 +211,8 @@ def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
 
 def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp_path: Path) -> None:
     outliers = torch.ones(HIDDEN).index_fill_(0, torch.arange(0, HIDDEN, 16), 32.0)
-    folder = planted(tiny, tmp_path / "outliers", {NORM: lambda t: (t * outliers).to(t.dtype)})
+    folder = Path(shutil.copytree(tiny, tmp_path / "outliers"))
+    edit_tensor(folder, NORM, lambda t: (t * outliers).to(t.dtype))
     found: dict[int, np.ndarray] = {}
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         layer = DecoderLayer(reader, LAYER)

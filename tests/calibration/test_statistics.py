@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from statistics_makers import HEADER, dense_layer, moe_layer, write_small
+from statistics_makers import HEADER, dense_layer, layers_of, moe_layer, write_small
 
 from k2convert.calibration.statistics import (
     StatisticsHeader,
@@ -70,15 +70,9 @@ def test_a_file_that_is_replaced_while_it_is_open_is_noticed(small: Path) -> Non
         found.layer(1)
 
 
-def read_all(path: Path) -> None:
-    found = open_statistics(path)
-    for layer in found.layers:
-        found.layer(layer)
-
-
 def message_of(path: Path) -> str:
     with pytest.raises(CalibrationError) as raised:
-        read_all(path)
+        layers_of(path)
     text = str(raised.value)
     assert str(path) in text
     assert "\n" not in text

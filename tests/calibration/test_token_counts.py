@@ -37,21 +37,13 @@ def test_the_layer_with_the_least_median_is_the_one_that_is_named() -> None:
     assert fewest_tokens({1: (9, 9, 0), 2: (8, 7, 100), 3: (50, 8, 8, 90)}) == (2, 8)
 
 
-@pytest.fixture
-def text(tiny: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text((tiny / "calibration.txt").read_text()[:4000])
-    return path
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     cut: Path, text: Path, tmp_path: Path, verb: str
 ) -> None:
     words = (verb, cut, tmp_path / "out", "--text" if verb == "calibrate" else "--calibrate", text, "--device", "cpu")
-    dry = run_here(*words, "--dry-run")
-    assert dry.returncode == 0, dry.stderr
+    dry = run_here(*words, "--dry-run", code=0)
     inputs = open_checkpoint(cut).config["moe_intermediate_size"]
     reason = f"131,072 tokens are the default: if all experts get the same, each gets 131,072 for its {inputs} inputs"
     assert f"{reason}, and 2 for each input are enough\n" in dry.stdout
@@ -67,8 +59,7 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
         words = (*words, "--tokens", "128", "--window", "64")
     asked = run_here(*words, "--dry-run")
     assert "are the default" not in asked.stdout
-    done = run_here(*words)
-    assert done.returncode == 0, done.stderr
+    done = run_here(*words, code=0)
     option = "--tokens " if verb == "calibrate" else "--set calibration.tokens="
     fitted = 128 if verb == "calibrate" else 64  # one of two windows is kept out
     line = f"tokens of the median expert: {fitted}, in layer 1, where they are fewest"
@@ -80,8 +71,7 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
 def test_the_median_is_that_of_the_statistics(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("calibrate", tiny, out, "--text", tiny / "calibration.txt", "--tokens", "2048", "--window", "256")
-    done = run_here(*words, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+    done = run_here(*words, "--device", "cpu", code=0)
     statistics = open_statistics(out)
     medians = {n: int(np.sort(statistics.layer(n).tokens)[7]) for n in (1, 2, 3)}
     layer = min(medians, key=lambda n: medians[n])

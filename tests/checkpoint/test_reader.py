@@ -27,10 +27,9 @@ def shard(tmp_path: Path) -> Path:
 
 
 def drop_from_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def keep_in_cache(path: Path) -> None:
@@ -38,11 +37,8 @@ def keep_in_cache(path: Path) -> None:
 
 
 def is_cached(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return PageCache(descriptor).holds_most(0, path.stat().st_size)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        return PageCache(file.fileno()).holds_most(0, path.stat().st_size)
 
 
 def can_be_read_past_the_cache(path: Path) -> bool:

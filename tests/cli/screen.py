@@ -11,14 +11,14 @@ import re
 import select
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from command import ROOT, command
+
 GOLDEN = Path(__file__).parent / "golden"
 _SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 _VARIES = [
@@ -119,7 +119,7 @@ def in_terminal(
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"} | env
     process = subprocess.Popen(
-        [sys.executable, "-m", "k2convert", *map(str, words)],
+        command(*words),
         stdin=follower,
         stdout=follower,
         stderr=follower,

@@ -3,7 +3,6 @@
 Commands are parsed and not run: files need not exist. Commands of engines are in tests/fit/test_serving.py.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from command import ROOT
+from test_named_options import COMMANDS, ENGINES, OWN
 
-from k2convert.cli.app import app
 from k2convert.plan import recipe as recipes
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "recipes" / "README.md", *ROOT.glob(".github/*.md"), *ROOT.glob("k2convert/guide/*.md")]
 )
-COMMANDS: Any = typer.main.get_command(app)
 OTHERS = {"--peers", "--with", "--wrap"}  # options of other programs that the pages name in a sentence
 
 
@@ -51,14 +48,10 @@ def documented(text: str) -> Iterator[list[str]]:
 
 def verb_of(name: str) -> Any:
     """The real verb, without the callbacks that look at files."""
-    verb = COMMANDS.commands[name]
+    verb = COMMANDS[name]
     for parameter in verb.params:
         parameter.callback = None
     return verb
-
-
-def options_of(verb: Any) -> set[str]:
-    return {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
 def named(page: Path) -> str:
@@ -90,16 +83,14 @@ def test_commands_are_found_in_every_form() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_option_and_verb_in_a_sentence_is_there(page: Path) -> None:
-    engines = [json.loads(path.read_text()) for path in (ROOT / "tests" / "data" / "engine-options").glob("*.json")]
-    known = OTHERS | {option for engine in engines for option in engine["options"]}
-    known |= {option for verb in COMMANDS.commands.values() for option in options_of(verb)}
+    known = OTHERS | ENGINES.union(*OWN.values())
     for span in spans(page.read_text(encoding="utf-8")):
         words = span.removeprefix("k2convert ").split()
         options = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
         if span.startswith("k2convert "):
-            assert words[0] in COMMANDS.commands, span
-        if words and words[0] in COMMANDS.commands:
-            assert options <= options_of(verb_of(words[0])), span
+            assert words[0] in OWN, span
+        if words and words[0] in OWN:
+            assert options <= OWN[words[0]], span
         elif span.startswith("--"):
             assert options <= known, span
 

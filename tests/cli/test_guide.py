@@ -1,24 +1,21 @@
 """`k2convert guide`: its list, its pages, and that they agree with the code."""
 
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from screen import ROOT, in_terminal
+from command import ROOT, RunCli
+from screen import in_terminal
 
 from k2convert.cli.guide import read_pages, summary
 from k2convert.validation.results import CONTRACT
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 FOLDER = ROOT / "k2convert" / "guide"
 PAGES = read_pages()
 
 
 def test_every_page_is_listed_with_one_sentence(run_cli: RunCli) -> None:
-    done = run_cli("guide")
-    assert done.returncode == 0, done.stderr
+    done = run_cli("guide", code=0)
     assert sorted(PAGES) == list(PAGES) == sorted(path.stem for path in FOLDER.glob("*.md"))
     for topic, page in PAGES.items():
         assert re.match(r"# [A-Z][a-z]+\n\n[A-Z][^\n]+\.\n\n", page), topic
@@ -53,8 +50,7 @@ def test_a_terminal_has_a_pager_and_tables_of_whole_words(tmp_path: Path) -> Non
 
 
 def test_an_unknown_topic_names_the_known_ones(run_cli: RunCli) -> None:
-    done = run_cli("guide", "quantize")
-    assert done.returncode == 2
+    done = run_cli("guide", "quantize", code=2)
     assert all(topic in done.stderr for topic in ("'quantize'", *PAGES))
 
 

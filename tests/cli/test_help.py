@@ -3,28 +3,21 @@
 import re
 
 import pytest
-from command import RunCli, run_here
+from command import run_here
 
-SUMMARIES = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", run_here("--help", COLUMNS="80").stdout, flags=re.MULTILINE)
+HELP = run_here("--help", COLUMNS="80", code=0).stdout
+SUMMARIES = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", HELP, flags=re.MULTILINE)
 VERBS = [verb for verb, _ in SUMMARIES]
 OPTION = r"^  (--[a-z-]+)(?: / --[a-z-]+)?((?: \S+)?)(?: {2,}|$)"
 
 
 def help_of(verb: str) -> str:
-    done = run_here(verb, "--help", COLUMNS="80")
-    assert done.returncode == 0
-    return done.stdout
+    return run_here(verb, "--help", COLUMNS="80", code=0).stdout
 
 
-def options_of(text: str) -> list[str]:
-    return re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, flags=re.MULTILINE)
-
-
-def test_every_summary_is_a_whole_sentence_in_80_columns(run_cli: RunCli) -> None:
-    done = run_cli("--help", COLUMNS="80")
-    assert done.returncode == 0
+def test_every_summary_is_a_whole_sentence_in_80_columns() -> None:
     assert len(SUMMARIES) == 12
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert max(map(len, HELP.splitlines())) <= 80
     for verb, summary in SUMMARIES:
         assert summary.endswith("."), verb
         assert not summary.endswith("..."), verb
@@ -45,7 +38,7 @@ def test_run_has_25_options_in_five_panels() -> None:
     text = help_of("run")
     panels = re.findall(r"^([A-Z][a-z ]+):$", text.partition("Examples")[0], flags=re.MULTILINE)
     assert panels == ["Arguments", "Source and result", "Output and checks", "Calibration", "Machine", "Hub"]
-    assert len(options_of(text)) <= 25
+    assert len(re.findall(r"^  (?:-h, )?--[a-z-]+", text, flags=re.MULTILINE)) <= 25
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -14,8 +14,7 @@ from k2convert.calibration.statistics import open_statistics, write_statistics
 
 def test_the_table_says_what_was_read_and_what_each_layer_saw(tmp_path: Path) -> None:
     path = write_small(tmp_path / "small file.safetensors")
-    captured = run_here("inspect", path)
-    assert captured.returncode == 0
+    captured = run_here("inspect", path, code=0)
     assert "statistics of 8,192 tokens in windows of 2,048, seed 3" in captured.stdout
     assert "text: emma.txt (blake3 cdcdcdcdcdcdcdcd)" in captured.stdout
     assert r"text: 'notes of\u2028a day.jsonl'" in captured.stdout, "no separator of a name breaks a line"
@@ -53,14 +52,6 @@ def test_the_document_has_every_experts_tokens(tmp_path: Path) -> None:
     assert found["exponents_digest"] is not None
 
 
-def of_a_cache(path: Path, amax: tuple[float, float], saturated: float) -> Path:
-    shares = {"kv_saturated_share": np.array([saturated, 0], np.float32)}
-    shares["kv_subnormal_share"] = np.array([0.02, 0.125], np.float32)
-    layer = replace(moe_layer(), kv_amax=np.array(amax, np.float32), imatrix=np.array([1, 0], np.uint8), **shares)
-    write_statistics(path, [dense_layer(), layer], HEADER)
-    return path
-
-
 @pytest.mark.parametrize(
     ("amax", "saturated", "says"),
     [
@@ -69,16 +60,20 @@ def of_a_cache(path: Path, amax: tuple[float, float], saturated: float) -> Path:
     ],
 )
 def test_it_says_what_an_fp8_cache_does(tmp_path: Path, amax: tuple[float, float], saturated: float, says: str) -> None:
-    path = of_a_cache(tmp_path / "statistics", amax, saturated)
+    path = tmp_path / "statistics"
+    shares = {"kv_saturated_share": np.array([saturated, 0], np.float32)}
+    shares["kv_subnormal_share"] = np.array([0.02, 0.125], np.float32)
+    layer = replace(moe_layer(), kv_amax=np.array(amax, np.float32), imatrix=np.array([1, 0], np.uint8), **shares)
+    write_statistics(path, [dense_layer(), layer], HEADER)
     shown = run_here("inspect", path, code=0).stdout
     assert says in shown
     assert "values lose precision: at most 12.5 % of a part (layer 1)." in shown
     assert "rule imatrix is not used in 1 layer, at least in part" in shown
-    layer = json.loads(run_here("inspect", path, "--json", code=0).stdout)["layers"]["1"]
-    assert layer["without_imatrix"] == ["down"]
-    assert layer["kv_cache"]["amax"] == list(amax)
-    assert layer["kv_cache"]["saturated_share"] == pytest.approx([saturated, 0])
-    assert layer["kv_cache"]["subnormal_share"] == pytest.approx([0.02, 0.125])
+    found = json.loads(run_here("inspect", path, "--json", code=0).stdout)["layers"]["1"]
+    assert found["without_imatrix"] == ["down"]
+    assert found["kv_cache"]["amax"] == list(amax)
+    assert found["kv_cache"]["saturated_share"] == pytest.approx([saturated, 0])
+    assert found["kv_cache"]["subnormal_share"] == pytest.approx([0.02, 0.125])
 
 
 def test_a_path_with_a_slash_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,16 @@
 """An option that a message, a docstring, the guide or a recipe names exists, and a verb that can come there has it."""
 
-import ast
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import typer.main
+from command import ROOT
+from test_named_things import prose
 
 from k2convert.cli.app import app
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "k2convert"
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OWN = {
@@ -66,16 +64,9 @@ NEXT = {
 
 def named() -> Iterator[tuple[str, str]]:
     """Every docstring and message of the package, the texts beside it, and the recipes, each with its file."""
-    for path in sorted(PACKAGE.rglob("*")):
-        file = path.relative_to(PACKAGE).as_posix()
-        if path.suffix == ".py":
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield file, node.value
-        elif path.suffix in (".md", ".jinja"):
-            yield file, path.read_text()
-    for path in sorted((ROOT / "recipes").iterdir()):
-        yield f"recipes/{path.name}", path.read_text()
+    for file, text in prose():
+        if file != "README.md":  # it names options of scripts and of other programs
+            yield file.removeprefix("k2convert/"), text
 
 
 def of(file: str, table: dict[str, set[str]]) -> set[str] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command import RunCli, run_here
+from test_tally import Clock
 
 from k2convert.cli.tally import Tally
 from k2convert.job import estimate
@@ -60,8 +61,7 @@ def test_every_resume_says_how_many_shards_are_done(
     shards = sorted(out.glob("*.safetensors"))
     for shard in shards[1:]:
         shard.unlink()
-    resumed = run_cli("run", source, out, *flags)
-    assert resumed.returncode == 0
+    resumed = run_cli("run", source, out, *flags, code=0)
     assert f"{out}: resuming: 1 of {len(shards)} shards done\n" in resumed.stderr
 
 
@@ -70,8 +70,7 @@ def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: 
     out = tmp_path / "out"
     shutil.copytree(tiny, source)
     edit_tensor(source, "model.layers.3.mlp.experts.0.gate_proj.weight_scale", lambda scales: scales * float("nan"))
-    stopped = run_cli("run", source, out, "--rule", "max", "--workers", "1")
-    assert stopped.returncode == 1
+    run_cli("run", source, out, "--rule", "max", "--workers", "1", code=1)
     status = run_cli("status", out)
     assert re.match(rf"{out}: not finished: \d of 5 shards, [\d.]+ MB of 7\.45 MB\n", status.stdout)
     *_, following = status.stderr.splitlines()
@@ -92,14 +91,12 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
     out = tmp_path / "out"
     assert run_cli("run", tiny, out).returncode == 0
     (out / "config.json").unlink()
-    clock = [0.0]
+    clock = Clock()
     extent = Extent({"convert": (10_000_000, 0)}, 5)
-    tally = Tally(extent, note=print, clock=lambda: clock[0])
+    tally = Tally(extent, note=print, clock=clock)
     with lock_destination(out) as keep:
         tally.begun(extent, keep=keep)
-        for _ in range(8):
-            clock[0] += 1
-            tally.progress(bytes_in=500_000)
+        clock.every(1, lambda: tally.progress(bytes_in=500_000), times=8)
         tally.keep()
         status = run_cli("status", out)
         document = json.loads(run_cli("status", out, "--json").stdout)
@@ -111,8 +108,7 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
 
 
 def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
-    shown = run_cli("run", tiny, tmp_path / "out", "--dry-run")
-    assert shown.returncode == 0
+    shown = run_cli("run", tiny, tmp_path / "out", "--dry-run", code=0)
     assert re.search(r"^memory: needs about \d+\.\d\d [MG]B, available \d+\.\d\d GB$", shown.stdout, re.MULTILINE)
     assert re.search(
         r"^time: .*(minute|hour)s?, an estimate from a second of measuring here \(read .*, convert .*, write .*\)$",
@@ -147,8 +143,7 @@ def test_a_dry_run_measures_the_sources_own_format(
 
 def test_layers_say_what_they_cost_before_they_start(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     assert run_cli("run", tiny, tmp_path / "out").returncode == 0
-    done = run_cli("validate", tmp_path / "out", "--source", tiny, "--layers", "1,2", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
+    done = run_cli("validate", tmp_path / "out", "--source", tiny, "--layers", "1,2", code=0, OMP_NUM_THREADS="1")
     lines = [line.split(" ", 1)[1] for line in done.stderr.splitlines() if re.match(STAMP, line)]
     cost = next(i for i, line in enumerate(lines) if line.startswith("--layers 1,2: "))
     assert re.fullmatch(

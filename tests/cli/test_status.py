@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, run_here
+from damaged_files import NAN, plant
 from statistics_makers import random_statistics
+from test_tally import Clock
 
 from k2convert.calibration.layer_files import statistics_work
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli import interrupts
 from k2convert.cli.tally import Tally
 from k2convert.records.command import read_command
@@ -28,20 +29,16 @@ def following(done: subprocess.CompletedProcess[str]) -> str:
 def stopped(run_cli: RunCli, short: Path, tmp_path: Path) -> Path:
     """The statistics file of a calibration that stopped in its last layer, whose norm has a NaN."""
     source = Path(shutil.copytree(short, tmp_path / "a source"))
-    norm = open_checkpoint(source).tensors["model.layers.2.input_layernorm.weight"]
-    with (source / norm.shard).open("r+b") as file:
-        file.seek(norm.begin)
-        file.write((0x7FC0).to_bytes(2, "little"))
+    plant(source, "model.layers.2.input_layernorm.weight", 0, NAN)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     words = ("--text", tmp_path / "text.txt", "--tokens", "128", "--window", "64", "--device", "cpu", "--quiet")
-    assert run_cli("calibrate", source, tmp_path / "s.stats", *words).returncode == 1
+    run_cli("calibrate", source, tmp_path / "s.stats", *words, code=1)
     return tmp_path / "s.stats"
 
 
 def test_status_of_a_stopped_calibration_gives_its_layers_and_its_command(run_cli: RunCli, stopped: Path) -> None:
     for place in (stopped, f"{stopped}.work"):
-        shown = run_cli("status", place)
-        assert shown.returncode == 0, shown.stderr
+        shown = run_cli("status", place, code=0)
         assert shown.stdout == f"{stopped}: calibration not finished: 2 of 3 layers, 128 tokens at most\n"
         words = shlex.split(following(shown))
         start = words.index("k2convert")
@@ -54,8 +51,7 @@ def test_status_of_a_stopped_calibration_gives_its_layers_and_its_command(run_cl
 
 def test_a_pass_with_other_options_is_refused_with_the_command_of_the_pass(run_cli: RunCli, stopped: Path) -> None:
     words = ("--text", stopped.parent / "text.txt", "--tokens", "192", "--window", "64", "--device", "cpu", "--quiet")
-    done = run_cli("calibrate", stopped.parent / "a source", stopped, *words)
-    assert done.returncode == 1
+    done = run_cli("calibrate", stopped.parent / "a source", stopped, *words, code=1)
     command = read_command(statistics_work(stopped).folder)
     assert command is not None
     assert f"tokens was 128, now 192. Its own command is `{command.line(here=str(Path.cwd()))}`. " in done.stderr
@@ -63,14 +59,12 @@ def test_a_pass_with_other_options_is_refused_with_the_command_of_the_pass(run_c
 
 
 def test_status_of_a_running_calibration_has_rate_and_eta(run_cli: RunCli, stopped: Path) -> None:
-    clock = [0.0]
+    clock = Clock()
     extent = Extent({"calibrate": (384, 128)}, layer_tokens=128)
-    tally = Tally(extent, note=print, clock=lambda: clock[0])
+    tally = Tally(extent, note=print, clock=clock)
     with statistics_work(stopped).locked() as keep:
         tally.begun(extent, keep=keep)
-        for _ in range(16):
-            clock[0] += 1
-            tally.tokens_computed(8)
+        clock.every(1, lambda: tally.tokens_computed(8), times=16)
         tally.keep()
         shown = run_cli("status", stopped)
     assert shown.stdout.splitlines() == [
@@ -128,8 +122,7 @@ def test_status_of_a_finished_job_names_source_and_statistics(
 def test_other_options_are_refused_with_the_command_of_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run_cli("run", cut, out, "--layout", "compressed-tensors", "--part", "1/2").returncode == 0
-    done = run_cli("run", cut, out)
-    assert done.returncode == 1
+    done = run_cli("run", cut, out, code=1)
     assert done.stderr == (
         f"error: {out}: holds a different job: layout was 'compressed-tensors', now 'modelopt'. Its own command is "
         f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different folder, or delete this one to "
@@ -164,13 +157,6 @@ def interrupted(*_arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "novel.txt"
-    path.write_text("".join(f"In chapter {number} the ship sails on, and nobody knows where. " for number in range(40)))
-    return path
-
-
 @pytest.mark.slow
 def test_status_knows_evaluations_with_a_file_and_in_a_result(
     short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +180,7 @@ def test_status_knows_evaluations_with_a_file_and_in_a_result(
     assert (document["complete"], document["evaluation"]["finished_layers"]) == (True, 3)
     run_here("evaluate", short, result, "--text", text, "--out", rows, code=0)
     shown = run_here("status", rows, code=0)
-    assert re.fullmatch(rf"{rows}: complete evaluation: 1 model on [\d,]+ tokens of novel\.txt\n", shown.stdout)
+    assert re.fullmatch(rf"{rows}: complete evaluation: 1 model on [\d,]+ tokens of calibration\.txt\n", shown.stdout)
 
 
 @pytest.mark.slow

@@ -82,9 +82,7 @@ def test_the_eta_of_a_job_is_that_of_its_slowest_phase_and_of_a_validation_the_s
         job.transferred(downloaded=100)
         assert job.seconds_left is None, "nothing was converted yet"
     clock.every(1, lambda: job.progress(bytes_in=50), times=6)
-    left = job.seconds_left
-    assert left is not None
-    assert left == (1000 - 300) / 50
+    assert job.seconds_left == (1000 - 300) / 50
 
     extent = Extent({"check": (1000, 0)}, num_experts=100)
     check = Tally(extent, note=print, clock=clock)

@@ -4,15 +4,13 @@ import io
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent))
 from screen import Screen, in_terminal, same_as_golden
+from test_tally import Clock
 
 from k2convert.cli.progress import Rows
 from k2convert.cli.tally import Tally
@@ -44,17 +42,13 @@ def test_run_and_validate_look_as_they_should(columns: int, rows: int, tiny: Pat
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     giga = 1_000_000_000
-    clock = 0.0
-
-    def now() -> float:
-        return clock
-
+    clock = Clock()
     whole = (594 * giga, 0)
     extent = Extent({"download": whole, "convert": whole, "upload": whole}, 62)
-    tally = Tally(extent, note=print, clock=now)
+    tally = Tally(extent, note=print, clock=clock)
     tally.begun(extent)
     for second in range(2000):
-        clock = float(second)
+        clock.now += 1
         tally.transferred(downloaded=118_000_000)
         if second > 90:
             tally.progress(bytes_in=117_000_000, bytes_out=117_000_000, tensors=20)

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command import assert_refused, run_here, said
 
@@ -22,18 +21,12 @@ NOT_COMPUTED = {
 }
 
 
-def text_of(folder: Path) -> Path:
-    path = folder / "ids.npy"
-    np.save(path, np.random.default_rng(0).integers(0, 2048, (2, 32)))
-    return path
-
-
 @pytest.mark.parametrize("field", NOT_COMPUTED)
-def test_evaluate_refuses_before_it_writes(cut: Path, tmp_path: Path, field: str) -> None:
+def test_evaluate_refuses_before_it_writes(cut: Path, ids: Path, tmp_path: Path, field: str) -> None:
     source = Path(shutil.copytree(cut, tmp_path / "source"))
     for value in NOT_COMPUTED[field]:
         edit_config(source, **{field: value})
-        done = run_here("evaluate", cut, source, "--text", text_of(tmp_path), "--out", tmp_path / "x.json", "--quiet")
+        done = run_here("evaluate", cut, source, "--text", ids, "--out", tmp_path / "x.json", "--quiet")
         assert_refused(done, "config.json")
         assert not list(tmp_path.glob("x.json*"))
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,6 @@ import pytest
 from command import assert_refused, run_here, said
 from conversions import convert
 from damaged_files import NAN, damage_file, plant
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "job"))
-
-from crash_runs import crash
 
 import k2convert
 from k2convert.checkpoint.index import open_checkpoint
@@ -31,15 +26,9 @@ from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import find_ledger, weights_digest
 from scripts.fixture_maker.damage import edit_config, edit_json
 from scripts.fixture_maker.folder import read_small, write_small
+from tests.job.crash_runs import crash
 
 SMALL = ("--tokens", "128", "--window", "32", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ids") / "ids.npy"
-    np.save(path, np.random.default_rng(0).integers(0, 2048, (4, 32)))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +44,18 @@ def whole(cut: Path, result: Path, ids: Path, tmp_path_factory: pytest.TempPathF
     return out.read_bytes()
 
 
-def evaluate(*words: object) -> CompletedProcess[str]:
-    return run_here("evaluate", *words)
+def evaluate(*words: object, code: int | None = None) -> CompletedProcess[str]:
+    return run_here("evaluate", *words, code=code)
 
 
 def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
     """The file of an evaluation with these threads and windows at once."""
-    with open_evaluation(
-        str(cut),
-        [str(result)],
-        TextFiles([ids], ("cpu",)),
-        TextUse(tokens=128, window=32),
-        EvaluationOptions("both", "fp8", out),
-        hub=Hub(),
-    ) as plan:
+    text = TextFiles([ids], ("cpu",))
+    options = EvaluationOptions("both", "fp8", out)
+    with open_evaluation(str(cut), [str(result)], text, TextUse(tokens=128, window=32), options, hub=Hub()) as plan:
         walk = plan.walk
-        text = replace(walk.text, chunk=chunk, threads=workers)
-        do_evaluation(replace(plan, walk=replace(walk, job=replace(walk.job, chunk=chunk), text=text)))
+        other = replace(walk.text, chunk=chunk, threads=workers)
+        do_evaluation(replace(plan, walk=replace(walk, job=replace(walk.job, chunk=chunk), text=other)))
     return out.read_bytes()
 
 
@@ -83,8 +67,6 @@ def test_neither_threads_nor_windows_at_once_change_the_figures(
     assert evaluated(cut, result, ids, tmp_path / "one", workers=1) == two
     evaluated(cut, result, ids, tmp_path / "narrow", chunk=1)
     one, other = (find_evaluation(tmp_path / name) for name in ("two", "narrow"))
-    assert one is not None
-    assert other is not None
     for row, same in zip(one.rows, other.rows, strict=True):
         assert same.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=1e-3)
 
@@ -103,10 +85,8 @@ def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Pa
 def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     ours = Path(shutil.copytree(result, tmp_path / "ours"))
     before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
-    done = evaluate(cut, ours, "--text", ids, *SMALL)
-    assert done.returncode == 0, done.stderr
+    done = evaluate(cut, ours, "--text", ids, *SMALL, code=0)
     found = find_evaluation(ours)
-    assert found is not None
     assert (found.kind, found.reference.name, found.text.windows, found.text.tokens) == ("evaluate", "cut", 4, 128)
     (row,) = found.rows
     assert (row.model.name, row.model.activations, row.model.kv_cache) == ("ours", "w4a4", None)
@@ -144,8 +124,7 @@ def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path,
 
 def test_a_dry_run_says_what_it_needs_and_writes_nothing(cut: Path, result: Path, ids: Path) -> None:
     before = sorted(result.rglob("*"))
-    done = evaluate(cut, result, "--text", ids, *SMALL, "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = evaluate(cut, result, "--text", ids, *SMALL, "--dry-run", code=0)
     first, *others = done.stdout.splitlines()
     assert first == "1 model and the reference, 2 layers on 128 tokens of ids.npy, in 4 windows of 32"
     assert [line.split()[0].rstrip(":") for line in others] == ["reads", "computes", "disk", "memory", "time"]
@@ -196,8 +175,7 @@ def test_a_damaged_work_file_is_named_and_computed_again(
     out = begun(cut, result, ids, tmp_path, monkeypatch)
     path = Path(f"{out}.work", name)
     damage_file(path, "flipped", foreign=cut / "model-00002-of-000005.safetensors")
-    done = evaluate(cut, result, "--text", ids, *SMALL, "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = evaluate(cut, result, "--text", ids, *SMALL, "--out", out, code=0)
     assert f"{path}: damaged: the evaluation starts again at the beginning" in done.stderr
     assert out.read_bytes() == whole
 
@@ -220,12 +198,6 @@ def test_windows_that_the_reference_drops_count_nowhere(cut: Path, ids: Path, tm
     for one, other in zip(row.layers, same.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-4, abs=1e-15)
         assert one.routing_agreement == other.routing_agreement
-
-
-def changed(source: Path, folder: Path, **config: object) -> Path:
-    shutil.copytree(source, folder)
-    edit_config(folder, **config)
-    return folder
 
 
 def edited(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:

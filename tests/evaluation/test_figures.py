@@ -11,7 +11,7 @@ import pytest
 import torch
 from command import run_here
 from conversions import convert
-from whole_models import logits_of, mlps_of, scores_from, whole_model
+from whole_models import logits_of, mlps_of, scores_from
 
 import k2convert
 from k2convert.checkpoint.index import open_checkpoint
@@ -22,11 +22,13 @@ from k2convert.forward.weights import WeightReader
 from k2convert.records.evaluation import Evaluation, EvaluationRow, Figures
 from scripts.evaluation.measure import Variant, compare_in_turn
 from scripts.evaluation.models import build_model, scaled_tensors
+from tests.forward.observers import transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
 WINDOWS = 4
 LENGTH = 64
+WHOLE: dict[str, Any] = {"tokens": WINDOWS * LENGTH, "window": LENGTH, "device": "cpu"}
 KEPT = [0, *range(3, 12)]
 
 
@@ -83,16 +85,8 @@ def results(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def evaluation(trained: Path, results: dict[str, Path], ids: Path) -> Evaluation:
     """All of them against the source, in one pass, in both modes."""
-    return k2convert.evaluate(
-        trained,
-        list(results.values()),
-        [ids],
-        tokens=WINDOWS * LENGTH,
-        window=LENGTH,
-        activations="both",
-        device="cpu",
-        out=ids.with_name("evaluation.json"),
-    )
+    out = ids.with_name("evaluation.json")
+    return k2convert.evaluate(trained, list(results.values()), [ids], activations="both", out=out, **WHOLE)
 
 
 def row_of(found: Evaluation, name: str, activations: str | None) -> EvaluationRow:
@@ -165,12 +159,7 @@ def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> 
     [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],
 )
 def test_figures_follow_from_the_logits_of_transformers(
-    kind: str,
-    activations: str | None,
-    trained: Path,
-    results: dict[str, Path],
-    ids: Path,
-    evaluation: Evaluation,
+    kind: str, activations: str | None, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
 ) -> None:
     reference = logits_of(trained, tokens(ids))
     model = logits_of(results[kind], tokens(ids), w4a4=activations == "w4a4")
@@ -205,12 +194,9 @@ def test_a_checkpoint_against_itself_is_exactly_the_same(
     trained: Path, results: dict[str, Path], ids: Path, tmp_path: Path
 ) -> None:
     for folder in (trained, results["pruned"]):
-        found = k2convert.evaluate(
-            folder, [folder], [ids], tokens=WINDOWS * LENGTH, window=LENGTH, device="cpu", out=tmp_path / folder.name
-        )
-        (row,) = found.rows
+        (row,) = k2convert.evaluate(folder, [folder], [ids], out=tmp_path / folder.name, **WHOLE).rows
         figures = row.figures
-        divergence = row.figures.divergence
+        divergence = figures.divergence
         assert divergence.maximum == divergence.mean == divergence.standard_error == 0
         assert {part.mean for part in divergence.by_position} == {0}
         assert divergence.histogram[0] == WINDOWS * (LENGTH - 1)
@@ -223,9 +209,9 @@ def test_a_checkpoint_against_itself_is_exactly_the_same(
 def test_errors_and_routing_of_layers_are_those_of_transformers(
     trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
 ) -> None:
-    states, chosen = layers_by_transformers(whole_model(trained).network, tokens(ids))
+    (_, *states), _, routings = transformers_states(trained, tokens(ids))
     for kind in ("max", "pruned"):
-        others, their_choices = layers_by_transformers(whole_model(results[kind]).network, tokens(ids))
+        (_, *others), _, their_routings = transformers_states(results[kind], tokens(ids))
         numbers = torch.tensor(KEPT if kind == "pruned" else list(range(16)))
         for layer, found in enumerate(row_of(evaluation, kind, "w4a16").layers):
             one = states[layer].double()
@@ -233,25 +219,11 @@ def test_errors_and_routing_of_layers_are_those_of_transformers(
             error = float((one - other).square().sum() / one.square().sum())
             assert found.relative_error == pytest.approx(error, rel=1e-3, abs=1e-12)
             if layer:
-                mapped = numbers[their_choices[layer]]
-                same = (chosen[layer][:, :, None] == mapped[:, None, :]).any(dim=2).double().mean()
+                mapped = numbers[their_routings[layer][0]]
+                same = (routings[layer][0][:, :, None] == mapped[:, None, :]).any(dim=2).double().mean()
                 assert found.routing_agreement == pytest.approx(float(same), abs=5e-4)
             else:
                 assert found.routing_agreement is None
-
-
-def layers_by_transformers(network: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Hidden states after every layer, and the experts [T, k] that were chosen."""
-    states: list[torch.Tensor] = []
-    chosen: dict[int, torch.Tensor] = {}
-    for number, layer in enumerate(network.model.layers):
-        if number:
-            layer.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
-            layer.mlp.gate.register_forward_hook(lambda _m, _a, out, number=number: chosen.update({number: out[2]}))
-    network.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
-    with torch.inference_mode():
-        network(ids, use_cache=False)
-    return states, chosen
 
 
 def test_the_worst_tokens_are_shown_in_their_context(

@@ -1,6 +1,5 @@
 """A KV cache in FP8 is transformers' own model with a cache that is rounded to E4M3."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,7 @@ def with_scale(source: Path, folder: Path, scale: float) -> Path:
     for tensors in checkpoint.shards.values():
         layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn.kv_a_layernorm." in name}
         tensors |= {f"{layer}.self_attn.k_proj.k_scale": torch.tensor(scale) for layer in layers}
-    write_small(checkpoint, folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder)
-    return folder
+    return write_small(checkpoint, folder)
 
 
 def assert_as_with_cache(model: Path, ids: Path, found: Evaluation, *, cached: tuple[int, int], scale: float) -> None:

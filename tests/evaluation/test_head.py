@@ -1,27 +1,28 @@
 """The head in tiles: the scores of all logits at once, wherever the tiles end and whatever computes them."""
 
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from whole_models import scores_from
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.evaluation import head as tiles
-from k2convert.evaluation.head import Head, HeadScores, score_tokens
+from k2convert.evaluation.head import Head, score_tokens
 from k2convert.forward.weights import WeightReader
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forward"))
 
 TOKENS = 90
 
+Scores = dict[str, NDArray[Any]]
 
-def made_up(seed: int, *, spread: float = 1.0) -> Tensor:
+
+def made_up(seed: int) -> Tensor:
     """Hidden states f32 [TOKENS, 256]."""
-    return spread * torch.randn(TOKENS, 256, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(TOKENS, 256, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -32,13 +33,13 @@ def head(trained: Path) -> Head:
 TARGETS = torch.randint(0, 2048, (TOKENS,), generator=torch.Generator().manual_seed(9))
 
 
-def scored(head: Head, states: list[Tensor], *, devices: tuple[str, ...] = ("cpu",), workers: int = 2) -> HeadScores:
+def scored(head: Head, states: list[Tensor], *, devices: tuple[str, ...] = ("cpu",), workers: int = 2) -> Scores:
     copies = [own.clone() for own in states]
     return score_tokens([head], [0] * len(states), copies, TARGETS, devices=devices, workers=workers)
 
 
-def same(one: HeadScores, other: HeadScores) -> bool:
-    return all(np.array_equal(array, other.arrays()[name]) for name, array in one.arrays().items())
+def same(one: Scores, other: Scores) -> bool:
+    return all(np.array_equal(array, other[name]) for name, array in one.items())
 
 
 @pytest.mark.quick(2)
@@ -58,21 +59,21 @@ def test_scores_are_those_of_all_logits_at_once(
     ids = torch.cat([torch.zeros(1, 1, dtype=torch.int64), TARGETS[None]], dim=1)
     for number, own in enumerate(logits):
         expected = scores_from(torch.cat([logits[0], last], 1), torch.cat([own, last], 1), ids)
-        np.testing.assert_allclose(found.divergence[number], expected.divergence[0], rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(found.loss[number], expected.loss[0], rtol=1e-6)
-        assert np.array_equal(found.likeliest[number] == found.likeliest[0], expected.agrees[0])
-        assert np.array_equal(found.left_top5[number], expected.left_top5[0])
-        assert np.array_equal(found.likeliest[number], own[0].argmax(dim=-1).numpy())
-    assert found.left_top5[2].any()
-    assert not found.divergence[0].any(), "the same logits"
+        np.testing.assert_allclose(found["divergence"][number], expected.divergence[0], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found["loss"][number], expected.loss[0], rtol=1e-6)
+        assert np.array_equal(found["likeliest"][number] == found["likeliest"][0], expected.agrees[0])
+        assert np.array_equal(found["left_top5"][number], expected.left_top5[0])
+        assert np.array_equal(found["likeliest"][number], own[0].argmax(dim=-1).numpy())
+    assert found["left_top5"][2].any()
+    assert not found["divergence"][0].any(), "the same logits"
 
 
 def test_logits_of_any_size_are_added_without_overflow(head: Head) -> None:
     """The peak of a tile may be far below or above that of the tiles before it."""
     head._norm *= 1e4
     found = scored(head, [made_up(0), made_up(3)])
-    assert np.isfinite(found.divergence).all()
-    assert float(found.divergence[1].max()) > 1000
+    assert np.isfinite(found["divergence"]).all()
+    assert float(found["divergence"][1].max()) > 1000
 
 
 def test_neither_workers_nor_devices_change_the_bytes(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +85,12 @@ def test_neither_workers_nor_devices_change_the_bytes(head: Head, monkeypatch: p
 
 
 def test_every_tensor_is_where_a_gpu_needs_it(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shadow_device
+    from tests.forward import shadow_device
 
     monkeypatch.setattr(tiles, "PIECE_TOKENS", 16)
     states = [made_up(0), made_up(1)]
     here = scored(head, states)
     there = scored(head, states, devices=("shadow:0", "shadow:1"))
-    np.testing.assert_allclose(there.divergence, here.divergence, rtol=1e-5, atol=1e-7)
-    assert np.array_equal(there.likeliest, here.likeliest)
+    np.testing.assert_allclose(there["divergence"], here["divergence"], rtol=1e-5, atol=1e-7)
+    assert np.array_equal(there["likeliest"], here["likeliest"])
     assert min(shadow_device.calls[device] for device in ("shadow:0", "shadow:1")) > 10

@@ -1,6 +1,7 @@
 """`k2convert fit` on sources, planned results and results."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,11 @@ from k2convert.fit.layouts import Parallelism
 from k2convert.fit.speed import estimate_speeds
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
-
-
-def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
-    """Copy a checkpoint with other values in config.json; None removes one."""
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    found = json.loads((source / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+from scripts.fixture_maker.damage import edit_config, edit_json
 
 
 def run_fit(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = run_here("fit", *words)
-    assert done.returncode == code, done.stderr
-    return done
+    return run_here("fit", *words, code=code)
 
 
 def answer(*words: object, code: int = 0) -> dict[str, Any]:
@@ -73,13 +65,7 @@ def test_the_answer_about_one_layout(tiny: Path) -> None:
     found = answer(tiny, "--gpu", "RTX PRO 6000", "--count", "2", "--kv", "fp8", "--context", "1000")
     [fit] = found["fits"]
     assert (fit["gpu"], fit["count"], fit["nvfp4"]) == ("rtx-pro-6000", 2, "slow")
-    assert fit["layout"] == {
-        "tensor": 2,
-        "expert": 1,
-        "pipeline": 1,
-        "data_attention": False,
-        "decode_context": 1,
-    }
+    assert fit["layout"] == {"tensor": 2, "expert": 1, "pipeline": 1, "data_attention": False, "decode_context": 1}
     each = fit["each"]
     assert each["usable"] == int(0.92 * each["memory"])
     assert each["weights"] == sum(each["weights_by_role"].values())
@@ -113,7 +99,8 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, resul
 
 
 def test_a_cache_shorter_than_the_model_limits_the_request(tiny: Path, tmp_path: Path) -> None:
-    changed_copy(tiny, tmp_path, max_position_embeddings=262_144)
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, max_position_embeddings=262_144)
     [fit] = answer(tmp_path, "--memory", "4GB", "--count", "1", "--overhead", "3.66GB")["fits"]
     assert 8192 < fit["longest_request"] < 262_144
     assert f"--max-model-len {fit['longest_request']} " in fit["serve"]["vllm"]["command"]
@@ -237,7 +224,8 @@ def test_what_cannot_be_is_one_line_and_what_needs_more_options_a_usage_error(
 
 
 def test_other_attention_is_refused(tiny: Path, tmp_path: Path) -> None:
-    changed_copy(tiny, tmp_path, kv_lora_rank=None)
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", lambda config: config.pop("kv_lora_rank"))
     assert "kv_lora_rank is None, expected a count" in run_fit(tmp_path, code=1).stderr
 
 

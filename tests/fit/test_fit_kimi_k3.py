@@ -4,12 +4,12 @@ The weights are those of the released headers, tensor by tensor (scripts/fixture
 source.
 """
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run, run_here, said
+from command import assert_refused, run, run_here
 from test_fit_command import answer
 
 from k2convert.checkpoint.files import read_json_file
@@ -28,6 +28,7 @@ from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
 from k2convert.report.figures import collect_report
 from k2convert.report.markdown import render_card
+from scripts.fixture_maker.damage import edit_json
 from scripts.fixture_maker.k3 import k3_parts
 
 CONFIG = Path(__file__).parents[1] / "data" / "published-configs" / "moonshotai--Kimi-K3_config.json"
@@ -271,15 +272,9 @@ def test_engines_are_given_the_parsers_of_k3_and_refuse_what_they_cannot_load() 
 def test_damaged_lists_of_layers_are_refused(
     changed: dict[str, Any], message: str, k3_tiny: Path, tmp_path: Path
 ) -> None:
-    for path in k3_tiny.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = read_json_file(k3_tiny / "config.json")
-    config["text_config"]["linear_attn_config"] |= changed
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run_here("fit", tmp_path)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert said(done.stderr).count("\n") == 1
+    shutil.copytree(k3_tiny, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", lambda found: found["text_config"]["linear_attn_config"].update(changed))
+    assert_refused(run_here("fit", tmp_path), message)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from test_layouts import K2
 from k2convert.fit.gpus import GPUS, MIB
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import Fit, Settings, fit_layout
-from k2convert.fit.model import ModelShape, Weights, weigh
+from k2convert.fit.model import Weights, weigh
 from k2convert.fit.speed import bytes_per_token, speed_ceiling
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import Role
@@ -36,9 +36,12 @@ def thinking_weights() -> Weights:
     return weigh(specs, family=K2_THINKING, recipe=load_recipe(K2_THINKING.recipe))
 
 
-def fit_on(count: int, weights: Weights, settings: Settings, shape: ModelShape = K2, **layout: int) -> Fit:
+def fit_on(
+    count: int, weights: Weights, settings: Settings, *, experts: int = 384, memory: int = RTX, **layout: int
+) -> Fit:
+    shape = K2.with_experts(experts)
     chosen = complete_layout(count, shape, **layout)
-    return fit_layout(weights, shape, chosen, memory_bytes=RTX, settings=settings)
+    return fit_layout(weights.with_experts(experts, of=384), shape, chosen, memory_bytes=memory, settings=settings)
 
 
 def test_converted_bytes_are_those_of_the_published_nvfp4_checkpoint(k25_weights: Weights) -> None:
@@ -80,9 +83,7 @@ def test_a_token_in_bf16_takes_twice_the_cache(k25_weights: Weights) -> None:
 
 def test_256_experts_do_not_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """A plain quarter of the weights is 101.2 GB; what every GPU keeps whole makes it 103.5 GB of 102.6 GB."""
-    weights = k25_weights.with_experts(256, of=384)
-    shape = K2.with_experts(256)
-    fit = fit_on(4, weights, RTX_PAGE, shape)
+    fit = fit_on(4, k25_weights, RTX_PAGE, experts=256)
     assert fit.weight_bytes == pytest.approx(101.2e9, rel=TOLERANCE)
     assert fit.weight_bytes > RTX
     assert not fit.holds
@@ -90,17 +91,13 @@ def test_256_experts_do_not_fit_on_four_96_gb_cards(k25_weights: Weights) -> Non
 
 def test_192_experts_leave_a_long_context_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """0xSero/Kimi-K2.6-519B-NVFP4 has 192 experts and 310 GB, and is served on 4 x RTX PRO 6000."""
-    weights = k25_weights.with_experts(192, of=384)
-    shape = K2.with_experts(192)
-    assert weights.num_bytes == pytest.approx(310e9, rel=TOLERANCE)
-    assert fit_on(4, weights, RTX_PAGE, shape).tokens == pytest.approx(384_000, rel=TOLERANCE)
+    assert k25_weights.with_experts(192, of=384).num_bytes == pytest.approx(310e9, rel=TOLERANCE)
+    assert fit_on(4, k25_weights, RTX_PAGE, experts=192).tokens == pytest.approx(384_000, rel=TOLERANCE)
 
 
 def test_224_experts_barely_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
     """What is left is about 1 % of a card, so its tokens depend on every assumption: only the verdict is checked."""
-    weights = k25_weights.with_experts(224, of=384)
-    shape = K2.with_experts(224)
-    fit = fit_on(4, weights, RTX_PAGE, shape)
+    fit = fit_on(4, k25_weights, RTX_PAGE, experts=224)
     assert fit.holds
     assert fit.tokens < 64_000
 
@@ -111,10 +108,8 @@ def test_a_gpu_of_8_b200_agrees_with_aiconfigurator(k25_weights: Weights, thinki
     It prints 79.6 "GB" a GPU. Its own parts: 3.158 GB of attention, 79.3 GB of weights with 61 MoE layers (K2 has 60),
     the embedding whole on each GPU (vLLM divides it) and no vision tower.
     """
-    gpu = GPUS["b200"]
-    layout = complete_layout(8, K2, expert=8)
     fit, text = (
-        fit_layout(weights, K2, layout, memory_bytes=gpu.memory_bytes, settings=Settings(kv="fp8"))
+        fit_on(8, weights, Settings(kv="fp8"), memory=GPUS["b200"].memory_bytes, expert=8)
         for weights in (k25_weights, thinking_weights)
     )
     tokens_in_use = 2000 * fit.kv_bytes_per_token
@@ -130,14 +125,11 @@ def test_vllm_recipe_on_8_h200(thinking_weights: Weights) -> None:
     with TP8 and 5,721,088 with DCP8. The pool is what the log says, the tokens follow.
     """
     pool = int(46.80 * (1 << 30))
+    memory = 143_771 * MIB
     for dcp, published in ((1, 715_072), (8, 5_721_088)):
-        layout = complete_layout(8, K2, decode_context=dcp)
-        memory = 143_771 * MIB
-        fit = fit_layout(thinking_weights, K2, layout, memory_bytes=memory, settings=Settings(kv="bf16"))
-        overhead = fit.usable_bytes - fit.weight_bytes - pool
-        same = fit_layout(
-            thinking_weights, K2, layout, memory_bytes=memory, settings=Settings(kv="bf16", overhead_bytes=overhead)
-        )
+        fit = fit_on(8, thinking_weights, Settings(kv="bf16"), memory=memory, decode_context=dcp)
+        settings = Settings(kv="bf16", overhead_bytes=fit.usable_bytes - fit.weight_bytes - pool)
+        same = fit_on(8, thinking_weights, settings, memory=memory, decode_context=dcp)
         assert same.tokens == pytest.approx(published, rel=0.001)
 
 
@@ -156,12 +148,8 @@ def test_five_sparks_have_the_bytes_and_eight_hold_the_model(k25_weights: Weight
     """5 x 121.7 GiB is 653 GB for 595 GB, but 61 layers in five stages give one of them 13: 127.5 GB of 130.7 GB."""
     spark = GPUS["dgx-spark"]
     assert 5 * spark.memory_bytes > k25_weights.num_bytes
-    five, eight = (
-        fit_layout(
-            k25_weights, K2, complete_layout(count, K2), memory_bytes=spark.memory_bytes, settings=Settings(kv="fp8")
-        )
-        for count in (5, 8)
-    )
+    settings = Settings(kv="fp8")
+    five, eight = (fit_on(count, k25_weights, settings, memory=spark.memory_bytes) for count in (5, 8))
     assert str(five.layout) == "PP5"
     assert five.weight_bytes < spark.memory_bytes
     assert not five.holds

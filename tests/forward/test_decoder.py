@@ -15,38 +15,15 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, K2ConvertError
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import DENSE_PIECE_TOKENS, DecoderLayer, embed
-from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
 from scripts.fixture_maker.damage import edit_config
 from scripts.fixture_maker.inventory import SMALL_SHAPE
 from scripts.fixture_maker.shaped import make_k2_shaped
+from tests.forward.observers import Seen, transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-
-
-class Seen:
-    """An observer that keeps everything."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Tensor] = []
-        self.routings: list[Routing | None] = []
-        self.experts: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
-        self.outputs: list[Tensor] = []
-
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        self.inputs.append(x_TK.clone())
-        self.routings.append(routing)
-
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        self.experts.append((expert, tokens_t, weights_t, inner_tI, output_tK))
-
-    def output(self, h_TK: Tensor) -> None:
-        self.outputs.append(h_TK.clone())
 
 
 def token_ids(folder: Path, *, windows: int, length: int) -> Tensor:
@@ -72,13 +49,6 @@ def same(states: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
 
 
-def with_config(source: Path, folder: Path, **changes: Any) -> Path:
-    """The checkpoint with other fields in config.json."""
-    shutil.copytree(source, folder)
-    edit_config(folder, **changes)
-    return folder
-
-
 def peak_memory(folder: Path, *, experts: int) -> int:
     """Peak memory in bytes of a process that runs one MoE layer of small experts."""
     make_k2_shaped(folder, shape=replace(SMALL_SHAPE, experts=experts, dense_layers=0))
@@ -97,37 +67,15 @@ def peak_memory(folder: Path, *, experts: int) -> int:
     return int(done.stdout)
 
 
-def transformers_states(folder: Path, ids: Tensor) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
-    """The same states of the built network, and (experts, weights) [T, k] of every MoE layer."""
-    from scripts.evaluation.models import build_model, source_mlps
-
-    model = build_model(folder)
-    model.install(source_mlps(folder))
-    network: Any = model.network
-    states: list[Tensor] = []
-    routings: dict[int, tuple[Tensor, Tensor]] = {}
-    for number, layer in enumerate(network.model.layers):
-        layer.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(
-                lambda _m, _a, output, number=number: routings.update({number: (output[2], output[1])})
-            )
-    network.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
-    with torch.inference_mode():
-        model.logits(ids)
-    return states, routings
-
-
 def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
     """Hidden states within float noise, routing exactly. A tie of the router may have any order."""
     ours, seen = streamed(folder, ids)
-    theirs, routings = transformers_states(folder, ids)
+    theirs, _, routings = transformers_states(folder, ids)
     assert torch.equal(ours[0], theirs[0])
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
     for layer, (experts, weights) in routings.items():
         routing = seen[layer].routings[0]
-        assert routing is not None
         order = routing.experts.argsort(dim=-1)
         their_order = experts.argsort(dim=-1)
         assert torch.equal(routing.experts.gather(1, order), experts.gather(1, their_order))
@@ -217,7 +165,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(tiny: Path) -> None:
 def test_a_config_that_does_not_fit_is_refused(
     tiny: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    folder = with_config(tiny, tmp_path / "odd", **change)
+    folder = Path(shutil.copytree(tiny, tmp_path / "odd"))
+    edit_config(folder, **change)
     with closing(WeightReader(open_checkpoint(folder))) as reader, pytest.raises(K2ConvertError, match=message):
         DecoderLayer(reader, 1)
 

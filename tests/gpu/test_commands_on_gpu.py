@@ -1,6 +1,7 @@
 """On real devices commands give the CPU's figures within TF32's noise, and the same bytes every time."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,8 +56,6 @@ def test_a_result_is_nearly_that_of_the_cpu_and_the_same_again(trained: Path, tm
         results[name] = tmp_path / name
         k2convert.convert(trained, results[name], text=ids, device=device, settings=settings)
         ledger = find_ledger(results[name])
-        assert ledger is not None
-        assert ledger.calibration is not None
         errors[name] = ledger.calibration.held_out
     for number, of_cpu in errors["cpu"].items():
         assert errors["cuda"][number].gptq_error == pytest.approx(of_cpu.gptq_error, rel=0.05)
@@ -76,18 +75,10 @@ def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids.npy"
     result = convert(trained, tmp_path / "result", rule="max")
     np.save(ids, np.random.default_rng(0).integers(0, 2048, (8, 128)))
+    options: dict[str, Any] = {"tokens": 1024, "window": 128, "activations": "both"}
 
-    def evaluated(device: str, out: str) -> Evaluation:
-        return k2convert.evaluate(
-            trained,
-            [result, trained],
-            [ids],
-            tokens=1024,
-            window=128,
-            activations="both",
-            device=device,
-            out=tmp_path / out,  # type: ignore[arg-type]
-        )
+    def evaluated(device: Any, out: str) -> Evaluation:
+        return k2convert.evaluate(trained, [result, trained], [ids], device=device, out=tmp_path / out, **options)
 
     here = evaluated("cpu", "cpu.json")
     there = evaluated("cuda", "cuda.json")

@@ -5,31 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.moe import Routing, read_router
+from k2convert.forward.moe import read_router
 from k2convert.forward.weights import WeightReader
+from tests.forward.observers import Seen
 
 pytest.importorskip("transformers")
-
-
-class Blocks:
-    """An observer that keeps the MLP's input and its routing."""
-
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        self.x = x_TK.cpu()
-        self.routing = routing
-
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        assert inner_tI.device == output_tK.device == tokens_t.device
-
-    def output(self, h_TK: Tensor) -> None:
-        assert h_TK.is_cuda
 
 
 @pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cuda")])
@@ -38,15 +21,18 @@ def test_layers_are_those_of_the_cpu(tiny: Path, devices: tuple[str, ...]) -> No
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         hidden = embed(reader, ids)
         for layer in range(4):
-            seen = Blocks()
+            seen = Seen()
             expected = DecoderLayer(reader, layer).run(hidden)
             found = DecoderLayer(reader, layer, devices, workers=3).run(hidden, seen)
             assert found.device == hidden.device
+            for _, tokens, _, inner, output in seen.experts:
+                assert inner.device == output.device == tokens.device
+            assert seen.outputs[0].is_cuda
             # A token near a tie of the router may choose another expert for TF32's noise in the attention.
             close = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.9999
             assert float(close.float().mean()) > 0.99
-            if seen.routing is not None:
-                routing = read_router(reader, f"model.layers.{layer}.mlp")(seen.x)
-                same = seen.routing.experts.cpu().sort().values == routing.experts.sort().values
+            if seen.routings[0] is not None:
+                routing = read_router(reader, f"model.layers.{layer}.mlp")(seen.inputs[0].cpu())
+                same = seen.routings[0].experts.cpu().sort().values == routing.experts.sort().values
                 assert float(same.float().mean()) > 0.999, "only exact ties may differ: the router does not use TF32"
             hidden = expected

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command import RunCli, cli_environment, command, run_here
+from command import RunCli, run_cli, run_here
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.hub.client import Hub, RepoRef
@@ -72,13 +72,12 @@ def cli(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> Ru
 
 
 @pytest.fixture
-def cli_process(cwd: Path, hub_environment: None) -> RunCli:
+def cli_process(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> RunCli:
     """The command in a separate process, which reads the environment as a user's does."""
+    monkeypatch.chdir(cwd)
 
     def run(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command(*args), capture_output=True, text=True, env=cli_environment() | env, cwd=cwd, check=False
-        )
+        done = run_cli(*args, **env)
         assert TOKEN not in done.stdout + done.stderr
         assert code in (None, done.returncode), done.stderr
         return done

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from faults import Fault, Kind, Line, Request, Traffic
+from faults import Kind, Line, Request, Traffic
 from loopback_api import Api, Reply, refused
 from loopback_store import Entry, Store
 
@@ -29,7 +29,7 @@ _RESOLVE = re.compile(r"/(?:api/resolve-cache/models/)?((?:datasets/)?[^/]+/[^/]
 
 
 class LoopbackHub:
-    """A running Hub; close it after use, or use it as a context manager."""
+    """A running Hub, until the end of its block."""
 
     def __init__(self, root: Path, *, tls: bool = False) -> None:
         self.store = Store(root)
@@ -44,15 +44,12 @@ class LoopbackHub:
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
     def __enter__(self) -> "LoopbackHub":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -84,7 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault = self.hub.traffic.take(self.request_log)
         if self.fault is not None and self.fault.kind is Kind.STATUS:
             self._read_body()
-            self._reply(_injected(self.fault))
+            headers = {"Retry-After": str(self.fault.retry_after)} if self.fault.retry_after is not None else {}
+            self._reply(Reply({"error": self.fault.words}, self.fault.status, headers))
         elif self.fault is not None and self.fault.kind is Kind.PAGE:
             self._read_body()
             page = b"<html>Log in</html>"
@@ -193,13 +191,12 @@ class _Handler(BaseHTTPRequestHandler):
         begin, end, status = _requested_range(self.headers.get("Range"), entry.size)
         if status == 416:
             return self._reply(Reply({}, 416, {"Content-Range": f"bytes */{entry.size}"}))
+        headers = self._file_headers(name, commit, entry)
+        if status == 206:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{entry.size}"
         if self.fault is not None and self.fault.kind is Kind.SHORT:
             end = min(end, begin + self.fault.after_bytes)
-        headers = self._file_headers(name, commit, entry) | {"Content-Length": str(end - begin)}
-        if status == 206:
-            headers["Content-Range"] = f"bytes {begin}-{_requested_range(self.headers['Range'], entry.size)[1] - 1}"
-            headers["Content-Range"] += f"/{entry.size}"
-        self._send_head(status, headers)
+        self._send_head(status, headers | {"Content-Length": str(end - begin)})
         if self.command == "GET":
             self._send_bytes(entry, begin, end)
         return None
@@ -238,13 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_past_python(self, file: int, begin: int, end: int) -> int:
         """Send an undisturbed body from the system's cache; returns its length."""
         size = CHUNK_BYTES if self.hub.traffic.bytes_per_second is None else CHUNK_BYTES // 32
-        for position in range(begin, end, size):
-            piece_end = min(position + size, end)
-            while position < piece_end:
-                count = os.sendfile(self.connection.fileno(), file, position, piece_end - position)
-                position += count
-                self.request_log.sent += count
-                self._throttle(count, self.hub.traffic.down)
+        position = begin
+        while position < end:
+            count = os.sendfile(self.connection.fileno(), file, position, min(size, end - position))
+            position += count
+            self.request_log.sent += count
+            self._throttle(count, self.hub.traffic.down)
         return end - begin
 
     def _throttle(self, num_bytes: int, line: Line | None) -> None:
@@ -262,8 +258,3 @@ def _requested_range(text: str | None, size: int) -> tuple[int, int, int]:
     begin = int(match[1]) if match[1] else size - int(match[2])
     end = min(int(match[2]) + 1, size) if match[1] and match[2] else size
     return begin, end, 416 if begin >= size else 206
-
-
-def _injected(fault: Fault) -> Reply:
-    headers = {"Retry-After": str(fault.retry_after)} if fault.retry_after is not None else {}
-    return Reply({"error": fault.words}, fault.status, headers)

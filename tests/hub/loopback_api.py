@@ -87,15 +87,6 @@ class Api:
         info = {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings}
         return Reply(info | {"tags": [], "downloads": 0, "likes": 0, "disabled": False, "gated": False})
 
-    def _settings(self, name: str, repo: Repo, argument: str, body: bytes) -> Reply:
-        request = json.loads(body)
-        repo.private = bool(request.get("private", request.get("visibility") == "private"))
-        return Reply()
-
-    def _refs(self, name: str, repo: Repo, argument: str, body: bytes) -> Reply:
-        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
-        return Reply({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
-
     def _create_branch(self, name: str, repo: Repo, branch: str, body: bytes) -> Reply:
         if branch in repo.refs:
             return Reply({"error": "Reference already exists"}, 409)
@@ -115,10 +106,7 @@ class Api:
         return Reply([describe(p, e) for p, e in sorted(repo.files(revision).items())])
 
     def _paths_info(self, name: str, repo: Repo, revision: str, body: bytes) -> Reply:
-        if body.startswith(b"{"):
-            paths = json.loads(body)["paths"]
-        else:
-            paths = urllib.parse.parse_qs(body.decode()).get("paths", [])
+        paths = urllib.parse.parse_qs(body.decode()).get("paths", [])
         files = repo.files(revision)
         return Reply([describe(p, files[p]) for p in paths if p in files])
 
@@ -175,9 +163,6 @@ class Api:
             files[path] = entry
         elif key == "deletedFile":
             files.pop(path, None)
-        elif key == "deletedFolder":
-            for inside in [p for p in files if p.startswith(path.rstrip("/") + "/")]:
-                del files[inside]
         return None
 
     def _lfs_batch(self, request: Json) -> Reply:
@@ -200,8 +185,6 @@ class Api:
 
 _HANDLERS = {
     ("GET", "revision"): Api._info,
-    ("PUT", "settings"): Api._settings,
-    ("GET", "refs"): Api._refs,
     ("POST", "branch"): Api._create_branch,
     ("DELETE", "branch"): Api._delete_branch,
     ("GET", "tree"): Api._tree,

@@ -60,9 +60,7 @@ class Repo:
         return commit if commit in self.commits else None
 
     def files(self, revision: str = "main") -> Files:
-        commit = self.find(revision)
-        assert commit is not None, revision
-        return self.commits[commit]
+        return self.commits[self.refs.get(revision, revision)]
 
     def commit(self, branch: str, files: Files) -> str:
         table = [(path, entry.etag) for path, entry in sorted(files.items())]

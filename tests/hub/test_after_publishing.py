@@ -85,7 +85,6 @@ def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, cli: R
 
 
 def test_publish_on_the_work_folder_says_that_it_is_published(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
-    hub_after.traffic.requests.clear()
     shown = cli("publish", WORK, "--repo", "me/out", "--yes", code=0)
     assert shown.stdout == f"{WORK}: published as hf://me/out at commit {done}. Its shards are no longer here\n"
     assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
@@ -128,7 +127,6 @@ def test_a_published_folder_can_be_validated(server: LoopbackHub, cli: RunCli, c
 
 def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     source = hub_after.store.repos["moon/tiny"].refs["main"]
-    hub_after.traffic.requests.clear()
     shown = cli("status", "hf://me/out", code=0)
     assert shown.stdout.splitlines() == [
         f"hf://me/out (private) at commit {done}: complete: 5 shards, 7.54 MB",

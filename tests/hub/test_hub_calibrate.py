@@ -28,9 +28,7 @@ def test_a_source_on_the_hub_gives_the_same_file(
     assert needed < 0.5 * shards
     assert not (cwd / "there.work").exists()
     with Watched(cwd) as watched:
-        options = ("--text", ids, *LAYERS, "--max-disk", str(needed))
-        done = cli("calibrate", "hf://moon/tiny", "there", *options)
-    assert done.returncode == 0, done.stderr
+        cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--max-disk", str(needed), code=0)
     assert (cwd / "there").read_bytes() == here
     assert 0 < watched.most <= needed + len(here) + 64 * 4096
     assert not (cwd / "there.work").exists()

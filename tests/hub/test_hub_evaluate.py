@@ -10,7 +10,7 @@ from disk import Watched
 from faults import refused_after
 from loopback import LoopbackHub
 
-from k2convert.records.evaluation import EvaluatedModel, Evaluation, find_evaluation
+from k2convert.records.evaluation import Evaluation, find_evaluation
 
 SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu", "--activations", "both")
 
@@ -25,12 +25,8 @@ def here(tiny: Path, local_result: Path, ids: Path) -> Evaluation:
 def unnamed(path: Path) -> Evaluation:
     found = find_evaluation(path)
     assert found is not None
-
-    def without_name(model: EvaluatedModel) -> EvaluatedModel:
-        return replace(model, name="")
-
-    rows = tuple(replace(row, model=without_name(row.model)) for row in found.rows)
-    return replace(found, reference=without_name(found.reference), rows=rows)
+    rows = tuple(replace(row, model=replace(row.model, name="")) for row in found.rows)
+    return replace(found, reference=replace(found.reference, name=""), rows=rows)
 
 
 @pytest.fixture

@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import RunCli, cli_environment, start_cli
+from command import RunCli, start_cli
 from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from published import JOB, assert_published
+
+
+@pytest.fixture
+def without_xet(without_xet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own too."""
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
 
 
 def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
@@ -39,15 +45,8 @@ def kill_after(server: LoopbackHub, cwd: Path, num_requests: int, seconds: float
     ids=lambda seeds: f"from {seeds.start}",
 )
 def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
-    seeds: range,
-    tiny_hub: LoopbackHub,
-    cli: RunCli,
-    cwd: Path,
-    local_result: Path,
-    without_xet: None,
-    monkeypatch: pytest.MonkeyPatch,
+    seeds: range, tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, without_xet: None
 ) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     tiny_hub.traffic.bytes_per_second = 400_000.0
     for seed in seeds:
         choice = random.Random(seed)
@@ -67,15 +66,8 @@ def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_kimi_k3_killed_at_random_moments_ends_right(
-    seed: int,
-    server: LoopbackHub,
-    cli: RunCli,
-    cwd: Path,
-    k3_tiny: Path,
-    without_xet: None,
-    monkeypatch: pytest.MonkeyPatch,
+    seed: int, server: LoopbackHub, cli: RunCli, cwd: Path, k3_tiny: Path, without_xet: None
 ) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     server.store.add_folder("moon/tiny", k3_tiny)
     cli("run", k3_tiny, "local", code=0)
     choice = random.Random(seed)
@@ -110,13 +102,8 @@ def test_a_partial_download_goes_on(
     assert tiny_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - kept + header
 
 
-_PLACES = [
-    ("GET", r"\.safetensors$"),
-    ("GET", "/api/models/"),
-    ("GET", "/tree/"),
-    ("POST", "/preupload/"),
-    ("POST", "/commit/"),
-]
+_PLACES = [("GET", place) for place in (r"\.safetensors$", "/api/models/", "/tree/")]
+_PLACES += [("POST", place) for place in ("/preupload/", "/commit/")]
 
 
 def random_fault(choice: random.Random) -> Fault:
@@ -158,8 +145,7 @@ def test_disk_is_within_limits(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, lo
     assert 2 * largest < room < 3 * largest
     tiny_hub.traffic.bytes_per_second = 3_000_000.0
     with Watched(cwd) as watched:
-        done = cli(*JOB, "--max-disk", str(room))
-    assert done.returncode == 0, done.stderr
+        cli(*JOB, "--max-disk", str(room), code=0)
     assert_published(tiny_hub, local_result)
     assert largest < watched.most < room
 
@@ -173,7 +159,7 @@ def test_a_job_continued_with_less_room_keeps_to_it(
     work = cwd / "k2convert-work" / "me--out"
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_hub.traffic.up = Line(1000.0)
-    with start_cli(*JOB, cwd=cwd, env=cli_environment() | {"HF_HUB_DISABLE_XET": "1"}) as process:
+    with start_cli(*JOB, cwd=cwd) as process:
         while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
@@ -187,8 +173,7 @@ def test_a_job_continued_with_less_room_keeps_to_it(
     assert used_bytes(cwd) < room
     tiny_hub.traffic.up = Line(1_500_000.0)
     with Watched(cwd) as watched:
-        done = cli(*JOB, "--max-disk", str(room))
-    assert done.returncode == 0, done.stderr
+        cli(*JOB, "--max-disk", str(room), code=0)
     assert_published(tiny_hub, local_result)
     assert watched.most < room
 

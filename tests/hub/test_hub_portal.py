@@ -59,11 +59,7 @@ def portal(kind: str, body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k2convert.hub.client.FIRST_RETRY_SECONDS", 0.001)
-
-
+@pytest.mark.usefixtures("hub")
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "answer"),

@@ -15,7 +15,8 @@ from pruned_makers import KEPT, SCORES, convert_pruned, make_whole
 from published import ALL_RULES
 from statistics_makers import layers_of, random_statistics, rewrite
 
-from k2convert.checkpoint.header import TensorInfo, read_header
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.records.ledger import read_ledger
@@ -31,18 +32,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_hub(server: LoopbackHub, made: Path, result: Path) -> None:
-    server.store.add_folder("moon/whole", made / "source")
-    server.store.add_folder("me/out", result)
-
-
 BOTH = ("validate", "hf://me/out", "--source", "hf://moon/whole", "--json")
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "16")], ids=["all", "one layer"])
 def test_validate_with_both_on_the_hub(server: LoopbackHub, cli: RunCli, made: Path, layers: tuple[str, ...]) -> None:
-    on_hub(server, made, made / "out")
+    server.store.add_folder("moon/whole", made / "source")
+    server.store.add_folder("me/out", made / "out")
     done = cli(*BOTH, *layers, code=0)
     found = json.loads(done.stdout)
     assert found["weights"]["totals"]["experts"]["num_weights"] > 0
@@ -55,12 +52,11 @@ def test_validate_with_both_on_the_hub(server: LoopbackHub, cli: RunCli, made: P
 
 def test_a_wrong_router_row_on_the_hub_fails(server: LoopbackHub, cli: RunCli, made: Path, tmp_path: Path) -> None:
     out = shutil.copytree(made / "out", tmp_path / "out")
-    shard = next(
-        path for path in out.glob("*.safetensors") if any(".mlp.gate." in n for n in read_header(path).tensors)
-    )
     name = "model.layers.1.mlp.gate.weight"
-    flip(shard, read_header(shard).tensors[name].end - 1)
-    on_hub(server, made, out)
+    gate = open_checkpoint(out).tensors[name]
+    flip(out / gate.shard, gate.end - 1)
+    server.store.add_folder("moon/whole", made / "source")
+    server.store.add_folder("me/out", out)
     done = cli(*BOTH, code=3)
     rules = json.loads(done.stdout)["contract"]["rules"]
     assert [(o["name"], o["problem"][:2]) for o in rules[6]["offenders"]] == [(name, "1 ")]

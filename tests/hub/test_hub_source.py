@@ -20,18 +20,8 @@ from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 
 NAMES = ("a/b", "a_/b", "me/a-b_c.d", "me/1", "a.b/c", "me/" + "a" * 93)
 FOREIGN = (
-    "",
-    "me",
-    "me/..",
-    "me/a@",
-    "/a",
-    "me/a--b",
-    "a/b/c",
-    "a/b..c",
-    "me-/out",
-    "moon./tiny",
-    "moon/naïve",
-    "a/b.git",
+    *("", "me", "me/..", "me/a@", "/a", "me/a--b"),
+    *("a/b/c", "a/b..c", "me-/out", "moon./tiny", "moon/naïve", "a/b.git"),
 )
 
 

@@ -10,11 +10,12 @@ import yaml
 from command import RunCli, run_here, said
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import LoopbackHub
+from loopback_store import Entry
+from published import JOB
 
 from k2convert.hub.client import Hub
 from k2convert.hub.own_card import is_by_hand, marked, settle_card
 
-JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 TEXT = "\n# My model\n\nTrained by hand. | a | b |\n---\nThe end.\n"
 BY_HAND = f"---\nlicense: apache-2.0  # asked our lawyer\ntags: [mine]\n---\n{TEXT}"
 WORDS = "README.md: yours, its metadata is completed"
@@ -25,14 +26,12 @@ def out(local_result: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(local_result, tmp_path / "out"))
 
 
-def put(server: LoopbackHub, hub: Hub, card: str | bytes) -> None:
+def put(server: LoopbackHub, card: bytes) -> None:
     """Write the card of me/out, as in the browser."""
     if "me/out" not in server.store.repos:
         server.store.create("me/out", private=True)
-    data = card.encode() if isinstance(card, str) else card
     repo = server.store.repos["me/out"]
-    hub.api().upload_file(path_or_fileobj=data, path_in_repo="README.md", repo_id="me/out")
-    assert "README.md" in repo.files()
+    repo.commit("main", repo.files() | {"README.md": Entry(len(card), card)})
 
 
 def card_of(server: LoopbackHub) -> str:
@@ -61,8 +60,8 @@ def test_a_card_in_the_folder_stays(server: LoopbackHub, cli: RunCli, out: Path)
     assert (out / "README.md").read_text() == BY_HAND
 
 
-def test_a_card_in_the_repository_stays(server: LoopbackHub, hub: Hub, cli: RunCli, out: Path) -> None:
-    put(server, hub, BY_HAND)
+def test_a_card_in_the_repository_stays(server: LoopbackHub, cli: RunCli, out: Path) -> None:
+    put(server, BY_HAND.encode())
     assert WORDS in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
     assert_completed(card_of(server))
     write_evaluation(out, evaluation_of(out))
@@ -71,8 +70,8 @@ def test_a_card_in_the_repository_stays(server: LoopbackHub, hub: Hub, cli: RunC
 
 
 @pytest.mark.slow
-def test_a_job_from_hub_to_hub_keeps_it(tiny_hub: LoopbackHub, hub: Hub, cli: RunCli) -> None:
-    put(tiny_hub, hub, BY_HAND)
+def test_a_job_from_hub_to_hub_keeps_it(tiny_hub: LoopbackHub, cli: RunCli) -> None:
+    put(tiny_hub, BY_HAND.encode())
     assert f"note: {WORDS}" in cli(*JOB, "--dry-run", code=0).stderr
     assert f"note: {WORDS}" in cli(*JOB, code=0).stderr
     assert_completed(card_of(tiny_hub))
@@ -81,19 +80,17 @@ def test_a_job_from_hub_to_hub_keeps_it(tiny_hub: LoopbackHub, hub: Hub, cli: Ru
     assert json.loads(cli("validate", "hf://me/out", "--json", code=0).stdout)["passed"]
 
 
-def test_the_folders_replaces_the_repositorys_and_that_is_said(
-    server: LoopbackHub, hub: Hub, cli: RunCli, out: Path
-) -> None:
-    put(server, hub, "# Another\n")
+def test_the_folders_replaces_the_repositorys_and_that_is_said(server: LoopbackHub, cli: RunCli, out: Path) -> None:
+    put(server, b"# Another\n")
     (out / "README.md").write_text(BY_HAND)
     done = cli("publish", out, "--repo", "me/out", "--yes", code=0)
     assert f"{WORDS}. It replaces the one of me/out\n" in said(done.stderr)
     assert_completed(card_of(server))
 
 
-def test_front_matter_alone_gets_a_text(server: LoopbackHub, hub: Hub, cli: RunCli, out: Path) -> None:
+def test_front_matter_alone_gets_a_text(server: LoopbackHub, cli: RunCli, out: Path) -> None:
     """As a repository has it that was created in the browser with a license."""
-    put(server, hub, "---\nlicense: apache-2.0\n---\n")
+    put(server, b"---\nlicense: apache-2.0\n---\n")
     assert "yours" not in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
     fields, text = parts(card_of(server))
     assert fields["license"] == "apache-2.0"
@@ -103,7 +100,7 @@ def test_front_matter_alone_gets_a_text(server: LoopbackHub, hub: Hub, cli: RunC
 
 @pytest.mark.slow
 def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
-    server: LoopbackHub, hub: Hub, cli: RunCli, out: Path
+    server: LoopbackHub, cli: RunCli, out: Path
 ) -> None:
     cli("publish", out, "--repo", "me/out", "--yes", code=0)
     first = card_of(server)
@@ -113,7 +110,7 @@ def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
     assert "yours" not in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
     assert "## Evaluation of the whole model" in card_of(server)
     edited = card_of(server).replace("## Hardware", "Ask me before you use it.\n\n## Hardware")
-    put(server, hub, edited)
+    put(server, edited.encode())
     (out / "README.md").unlink()
     write_evaluation(out, replace(evaluation_of(out), tool_version="0.2.1"))
     assert WORDS in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
@@ -124,14 +121,8 @@ def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
 @pytest.mark.parametrize(
     "card", [b"caf\xe9, no UTF-8\n", b"---\nlicense: [mit\n---\nbroken\n", b"---\n- mit\n---\nx\n"]
 )
-def test_a_card_that_cannot_be_completed_stays(
-    server: LoopbackHub, hub: Hub, cli: RunCli, out: Path, card: bytes
-) -> None:
-    server.store.create("me/out", private=True)
-    folder = out.parent / "only the card"
-    folder.mkdir()
-    (folder / "README.md").write_bytes(card)
-    server.store.add_folder("me/out", folder, private=True)
+def test_a_card_that_cannot_be_completed_stays(server: LoopbackHub, cli: RunCli, out: Path, card: bytes) -> None:
+    put(server, card)
     cli("publish", out, "--repo", "me/out", "--yes", code=0)
     assert server.store.read("me/out", "README.md") == card
     assert "config.json" in server.store.repos["me/out"].files()

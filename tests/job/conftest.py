@@ -29,6 +29,18 @@ def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of `finished` that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "out"))
+
+
+@pytest.fixture
+def source(cut: Path, tmp_path: Path) -> Path:
+    """A copy of `cut` that a test may change."""
+    return Path(shutil.copytree(cut, tmp_path / "source"))
+
+
 @pytest.fixture(scope="session")
 def whole(local_result: Path) -> dict[str, bytes]:
     return contents(local_result)

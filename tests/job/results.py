@@ -1,6 +1,11 @@
 """The files and the tensors of a result."""
 
+import json
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from statistics_makers import layers_of
 
 from k2convert.checkpoint.header import read_header
 
@@ -10,6 +15,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("lock", "command.json"))
     files = (p for p in files if not p.name.endswith(".json.k2convert"))
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
 
 
 def files_of(folder: Path, *, without: tuple[str, ...] = ()) -> dict[str, bytes]:
@@ -22,3 +31,13 @@ def raw_tensors(folder: Path) -> dict[str, bytes]:
         data = path.read_bytes()
         found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
     return found
+
+
+def digest_of_shards(folder: Path) -> str:
+    shards = sorted(folder.glob("*.safetensors"))
+    return blake3(b"".join(shard.read_bytes() for shard in shards)).hexdigest()[:32]
+
+
+def arrays_of(statistics: Path) -> list[dict[str, Any]]:
+    """The arrays of every layer, to the bit."""
+    return [{name: (a.shape, a.tobytes()) for name, a in layer.arrays().items()} for layer in layers_of(statistics)]

@@ -1,7 +1,6 @@
 """Values that no training writes: run and validate refuse NaN and infinity, and name zeros and codes of -8."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from command import RunCli
 
 from k2convert.checkpoint.reader import is_finite
-from scripts.fixture_maker.damage import edit_checkpoint, edit_tensor
+from scripts.fixture_maker.damage import edit_checkpoint, edit_json, edit_tensor
 from scripts.fixture_maker.folder import SmallCheckpoint
 
 LAYER = "model.layers.1"
@@ -27,11 +26,6 @@ COPIED = {
 }
 
 
-@pytest.fixture
-def damaged(cut: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(cut, tmp_path / "source")
-
-
 def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(-1)[-1] = value
@@ -44,21 +38,21 @@ def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("name", COPIED.values(), ids=COPIED)
 def test_a_value_that_is_no_number_stops_the_run(
-    name: str, value: float, damaged: Path, tmp_path: Path, run_cli: RunCli
+    name: str, value: float, source: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    edit_tensor(damaged, name, put(value))
-    shown = run_cli("run", damaged, tmp_path / "out", "--rule", "max", code=1)
+    edit_tensor(source, name, put(value))
+    shown = run_cli("run", source, tmp_path / "out", "--rule", "max", code=1)
     assert f"{name}: has NaN or infinite values" in shown.stderr
-    index = json.loads((damaged / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     assert not (tmp_path / "out" / index[name]).exists()
     assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize("parameter", ["weight_scale", "weight"])
-def test_so_does_one_in_what_is_converted(parameter: str, damaged: Path, tmp_path: Path, run_cli: RunCli) -> None:
+def test_so_does_one_in_what_is_converted(parameter: str, source: Path, tmp_path: Path, run_cli: RunCli) -> None:
     module = f"{LAYER}.mlp.experts.0.up_proj" if parameter == "weight_scale" else f"{LAYER}.mlp.shared_experts.up_proj"
-    edit_tensor(damaged, f"{module}.{parameter}", put(NAN))
-    shown = run_cli("run", damaged, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp", code=1)
+    edit_tensor(source, f"{module}.{parameter}", put(NAN))
+    shown = run_cli("run", source, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp", code=1)
     assert module in shown.stderr
     assert "nan" in shown.stderr.lower()
 
@@ -66,16 +60,15 @@ def test_so_does_one_in_what_is_converted(parameter: str, damaged: Path, tmp_pat
 @pytest.mark.parametrize("value", [NAN, INFINITY], ids=["nan", "inf"])
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_value_that_is_no_number_fails_the_validation(
-    value: float, damaged: Path, tmp_path: Path, run_cli: RunCli, *, with_source: bool
+    value: float, source: Path, tmp_path: Path, run_cli: RunCli, *, with_source: bool
 ) -> None:
     out = tmp_path / "out"
-    run_cli("run", damaged, out, "--rule", "max", code=0)
-    for folder in (damaged, out):
+    run_cli("run", source, out, "--rule", "max", code=0)
+    for folder in (source, out):
         edit_tensor(folder, "model.norm.weight", put(value))
-    ledger = json.loads((out / "k2convert.json").read_text())
-    ledger["source"]["headers"] = {}  # the source was written again, with other headers
-    (out / "k2convert.json").write_text(json.dumps(ledger))
-    given = ("--source", damaged) if with_source else ()
+    # The source was written again, with other headers.
+    edit_json(out / "k2convert.json", lambda ledger: ledger["source"].update(headers={}))
+    given = ("--source", source) if with_source else ()
     shown = run_cli("validate", out, *given, "--json", code=3)
     rule = json.loads(shown.stdout)["contract"]["rules"][6]
     assert rule["verdict"] == "fail"
@@ -92,31 +85,29 @@ def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
         values[41] = value
         data = values.to(dtype).view(torch.uint8).numpy()
         assert is_finite(data, name) is wanted, value
-    every = torch.arange(256, dtype=torch.uint8)
-    for byte in every:
+    for byte in torch.arange(256, dtype=torch.uint8):
         wanted = bool(byte.reshape(1).view(torch.float8_e4m3fn).float().isfinite())
         assert is_finite(byte.reshape(1).numpy(), "F8_E4M3") is wanted
 
 
 def zero_layer(checkpoint: SmallCheckpoint) -> None:
-    for members in checkpoint.shards.values():
-        for name, tensor in members.items():
-            if name.startswith(f"{LAYER}.") and not name.endswith("weight_shape"):
-                members[name] = codes_of_zero(tensor) if name.endswith("packed") else torch.zeros_like(tensor)
+    for name, tensor in checkpoint.tensors().items():
+        if name.startswith(f"{LAYER}.") and not name.endswith("weight_shape"):
+            checkpoint.replace(name, codes_of_zero(tensor) if name.endswith("packed") else torch.zeros_like(tensor))
 
 
 def codes_of_zero(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor.view(torch.uint8), 0x88).view(torch.int32)
 
 
-def test_a_layer_of_zeros_is_named(damaged: Path, tmp_path: Path, run_cli: RunCli) -> None:
-    edit_checkpoint(damaged, zero_layer)
+def test_a_layer_of_zeros_is_named(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    edit_checkpoint(source, zero_layer)
     out = tmp_path / "out"
-    shown = run_cli("run", damaged, out, code=0)
+    shown = run_cli("run", source, out, code=0)
     (warning,) = [line for line in shown.stderr.splitlines() if line.startswith("warning: ")]
     assert f"({LAYER}." in warning
     assert warning.endswith("all weights are zero")
-    document = json.loads(run_cli("validate", out, "--source", damaged, "--json", code=0).stdout)
+    document = json.loads(run_cli("validate", out, "--source", source, "--json", code=0).stdout)
     copies = document["contract"]["rules"][6]
     weights = document["contract"]["rules"][17]
     assert (copies["verdict"], weights["verdict"]) == ("warn", "warn")
@@ -124,10 +115,6 @@ def test_a_layer_of_zeros_is_named(damaged: Path, tmp_path: Path, run_cli: RunCl
     assert weights["count"] == 12  # four experts
     without = json.loads(run_cli("validate", out, "--json", code=0).stdout)["contract"]["rules"][17]
     assert (without["verdict"], without["count"]) == ("warn", 12)
-
-
-def all_minus_eight(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor)
 
 
 def as_twos_complement(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,28 +130,23 @@ def a_quarter_minus_eight(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (all_minus_eight, "100 % of the codes are -8"),
+        (torch.zeros_like, "100 % of the codes are -8"),
         (a_quarter_minus_eight, "a range of zeros in the file?"),
         (as_twos_complement, "two's complement?"),
     ],
 )
 def test_codes_of_minus_eight_are_named(
-    change: Callable[[torch.Tensor], torch.Tensor], words: str, damaged: Path, tmp_path: Path, run_cli: RunCli
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, source: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     expert = f"{LAYER}.mlp.experts.2."
-
-    def apply(checkpoint: SmallCheckpoint) -> None:
-        for members in checkpoint.shards.values():
-            for name in [n for n in members if n.startswith(expert) and n.endswith("packed")]:
-                members[name] = change(members[name])
-
-    edit_checkpoint(damaged, apply)
+    for kind in ("gate", "up", "down"):
+        edit_tensor(source, f"{expert}{kind}_proj.weight_packed", change)
     out = tmp_path / "out"
-    shown = run_cli("run", damaged, out, "--json", code=0)
+    shown = run_cli("run", source, out, "--json", code=0)
     (warning,) = json.loads(shown.stdout)["warnings"]
     assert expert in warning
     assert words in warning
-    rule = json.loads(run_cli("validate", out, "--source", damaged, "--json", code=0).stdout)["contract"]["rules"][17]
+    rule = json.loads(run_cli("validate", out, "--source", source, "--json", code=0).stdout)["contract"]["rules"][17]
     assert (rule["verdict"], rule["count"]) == ("warn", 3)
     assert words in rule["offenders"][0]["problem"]
 

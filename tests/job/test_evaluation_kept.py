@@ -1,15 +1,13 @@
 """A finished folder's evaluation.json stays as it is when the job runs again; a source's is not copied."""
 
 import json
-import shutil
 from pathlib import Path
 
 from command import run_here
 from evaluation_makers import evaluation_of, write_evaluation
 
 
-def test_a_source_with_an_evaluation_gives_a_result_without_one(cut: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(cut, tmp_path / "source"))
+def test_a_source_with_an_evaluation_gives_a_result_without_one(source: Path, tmp_path: Path) -> None:
     (source / "evaluation.json").write_text('{"of": "the source"}')
     run_here("run", source, tmp_path / "out", code=0)
     assert not (tmp_path / "out" / "evaluation.json").exists()

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
 from command import run_here
 from mxfp4_makers import library_values
-from results import raw_tensors
+from results import digest_of_shards, raw_tensors, read_json
 from safetensors.torch import load_file
 
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
@@ -50,10 +49,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
-def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    return json.loads((folder / name).read_text())
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
@@ -86,17 +81,14 @@ def test_every_value_is_the_sources_by_the_layouts_own_library(
 
 
 def test_the_bytes_do_not_change_by_accident(result: Path) -> None:
-    digest = blake3()
-    for shard in sorted(result.glob("*.safetensors")):
-        digest.update(shard.read_bytes())
-    assert digest.hexdigest()[:32] == "70ae61f4b225ed22ea4ccd9a944eb978"
+    assert digest_of_shards(result) == "70ae61f4b225ed22ea4ccd9a944eb978"
 
 
 def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path) -> None:
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     layers = {bank: {"quant_algo": "NVFP4", "group_size": 16} for bank in sorted(BANKS)}
-    config = read(result)
-    source = read(k3_tiny)
+    config = read_json(result)
+    source = read_json(k3_tiny)
     declared = config.pop("quantization_config")
     del declared["producer"]
     assert declared == {
@@ -109,7 +101,7 @@ def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path)
     }
     del source["text_config"]["quantization_config"]
     assert config == source
-    assert read(result, "hf_quant_config.json")["quantization"] == {
+    assert read_json(result, "hf_quant_config.json")["quantization"] == {
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": None,
         "group_size": 16,
@@ -120,7 +112,7 @@ def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path)
 
 def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path) -> None:
     run_here("run", k3_tiny, tmp_path / "out", "--layout", "compressed-tensors", "--quiet", code=0)
-    declared = read(tmp_path / "out")["quantization_config"]
+    declared = read_json(tmp_path / "out")["quantization_config"]
     assert (declared["ignore"], declared["format"]) == (IGNORES, "nvfp4-pack-quantized")
     assert declared["config_groups"]["group_0"]["targets"] == ["Linear"]
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -132,7 +124,7 @@ def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
     words = "27 of 36 tensors are in the window, where a cast is exact; 9 had codes rounded in"
     assert words in said
-    total = read(tmp_path / "out", "k2convert.json")["totals"]["total"]
+    total = read_json(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert (total["below_window_tensors"], total["subnormal_tensors"]) == (9, 9)
     assert "lossless_tensors" not in total
     assert (total["cast_tensors"], total["min_source_byte"], total["max_source_byte"]) == (36, 0, 252)
@@ -156,7 +148,7 @@ def test_a_rule_that_does_not_cast_says_so_of_no_tensor(k3_edges: Path, tmp_path
     said = run_here("run", k3_edges, tmp_path / "out", "--rule", "max", "--device", "cpu", code=0).stdout
     assert "cast:" not in said
     assert "lossless" not in said
-    assert "cast_tensors" not in read(tmp_path / "out", "k2convert.json")["totals"]["total"]
+    assert "cast_tensors" not in read_json(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert "that were cast" not in run_here("validate", tmp_path / "out", "--source", k3_edges, code=0).stdout
 
 
@@ -200,8 +192,8 @@ def test_pruning_keeps_experts_and_their_bytes(k3_tiny: Path, result: Path, tmp_
     (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(k): sorted(v) for k, v in kept.items()}}))
     out = tmp_path / "out"
     run_here("run", k3_tiny, out, "--keep-experts", tmp_path / "kept.json", code=0)
-    assert read(out)["text_config"]["num_experts"] == 2
-    assert "n_routed_experts" not in read(out)["text_config"]
+    assert read_json(out)["text_config"]["num_experts"] == 2
+    assert "n_routed_experts" not in read_json(out)["text_config"]
     ours = raw_tensors(out)
     whole = raw_tensors(result)
     for layer, experts in kept.items():

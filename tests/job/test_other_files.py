@@ -26,25 +26,12 @@ def link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-ORDINARY: dict[str, Callable[[Path], None]] = {
-    "lost+found/#12345": text,
-    "lost+found/model.safetensors": text,
-    "convert.log": text,
-    "slurm-17.out": text,
-    ".git/config.json": text,
-    ".git/hooks/check.py": text,
-    ".gitattributes": text,
-    ".DS_Store": text,
-    ".nfs0001": text,
-    "thesis.txt": text,
-    "notes.md": text,
-    "README.md": text,
-    "docs/metrics.json": text,
-    "table.csv": text,
-    "events.jsonl": text,
-    "tiny.stats": text,
-    "latest.log": link,
-}
+ORDINARY_TEXTS = (
+    "lost+found/#12345", "lost+found/model.safetensors", "convert.log", "slurm-17.out", ".git/config.json",
+    ".git/hooks/check.py", ".gitattributes", ".DS_Store", ".nfs0001", "thesis.txt", "notes.md", "README.md",
+    "docs/metrics.json", "table.csv", "events.jsonl", "tiny.stats",
+)  # fmt: skip
+ORDINARY: dict[str, Callable[[Path], None]] = dict.fromkeys(ORDINARY_TEXTS, text) | {"latest.log": link}
 
 
 @pytest.mark.quick(5)
@@ -78,31 +65,17 @@ def test_a_job_that_resumes_leaves_them_alone_too(moment: str, small: Path, fini
     assert "passed" in run_here("validate", out, "--source", small, "--quiet", code=0).stdout
 
 
+REFUSED_TEXTS = (
+    "generation_config.json", "hf_quant_config.json", "quantize_config.json", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "merges.txt",
+    "modeling_other.py", "inner/modeling_other.py", "model.safetensors", "inner/model.safetensors", "model-q4.gguf",
+    "pytorch_model.bin", "left.tmp", SHARD, "extra/notes.txt", "extra", "k2convert.json", "evaluation.json",
+    "report.html",
+)  # fmt: skip
 REFUSED: dict[str, Callable[[Path], None]] = {
     "config.json": text,
     "config.json/": Path.mkdir,
-    "generation_config.json": text,
-    "hf_quant_config.json": text,
-    "quantize_config.json": text,
-    "model.safetensors.index.json": text,
-    "tokenizer.json": text,
-    "tokenizer_config.json": text,
-    "tiktoken.model": text,
-    "chat_template.jinja": text,
-    "merges.txt": text,
-    "modeling_other.py": text,
-    "inner/modeling_other.py": text,
-    "model.safetensors": text,
-    "inner/model.safetensors": text,
-    "model-q4.gguf": text,
-    "pytorch_model.bin": text,
-    "left.tmp": text,
-    SHARD: text,
-    "extra/notes.txt": text,
-    "extra": text,
-    "k2convert.json": text,
-    "evaluation.json": text,
-    "report.html": text,
+    **dict.fromkeys(REFUSED_TEXTS, text),
     "pipe": os.mkfifo,
 }
 

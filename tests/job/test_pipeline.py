@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +32,22 @@ class Disk:
         with self.lock:
             del self.files[name]
 
+    def stages(self, source_bytes: dict[str, int]) -> dict[str, Any]:
+        """Stages that fetch sources to this disk, write results there and remove both."""
+        return {
+            "fetch": lambda source: self.add(source, source_bytes[source]),
+            "convert": lambda item: self.add(item.name, item.output_bytes),
+            "drop_source": self.drop,
+            "drop_output": self.drop,
+        }
+
 
 @dataclass
 class Branch:
     """Commits what was sent when four shards wait; `delay` is how long sending and committing take, in seconds."""
 
     delay: float = 0.0
+    on_upload: Callable[[str], None] = lambda _: None
     sent: list[str] = field(default_factory=list)
     committed: list[str] = field(default_factory=list)
     commits: int = 0
@@ -49,6 +60,7 @@ class Branch:
         return len(self.sent)
 
     def upload(self, name: str) -> None:
+        self.on_upload(name)
         self.uploading.add(name)
         self.most_uploads = max(self.most_uploads, len(self.uploading))
         time.sleep(self.delay)
@@ -117,17 +129,8 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
         disk.add(item.name, item.output_bytes)
         converted[item.name] += 1
 
-    pipeline(
-        items,
-        room,
-        sources,
-        fetch=lambda source: disk.add(source, sources[source]),
-        convert=convert,
-        drop_source=disk.drop,
-        drop_output=disk.drop,
-        uploads=branch if publish else None,
-        num_workers=1 + seed % 3,
-    ).run()
+    stages = disk.stages(sources) | {"convert": convert, "num_workers": 1 + seed % 3}
+    pipeline(items, room, sources, uploads=branch if publish else None, **stages).run()
     assert disk.peak <= room
     assert converted == Counter(item.name for item in items)
     assert sorted(branch.committed) == (sorted(converted) if publish else [])
@@ -144,15 +147,11 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
         if name == stage and calls[name] == 3:
             raise OSError("no more")
 
-    class Failing(Branch):
-        def upload(self, name: str) -> None:
-            fail_at("upload")
-            super().upload(name)
-
     stop = threading.Event()
     stages: dict[str, Any] = {"fetch": lambda _: fail_at("fetch"), "convert": lambda _: fail_at("convert")}
+    branch = Branch(on_upload=lambda _: fail_at("upload"))
     with pytest.raises(OSError, match="no more"):
-        pipeline(items, 40, sources, stop=stop, uploads=Failing(), **stages).run()
+        pipeline(items, 40, sources, stop=stop, uploads=branch, **stages).run()
     assert stop.is_set()
     assert calls[stage] == 3
 
@@ -192,18 +191,13 @@ def test_stages_overlap() -> None:
         if name == expected:
             meeting.wait(timeout=300)
 
-    class Meeting(Branch):
-        def upload(self, name: str) -> None:
-            meet_at(name, "o3")
-            super().upload(name)
-
     pipeline(
         items,
         100,
         sources,
         fetch=lambda source: meet_at(source, "s5"),
         convert=lambda item: meet_at(item.name, "o4"),
-        uploads=Meeting(),
+        uploads=Branch(on_upload=lambda name: meet_at(name, "o3")),
     ).run()
     assert not meeting.broken
 
@@ -217,16 +211,7 @@ def test_a_local_source_has_no_fetch_stage() -> None:
 
 def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
     (items, sources), disk, branch = chain(24), Disk(), Branch(delay=0.02)
-    pipeline(
-        items,
-        10**9,
-        sources,
-        fetch=lambda source: disk.add(source, 10),
-        convert=lambda item: disk.add(item.name, 10),
-        drop_source=disk.drop,
-        drop_output=disk.drop,
-        uploads=branch,
-    ).run()
+    pipeline(items, 10**9, sources, uploads=branch, **disk.stages(sources)).run()
     assert sorted(branch.committed) == sorted(item.name for item in items)
     assert branch.most_uploads == 2
     assert branch.commits <= 24 // 4 + 1

@@ -117,23 +117,21 @@ def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> Non
     assert {path: path.lstat().st_mtime_ns for path in repo.rglob("*")} == before
 
 
-def test_a_finished_shard_may_be_moved_to_another_disk(small: Path, finished: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(finished, tmp_path / "out"))
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    shutil.move(out / SHARD, disk / SHARD)
-    (out / SHARD).symlink_to(disk / SHARD)
-    (out / "config.json").unlink()
-    run_here("run", small, out, code=0)
-    assert (out / SHARD).is_symlink(), "it counts as finished"
-    assert contents(out) == contents(finished)
-    data = bytearray((disk / SHARD).read_bytes())
-    data[-1] ^= 1
-    (disk / SHARD).write_bytes(data)
-    run_here("run", small, out, code=0)
-    assert not (out / SHARD).is_symlink(), "it is replaced where it was linked"
-    assert contents(out) == contents(finished)
-    assert (disk / SHARD).read_bytes() == data
+def test_a_finished_shard_may_be_moved_to_another_disk(
+    small: Path, finished: Path, copied: Path, tmp_path: Path
+) -> None:
+    moved = shutil.move(copied / SHARD, tmp_path / SHARD)
+    (copied / SHARD).symlink_to(moved)
+    (copied / "config.json").unlink()
+    run_here("run", small, copied, code=0)
+    assert (copied / SHARD).is_symlink(), "it counts as finished"
+    assert contents(copied) == contents(finished)
+    flip(moved, -1)
+    damaged = moved.read_bytes()
+    run_here("run", small, copied, code=0)
+    assert not (copied / SHARD).is_symlink(), "it is replaced where it was linked"
+    assert contents(copied) == contents(finished)
+    assert moved.read_bytes() == damaged
 
 
 def note_hashes(source: Path, *, seconds: float = 0) -> None:
@@ -160,9 +158,7 @@ def test_a_damaged_download_is_refused(
         note_hashes(source)
     path = (source / SHARD).resolve()
     before = path.stat()
-    data = bytearray(path.read_bytes())
-    data[int(position * len(data)) - 1] ^= 1
-    path.write_bytes(data)
+    flip(path, int(position * before.st_size) - 1)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     error = run_here("run", source, out, code=1).stderr.replace("\n", " ")
     assert f"{source / SHARD}: is damaged: its sha256 is " in error

@@ -1,7 +1,6 @@
 """`run --keep-experts`: the result is that of a source which another program pruned, in every kind of job."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from command import run, run_here
-from results import files_of, raw_tensors
+from pruned_makers import make_whole
+from results import arrays_of, files_of, raw_tensors, read_json
 from statistics_makers import HEADER, random_statistics
 
 from k2convert.calibration.statistics import open_statistics, write_statistics
@@ -55,20 +55,13 @@ def converted(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def small(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two MoE layers of four experts, of which a token uses two."""
-    folder = Path(shutil.copytree(short, tmp_path_factory.mktemp("small") / "source"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
-    return folder
+    return make_whole(tmp_path_factory.mktemp("small") / "source")
 
 
 def headers_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(folder).tensors.items()}
-
-
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    return json.loads((folder / name).read_text())
 
 
 FORMS = {
@@ -213,10 +206,7 @@ def test_saved_statistics_of_a_pruned_walk_are_of_the_kept_experts(small: Path, 
         assert run(*walk) == 0, "the statistics are those of this job"
         use = ("--statistics", saved[name], "--quiet")
         assert run("run", source, tmp_path / f"{name}-imatrix", *options, *use) == 0
-    ours, theirs = map(open_statistics, saved.values())
-    for number in ours.layers:
-        arrays = zip(ours.layer(number).arrays().items(), theirs.layer(number).arrays().items(), strict=True)
-        assert all(name == same and np.array_equal(array, expected) for (name, array), (same, expected) in arrays)
+    assert arrays_of(saved["ours"]) == arrays_of(saved["theirs"])
     results = [files_of(tmp_path / f"{name}-imatrix", without=LEDGER) for name in saved]
     assert results[0] == results[1]
     use = ("--source", small, "--statistics", saved["ours"])

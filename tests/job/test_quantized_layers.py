@@ -22,7 +22,7 @@ from k2convert.choices import Layout
 from k2convert.errors import CalibrationError, InvalidCheckpointError, RecipeError
 from k2convert.job.prepare import Job
 from k2convert.job.run import execute
-from k2convert.job.shard import ShardTask, convert_shard
+from k2convert.job.shard import ShardTask, convert_shard, shard_task
 from k2convert.models import locate_module
 from k2convert.models.names import Role
 from k2convert.plan.recipe import build_recipe, settle_recipe
@@ -108,21 +108,8 @@ def walked(
 
 def tasks_of(job: Job) -> list[ShardTask]:
     job.destination.folder.mkdir()
-    return [
-        ShardTask(
-            shard=shard,
-            recipe=job.plan.recipe,
-            source_folder=job.source.checkpoint.folder,
-            destination=job.destination.folder,
-            fingerprint=job.digest,
-            header_digests={name: job.source.checkpoint.headers[name].digest for name in shard.source_shards},
-            inflight_bytes=1 << 26,
-            family=job.plan.family,
-            for_upload=True,
-            calibration=job.calibration,
-        )
-        for shard in job.plan.jobs
-    ]
+    tasks = (shard_task(job, shard.name) for shard in job.plan.jobs)
+    return [replace(task, for_upload=True, calibration=job.calibration) for task in tasks]
 
 
 @pytest.mark.slow

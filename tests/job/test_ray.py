@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,8 @@ pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    cluster = Nodes(3)
-    yield cluster
-    cluster.close()
+    with closing(Nodes(3)) as cluster:
+        yield cluster
 
 
 def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
@@ -108,8 +107,7 @@ def test_a_stopped_driver_is_started_again_and_makes_no_recorded_shard_twice(
 def test_a_job_waits_for_nodes_that_join_late_and_refuses_another_version(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = Nodes(0)
-    try:
+    with closing(Nodes(0)) as nodes:
         driver = start(*job(small, tmp_path / "out", nodes))
         time.sleep(1)
         assert driver.is_alive()
@@ -125,8 +123,6 @@ def test_a_job_waits_for_nodes_that_join_late_and_refuses_another_version(
         nodes.add()
         error = run_here(*job(small, tmp_path / "refused", nodes), code=1).stderr
         assert re.search(r"error: node \S+ \(\w+\) has k2convert 0\.0\.9, but this is", error)
-    finally:
-        nodes.close()
 
 
 @pytest.mark.slow
@@ -145,7 +141,7 @@ def test_a_job_waits_for_a_cluster_to_grow(small: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as changed:
         changed.setenv("RAY_NODE_TYPE_NAME", "workers")  # as a launcher does, in place of `ray start`
         nodes = Nodes(1)
-    try:
+    with closing(nodes):
         driver = start_cli(*job(small, tmp_path / "out", nodes)[:-1], "2", stderr=subprocess.PIPE)
         assert driver.stderr is not None
         line = next(line for line in driver.stderr if "waiting" in line)
@@ -156,8 +152,6 @@ def test_a_job_waits_for_a_cluster_to_grow(small: Path, tmp_path: Path, monkeypa
         nodes.add(cpus=2)
         _, said = driver.communicate(timeout=120)
         assert driver.returncode == 0, said
-    finally:
-        nodes.close()
 
 
 @pytest.mark.slow

@@ -9,49 +9,36 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from conversions import plan_job
+from results import digest_of_shards, read_json
 
 from k2convert.job.run import execute
 
-HASHES = {
-    ("mse", "modelopt", "w4a4"): "785f2d342193277ee0a363ebcee82d4b",
-    ("mse", "modelopt", "w4a16"): "5a51e3fa7b1c5614e6ec538fe70e9405",
-    ("mse", "compressed-tensors", "w4a4"): "f27122bb1475b872c7fd5f0105160f49",
-    ("mse", "compressed-tensors", "w4a16"): "3042d68ecb4eeb83cd1049ebeac55e8b",
-    ("max", "modelopt", "w4a4"): "db9b6f12e04b5b8dd5b4ae6725fe3d50",
-    ("max", "modelopt", "w4a16"): "42b04905a3cb33ce0311ac70d119443a",
-    ("max", "compressed-tensors", "w4a4"): "6f1638f6a3f71a74e960d5a040622ff0",
-    ("max", "compressed-tensors", "w4a16"): "d1b767a9b136351183a676a23c5ee725",
+DIGESTS = {
+    ("mse", "modelopt", "w4a4"): ("785f2d342193277ee0a363ebcee82d4b", "2ef33d6d0fd55ba9cb93b4613345d353"),
+    ("mse", "modelopt", "w4a16"): ("5a51e3fa7b1c5614e6ec538fe70e9405", "2f0eb2e87c672cf79e769cf304415283"),
+    ("mse", "compressed-tensors", "w4a4"): ("f27122bb1475b872c7fd5f0105160f49", "0c0f9e37b9632a4a313307405702341d"),
+    ("mse", "compressed-tensors", "w4a16"): ("3042d68ecb4eeb83cd1049ebeac55e8b", "b62eb62e6292da5a62a04ac8e2581aa5"),
+    ("max", "modelopt", "w4a4"): ("db9b6f12e04b5b8dd5b4ae6725fe3d50", "6f904f022023b2489a4563ef147fd982"),
+    ("max", "modelopt", "w4a16"): ("42b04905a3cb33ce0311ac70d119443a", "0e7aa094de08d9dc2ed049fbaeaec301"),
+    ("max", "compressed-tensors", "w4a4"): ("6f1638f6a3f71a74e960d5a040622ff0", "9b6c25f8e436cd89594ce500aacf395c"),
+    ("max", "compressed-tensors", "w4a16"): ("d1b767a9b136351183a676a23c5ee725", "dd4d0e39ce3cc3dcee4eabdb67e1c46f"),
 }
-
-LEDGERS = {
-    ("mse", "modelopt", "w4a4"): "2ef33d6d0fd55ba9cb93b4613345d353",
-    ("mse", "modelopt", "w4a16"): "2f0eb2e87c672cf79e769cf304415283",
-    ("mse", "compressed-tensors", "w4a4"): "0c0f9e37b9632a4a313307405702341d",
-    ("mse", "compressed-tensors", "w4a16"): "b62eb62e6292da5a62a04ac8e2581aa5",
-    ("max", "modelopt", "w4a4"): "6f904f022023b2489a4563ef147fd982",
-    ("max", "modelopt", "w4a16"): "0e7aa094de08d9dc2ed049fbaeaec301",
-    ("max", "compressed-tensors", "w4a4"): "9b6c25f8e436cd89594ce500aacf395c",
-    ("max", "compressed-tensors", "w4a16"): "dd4d0e39ce3cc3dcee4eabdb67e1c46f",
-}
-"""Digests of the ledgers, fingerprints included, without versions and the values of figures."""
+"""Of the shards, and of the ledgers, fingerprints included, without versions and the values of figures."""
 
 
-def ledger_digest(path: Path) -> str:
-    ledger = json.loads(path.read_text())
+def ledger_digest(folder: Path) -> str:
+    ledger = read_json(folder, "k2convert.json")
     del ledger["versions"], ledger["k2convert"]
     ledger["totals"] = {role: sorted(figures) for role, figures in ledger["totals"].items()}
     return blake3(json.dumps(ledger).encode()).hexdigest()[:32]
 
 
-@pytest.mark.parametrize(("rule", "layout", "activations"), HASHES)
+@pytest.mark.parametrize(("rule", "layout", "activations"), DIGESTS)
 def test_shards_have_known_bytes(rule: str, layout: str, activations: str, trained: Path, tmp_path: Path) -> None:
     keys = {"rule": rule, "layout": layout, "activations": activations}
     execute(plan_job(trained, tmp_path / "out", "kimi-k2-thinking-nvfp4-mlp", **keys))
-    digest = blake3()
-    for shard in sorted((tmp_path / "out").glob("*.safetensors")):
-        digest.update(shard.read_bytes())
-    assert digest.hexdigest()[:32] == HASHES[rule, layout, activations]
-    assert ledger_digest(tmp_path / "out" / "k2convert.json") == LEDGERS[rule, layout, activations]
+    found = (digest_of_shards(tmp_path / "out"), ledger_digest(tmp_path / "out"))
+    assert found == DIGESTS[rule, layout, activations]
 
 
 EDGES = {
@@ -68,7 +55,4 @@ EDGES = {
 def test_shards_of_rare_weights_have_known_bytes(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     out = tmp_path / "out"
     execute(plan_job(request.getfixturevalue(name), out, "kimi-k2-thinking-nvfp4", rule="mse"))
-    digest = blake3()
-    for shard in sorted(out.glob("*.safetensors")):
-        digest.update(shard.read_bytes())
-    assert digest.hexdigest()[:32] == EDGES[name]
+    assert digest_of_shards(out) == EDGES[name]

@@ -30,6 +30,12 @@ def seconds(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     return time.monotonic() - begin
 
 
+@pytest.fixture
+def destination(local_result: Path, tmp_path: Path) -> Path:
+    """A finished folder that a test may change."""
+    return Path(shutil.copytree(local_result, tmp_path / "out"))
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_run_is_resumed(seed: int, tiny: Path, seconds: float, local_result: Path, tmp_path: Path) -> None:
@@ -102,9 +108,7 @@ def test_an_interrupt_during_an_import_waits_for_its_end(tiny: Path, tmp_path: P
     assert not (tmp_path / "out" / CONFIG_NAME).exists()
 
 
-def test_what_a_complete_folder_lost_is_restored(tiny: Path, local_result: Path, tmp_path: Path) -> None:
-    destination = tmp_path / "out"
-    shutil.copytree(local_result, destination)
+def test_what_a_complete_folder_lost_is_restored(tiny: Path, destination: Path) -> None:
     (destination / "report.html").write_text("<html>")
     before = contents(destination)
     for name in ("tokenizer.json", "hf_quant_config.json", "k2convert.json"):
@@ -115,9 +119,7 @@ def test_what_a_complete_folder_lost_is_restored(tiny: Path, local_result: Path,
         assert contents(destination) == before
 
 
-def test_ledger_keeps_the_versions_of_the_run_that_converted(tiny: Path, local_result: Path, tmp_path: Path) -> None:
-    destination = tmp_path / "out"
-    shutil.copytree(local_result, destination)
+def test_ledger_keeps_the_versions_of_the_run_that_converted(tiny: Path, destination: Path) -> None:
     ledger = json.loads((destination / LEDGER_NAME).read_text())
     content = json.dumps(ledger | {"versions": {"python": "3.11.0", "torch": "2.0.0"}}, indent=2) + "\n"
     (destination / LEDGER_NAME).write_text(content)
@@ -125,9 +127,7 @@ def test_ledger_keeps_the_versions_of_the_run_that_converted(tiny: Path, local_r
     assert (destination / LEDGER_NAME).read_text() == content
 
 
-def test_lost_or_truncated_shard_is_made_again(tiny: Path, local_result: Path, tmp_path: Path) -> None:
-    destination = tmp_path / "out"
-    shutil.copytree(local_result, destination)
+def test_lost_or_truncated_shard_is_made_again(tiny: Path, local_result: Path, destination: Path) -> None:
     (destination / "model-00002-of-000005.safetensors").unlink()
     state = json.loads(run_here("status", destination, "--json", code=0).stdout)
     assert (state["complete"], state["pending"]) == (False, ["model-00002-of-000005.safetensors"])
@@ -137,10 +137,8 @@ def test_lost_or_truncated_shard_is_made_again(tiny: Path, local_result: Path, t
     assert contents(destination) == contents(local_result)
 
 
-def test_records_of_another_job_are_not_resumed(tiny: Path, local_result: Path, tmp_path: Path) -> None:
+def test_records_of_another_job_are_not_resumed(tiny: Path, destination: Path, tmp_path: Path) -> None:
     """Somebody deleted what names the job, and some shards, but not the records."""
-    destination = tmp_path / "out"
-    shutil.copytree(local_result, destination)
     for name in (CONFIG_NAME, INDEX_NAME, ".k2convert/job.json"):
         (destination / name).unlink()
     for number in (2, 4):

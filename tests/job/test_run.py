@@ -273,15 +273,10 @@ def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
     assert {"vision_tower", "mm_projector"} <= {holding["role"] for holding in found["holdings"]}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """A recipe whose budget a few tensors of the tiny checkpoint miss by rule max."""
-    path = tmp_path / "strict.yaml"
-    path.write_text("name: strict\nrule: max\nbudget: {tensor_sqnr_db: 22.5}\n")
-    return path
-
-
-def test_a_result_below_the_budget_ends_with_3(recipe: Path, k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
+def test_a_result_below_the_budget_ends_with_3(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    """A few tensors miss the budget by rule max."""
+    recipe = tmp_path / "strict.yaml"
+    recipe.write_text("name: strict\nrule: max\nbudget: {tensor_sqnr_db: 22.5}\n")
     words = ("run", k2_shaped, tmp_path / "out", "--recipe", recipe, "--device", "cpu")
     for more in ((), ("--json",)):  # finished once, it is said again
         done = run_cli(*words, *more, code=3)

@@ -10,7 +10,7 @@ import pytest
 from command import run, run_cli, run_here
 from conversions import plan_job
 from damaged_files import damaged_weight
-from results import raw_tensors
+from results import arrays_of, raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
@@ -68,12 +68,7 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> No
     assert run("calibrate", short, done / "alone", "--text", done / "fitted.npy", *size, "--quiet") == 0
     alone = open_statistics(done / "alone")
     assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
-    for number in range(3):
-        arrays = found.layer(number).arrays()
-        expected = alone.layer(number).arrays()
-        assert {name: array.tobytes() for name, array in arrays.items()} == {
-            name: array.tobytes() for name, array in expected.items()
-        }
+    assert arrays_of(done / "saved") == arrays_of(done / "alone")
 
 
 @pytest.mark.slow
@@ -280,15 +275,11 @@ def test_shards_come_in_the_order_of_their_last_layer(short: Path, text: Path, t
     assert job.gptq.needs == {shard.name: shard_needs(shard) for shard in job.plan.jobs}
 
 
-def needs(last: int, **codes: int) -> ShardNeeds:
-    return ShardNeeds(last, {int(layer[1:]): num_bytes for layer, num_bytes in codes.items()})
-
-
 def test_the_converted_experts_that_wait() -> None:
     for shards, most in (
-        ([needs(1, l1=10), needs(2, l2=10), needs(3, l3=10)], 20),  # a layer, and the one before it
-        ([needs(3, l1=10, l3=1), needs(2, l2=20), needs(3, l3=5)], 36),
-        ([needs(-1)], 0),
+        ([ShardNeeds(1, {1: 10}), ShardNeeds(2, {2: 10}), ShardNeeds(3, {3: 10})], 20),  # a layer and the one before
+        ([ShardNeeds(3, {1: 10, 3: 1}), ShardNeeds(2, {2: 20}), ShardNeeds(3, {3: 5})], 36),
+        ([ShardNeeds(-1, {})], 0),
     ):
         assert waiting_bytes(shards, num_layers=5) == most
 

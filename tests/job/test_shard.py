@@ -3,17 +3,16 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversions import plan_job
-from statistics_makers import random_statistics
 
 from k2convert.calibration.statistics import open_statistics
 from k2convert.job import resources
 from k2convert.job import run as executor
-from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.records.ledger import ShardRecord
 
@@ -25,19 +24,17 @@ sys.stdout.buffer.write(pickle.dumps([convert_shard(task) for task in tasks]))
 """
 
 
-def plan(source: Path, destination: Path, **overrides: Any) -> Job:
-    statistics = None
-    if overrides.get("rule") == "imatrix":
-        statistics = open_statistics(random_statistics(destination.with_name("statistics"), source))
-    return plan_job(source, destination, statistics=statistics, **overrides)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}]
 )
 def test_a_task_is_pickled_and_converted_in_another_process(
-    split: Path, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
+    split: Path,
+    cut: Path,
+    statistics: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: dict[str, Any],
 ) -> None:
     tasks: list[ShardTask] = []
 
@@ -46,13 +43,13 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         return convert_shard(task, **options)
 
     monkeypatch.setattr(executor, "convert_shard", remember)
-    whole = executor.execute(plan(cut if overrides == {"rule": "imatrix"} else split, tmp_path / "whole", **overrides))
+    source: dict[str, Any] = {"source": split}
+    if overrides == {"rule": "imatrix"}:
+        source = {"source": cut, "statistics": open_statistics(statistics)}
+    whole = executor.execute(plan_job(folder=tmp_path / "whole", **source, **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
-    there = [
-        ShardTask(**{name: getattr(task, name) for name in ShardTask.__slots__} | {"destination": tmp_path / "apart"})
-        for task in tasks
-    ]
+    there = [replace(task, destination=tmp_path / "apart") for task in tasks]
     done = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps(there), capture_output=True, check=True
     )

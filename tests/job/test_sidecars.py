@@ -1,6 +1,5 @@
 """Files beside the weights: a Git LFS pointer is refused; no tokenizer and no code are said before anything is done."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,6 @@ from scripts.fixture_maker.damage import edit_json
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 19587000\n"
 CODE = "configuration_deepseek.py"
-
-
-@pytest.fixture
-def source(cut: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(cut, tmp_path / "source")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tiktoken.model", "docs/figure.png", "config.json", "LICENSE"])

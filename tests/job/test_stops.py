@@ -37,6 +37,14 @@ SENTENCES = {
     "evaluate": LAYERS,
     "validate": r"interrupted: nothing is kept\. The same command starts again",
 }
+EVALUATING = "out/.k2convert/evaluation.work/layer-000.safetensors"
+AT_WORK = {
+    "run": "out/.k2convert/job.json",
+    "run --calibrate": "out/.k2convert/calibration.work/layer-000.safetensors",
+    "run --evaluate": EVALUATING,
+    "calibrate": "s.stats.work/layer-000.safetensors",
+    "evaluate": EVALUATING,
+}
 
 
 @dataclass(frozen=True)
@@ -103,31 +111,18 @@ def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> C
     out = folder / "out"
     cpu = ("--device", "cpu")
     use = ("--tokens", "1024", "--window", "64")
-    work = "out/.k2convert"
+    keys = "calibration={tokens: 1024, window: 64}"
     if verb in ("evaluate", "validate") and not out.exists():
         shutil.copytree(result, out)
-    return {
-        "run": Case(("run", short, out, *cpu), folder, f"{work}/job.json"),
-        "run --calibrate": Case(
-            ("run", short, out, "--calibrate", text, "--set", "calibration={tokens: 1024, window: 64}", *cpu),
-            folder,
-            f"{work}/calibration.work/layer-000.safetensors",
-        ),
-        "run --evaluate": Case(
-            ("run", short, out, "--evaluate", text, *cpu), folder, f"{work}/evaluation.work/layer-000.safetensors"
-        ),
-        "calibrate": Case(
-            ("calibrate", short, folder / "s.stats", "--text", text, *use, *cpu),
-            folder,
-            "s.stats.work/layer-000.safetensors",
-        ),
-        "evaluate": Case(
-            ("evaluate", short, out, "--text", text, *use, *cpu),
-            folder,
-            f"{work}/evaluation.work/layer-000.safetensors",
-        ),
-        "validate": Case(("validate", out, "--source", short), folder),
-    }[verb]
+    words: dict[str, tuple[object, ...]] = {
+        "run": ("run", short, out, *cpu),
+        "run --calibrate": ("run", short, out, "--calibrate", text, "--set", keys, *cpu),
+        "run --evaluate": ("run", short, out, "--evaluate", text, *cpu),
+        "calibrate": ("calibrate", short, folder / "s.stats", "--text", text, *use, *cpu),
+        "evaluate": ("evaluate", short, out, "--text", text, *use, *cpu),
+        "validate": ("validate", out, "--source", short),
+    }
+    return Case(words[verb], folder, AT_WORK.get(verb, ""))
 
 
 def finish(case: Case) -> dict[str, bytes]:

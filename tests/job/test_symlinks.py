@@ -62,13 +62,11 @@ def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finish
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["report.html", "report.html.tmp", "report.md.tmp"])
-def test_the_report_follows_no_link(name: str, finished: Path, tmp_path: Path) -> None:
-    destination = tmp_path / "out"
+def test_the_report_follows_no_link(name: str, copied: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
-    shutil.copytree(finished, destination)
     precious.write_text("the only copy")
-    plant(destination / name, precious)
-    assert run("report", destination) == 0
+    plant(copied / name, precious)
+    assert run("report", copied) == 0
     assert precious.read_text() == "the only copy"
 
 
@@ -92,32 +90,26 @@ def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path:
     assert precious.stat().st_nlink == 1
 
 
-def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, finished: Path, tmp_path: Path) -> None:
-    original = tmp_path / "original"
-    copy = tmp_path / "copy"
-    shutil.copytree(finished, original)
-    shutil.copytree(original, copy, copy_function=os.link)
-    kept = contents(copy)
-    (original / "config.json").unlink()
-    with share_destination(original), share_destination(original):
+def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, copied: Path, tmp_path: Path) -> None:
+    linked = Path(shutil.copytree(copied, tmp_path / "linked", copy_function=os.link))
+    kept = contents(linked)
+    (copied / "config.json").unlink()
+    with share_destination(copied), share_destination(copied):
         pass
-    with lock_destination(original), lock_destination(copy):
-        assert read_lock(original)[0]
-    for folder in (original, copy):
+    with lock_destination(copied), lock_destination(linked):
+        assert read_lock(copied)[0]
+    for folder in (copied, linked):
         assert run("run", small, folder, "--json") == 0
-    assert contents(copy) == contents(original) == kept
+    assert contents(linked) == contents(copied) == kept
 
 
-def test_a_lock_with_two_names_is_still_a_lock(finished: Path, tmp_path: Path) -> None:
-    original = tmp_path / "original"
-    copy = tmp_path / "copy"
-    shutil.copytree(finished, original)
-    with lock_destination(original):
-        shutil.copytree(original, copy, copy_function=os.link)
-        for folder in (original, copy):
+def test_a_lock_with_two_names_is_still_a_lock(copied: Path, tmp_path: Path) -> None:
+    with lock_destination(copied):
+        linked = Path(shutil.copytree(copied, tmp_path / "linked", copy_function=os.link))
+        for folder in (copied, linked):
             with pytest.raises(LockedError), lock_destination(folder):
                 pass
-    with lock_destination(copy), lock_destination(original):
+    with lock_destination(linked), lock_destination(copied):
         pass
 
 
@@ -150,20 +142,18 @@ def test_no_write_follows_a_link_that_is_planted_later(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"a", "b", "folder"}
 
 
-def test_the_sweep_removes_only_names_of_this_program(small: Path, finished: Path, tmp_path: Path) -> None:
-    destination = tmp_path / "out"
-    shutil.copytree(finished, destination)
+def test_the_sweep_removes_only_names_of_this_program(small: Path, copied: Path) -> None:
     kept = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/shards/notes.json.tmp"]
     ours = [f"{SHARD}.tmp", f".k2convert/shards/{SHARD}.json.tmp"]
     for name in (*kept, *ours):
-        (destination / name).write_text("x")
-    (destination / "folder.tmp").mkdir()
-    (destination / "model-00001-of-000003.safetensors.tmp").mkdir()
-    assert run("run", small, destination, "--json") == 0
-    assert all((destination / name).read_text() == "x" for name in kept)
-    assert not any((destination / name).exists() for name in ours)
-    assert (destination / "folder.tmp").is_dir()
-    assert (destination / "model-00001-of-000003.safetensors.tmp").is_dir()
+        (copied / name).write_text("x")
+    (copied / "folder.tmp").mkdir()
+    (copied / "model-00001-of-000003.safetensors.tmp").mkdir()
+    assert run("run", small, copied, "--json") == 0
+    assert all((copied / name).read_text() == "x" for name in kept)
+    assert not any((copied / name).exists() for name in ours)
+    assert (copied / "folder.tmp").is_dir()
+    assert (copied / "model-00001-of-000003.safetensors.tmp").is_dir()
 
 
 def test_a_folder_in_place_of_a_file_to_write_is_named(small: Path, tmp_path: Path) -> None:

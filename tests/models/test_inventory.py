@@ -100,13 +100,9 @@ def test_the_config_describes_the_published_tensors(
     assert described(checkpoint(infos(specs), config())) == wanted
 
 
-def kind(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".N.", name)
-
-
 def kinds(names: Iterable[str]) -> list[str]:
     """One tensor of each kind, the last: not of the layer that comes first."""
-    return list({kind(name): name for name in names}.values())
+    return list({re.sub(r"\.\d+\.", ".N.", name): name for name in names}.values())
 
 
 def plan(source: Checkpoint, family: str) -> Any:
@@ -338,9 +334,8 @@ def test_run_refuses_and_validate_fails(
     local_result: Path,
     tmp_path: Path,
 ) -> None:
-    source, result = (
-        Path(shutil.copytree(one, tmp_path / place)) for one, place in ((tiny, "source"), (local_result, "result"))
-    )
+    source = shutil.copytree(tiny, tmp_path / "source")
+    result = shutil.copytree(local_result, tmp_path / "result")
     for folder in (source, result):
         edit_checkpoint(folder, damage(name))
     module = name.removesuffix(".weight")

@@ -88,34 +88,20 @@ def add(name: str, value: torch.Tensor) -> Callable[[Path], object]:
     return lambda folder: edit_checkpoint(folder, change)
 
 
-def weights(**fields: object) -> Callable[[Path], object]:
-    def change(config: dict[str, Any]) -> None:
-        group = config["text_config"]["quantization_config"]["config_groups"]["group_0"]
-        group["weights"].update(fields)
-
-    return lambda folder: edit_json(folder / "config.json", change)
+def in_text(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / "config.json", lambda config: change(config["text_config"]))
 
 
 def text(**fields: object) -> Callable[[Path], object]:
-    return lambda folder: edit_json(folder / "config.json", lambda config: config["text_config"].update(fields))
+    return in_text(lambda config: config.update(fields))
 
 
-def without(key: str) -> Callable[[Path], object]:
-    return lambda folder: edit_json(folder / "config.json", lambda config: config["text_config"].pop(key))
+def in_group(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return in_text(lambda config: change(config["quantization_config"]["config_groups"]["group_0"]))
 
 
-def quark(folder: Path) -> None:
-    def change(config: dict[str, Any]) -> None:
-        config["text_config"]["quantization_config"] = {"quant_method": "quark"}
-
-    edit_json(folder / "config.json", change)
-
-
-def group(**fields: object) -> Callable[[Path], object]:
-    def change(config: dict[str, Any]) -> None:
-        config["text_config"]["quantization_config"]["config_groups"]["group_0"].update(fields)
-
-    return lambda folder: edit_json(folder / "config.json", change)
+def weights(**fields: object) -> Callable[[Path], object]:
+    return in_group(lambda group: group["weights"].update(fields))
 
 
 def renamed(old: str, new: str) -> Callable[[Path], object]:
@@ -135,10 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "this checkpoint is already NVFP4",
     ),
     "a global scale": (add(f"{EXPERT}.weight_global_scale", torch.ones(1)), "this checkpoint is already NVFP4"),
-    "too few scales": (
-        tensor(f"{EXPERT}.weight_scale", lambda t: t[:, :4].clone()),
-        "shape [256, 4], but",
-    ),
+    "too few scales": (tensor(f"{EXPERT}.weight_scale", lambda t: t[:, :4].clone()), "shape [256, 4], but"),
     "BF16 scales": (tensor(f"{EXPERT}.weight_scale", lambda t: t.bfloat16()), "expected U8 or F8_E8M0"),
     "no scales": (tensor(f"{EXPERT}.weight_scale", lambda t: None), "w1.weight_scale: missing in every shard"),
     "no codes": (tensor(f"{EXPERT}.weight_packed", lambda t: None), "no shard has its weight_packed"),
@@ -159,10 +142,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an MXFP4 head": (add("language_model.lm_head.weight_packed", PACKED), "is MXFP4 in the role lm_head"),
     "MXFP4 vision": (add("vision_tower.encoder.blocks.0.wo.weight_packed", PACKED), "in the role vision_tower"),
     "another format": (
-        lambda folder: edit_json(
-            folder / "config.json",
-            lambda config: config["text_config"]["quantization_config"].update(format="nvfp4-pack-quantized"),
-        ),
+        in_text(lambda config: config["quantization_config"].update(format="nvfp4-pack-quantized")),
         "format is 'nvfp4-pack-quantized', but only 'mxfp4-pack-quantized' can be converted",
     ),
     "8 bits": (weights(num_bits=8), "weights.num_bits is 8, but only 4"),
@@ -170,8 +150,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another group": (weights(group_size=16), "weights.group_size is 16, but only 32"),
     "asymmetric": (weights(symmetric=False), "weights.symmetric is False, but only True"),
     "zero points": (weights(zp_dtype="torch.int8"), "weights.zp_dtype is 'torch.int8', but only None"),
-    "quantized inputs": (group(input_activations={"num_bits": 4}), "is {'num_bits': 4}, but only None"),
-    "no number of experts": (without("num_experts"), "num_experts is None, expected a count"),
+    "quantized inputs": (
+        in_group(lambda group: group.update(input_activations={"num_bits": 4})), "is {'num_bits': 4}, but only None",
+    ),
+    "no number of experts": (in_text(lambda config: config.pop("num_experts")), "num_experts is None, expected a"),
     "another latent width": (text(routed_expert_hidden_size=384), "(routed_expert_hidden_size 384"),
     "another inner width": (text(moe_intermediate_size=512), "moe_intermediate_size 512"),
     "fewer router rows": (
@@ -185,7 +167,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an FP8 tensor": (
         tensor(f"{LAYER}.self_attn.o_proj.weight", lambda t: t.to(torch.float8_e4m3fn)), "an FP8 checkpoint",
     ),
-    "Quark": (quark, "this checkpoint is Quark's, whose MXFP4 is not converted"),
+    "Quark": (
+        text(quantization_config={"quant_method": "quark"}), "this checkpoint is Quark's, whose MXFP4 is not converted",
+    ),
     "Kimi-Linear": (lambda folder: edit_config(folder, model_type="kimi_linear"), "this is Kimi-Linear, which is not"),
     "DeepSeek-V4": (lambda folder: edit_config(folder, model_type="deepseek_v4"), "this is DeepSeek-V4, which is not"),
     "gpt-oss": (lambda folder: edit_config(folder, model_type="gpt_oss"), "this is gpt-oss, which is not converted"),
@@ -201,8 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_kimi_k3_in_mxfp4_is_refused_in_one_line(what: str, k3_tiny: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(k3_tiny, folder)
+    folder = shutil.copytree(k3_tiny, tmp_path / "source")
     change, expected = REFUSED[what]
     change(folder)
     with pytest.raises(K2ConvertError) as refused:
@@ -234,8 +217,7 @@ def test_recipes_that_no_engine_loads_are_refused(keys: dict[str, Any], expected
 def test_unusable_scales_stop_the_run_and_name_the_tensor(
     byte: int, expected: str, k3_tiny: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(k3_tiny, folder)
+    folder = shutil.copytree(k3_tiny, tmp_path / "source")
 
     def change(scales: torch.Tensor) -> torch.Tensor:
         scales[3, 2] = byte

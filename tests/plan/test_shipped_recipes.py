@@ -18,8 +18,7 @@ def test_every_shipped_recipe_says_whom_it_serves(name: str) -> None:
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 def test_names_are_whole_and_lines_are_short(columns: str, run_cli: RunCli) -> None:
-    done = run_cli("recipes", COLUMNS=columns)
-    assert done.returncode == 0, done.stderr
+    done = run_cli("recipes", COLUMNS=columns, code=0)
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == shipped_recipes()

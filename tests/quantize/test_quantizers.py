@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from block_makers import bf16_weight
-from safetensors import safe_open
 
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import Rule
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
+from k2convert.forward.weights import WeightReader
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -30,17 +32,10 @@ Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
 @pytest.fixture(scope="module")
 def projections(tiny: Path) -> dict[str, Int4Weight]:
     """All 144 INT4 projections of the tiny checkpoint."""
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(tiny.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if ".experts." in name}  # noqa: SIM118
-    names = [name.removesuffix("_packed") for name in tensors if name.endswith("weight_packed")]
-    return {
-        name: Int4Weight(
-            tensors[f"{name}_packed"].view(torch.uint8).numpy(), tensors[f"{name}_scale"].view(torch.uint16).numpy()
-        )
-        for name in names
-    }
+    checkpoint = open_checkpoint(tiny)
+    names = [name.removesuffix(".weight_packed") for name in checkpoint.tensors if name.endswith(".weight_packed")]
+    with closing(WeightReader(checkpoint)) as reader:
+        return {name: reader.read_source(name) for name in names}
 
 
 def partner_of(name: str) -> str:

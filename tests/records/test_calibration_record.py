@@ -107,7 +107,6 @@ def test_layers_that_are_worse_than_rule_mse_are_counted_and_the_worst_is_named(
         for number, errors in {1: (0.2, 0.1), 2: (0.2, 0.3), 3: (0.2, 0.25)}.items()
     }
     warning = replace(GPTQ_RECORD, layers=layers).warning
-    assert warning is not None
     assert "In 2 of 3 layers" in warning
     assert "Layer 2 is the worst, with 0.3 instead of 0.2." in warning
     layers = {n: replace(layers[2], gptq=replace(GPTQ_LAYER, fitted=OutputErrors(0, 1, 2))) for n in (1, 2)}

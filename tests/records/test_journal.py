@@ -29,8 +29,7 @@ def result(local_result: Path, tmp_path: Path) -> Path:
 def messages(result: Path, tiny: Path) -> list[str]:
     lines: list[str] = []
     for words in (["run", tiny, result], ["status", result]):
-        done = run_here(*words)
-        assert done.returncode == 1
+        done = run_here(*words, code=1)
         assert "Traceback" not in done.stderr
         *_, last = said(done.stderr).splitlines()
         assert last.startswith("error: ")

@@ -16,7 +16,6 @@ def test_the_kept_command_has_no_absolute_path_of_its_own(
     assert run_cli("run", tiny, "out", "--quiet").returncode == 0
     assert json.loads((tmp_path / "out/.k2convert/command.json").read_text())["folder"] == ".."
     command = read_command(Path("out"))
-    assert command is not None
     assert command.folder == str(tmp_path)
     assert "cd " not in command.line(here=str(tmp_path))
     assert (tmp_path / "out/.gitignore").read_text() == "/.k2convert/\n"

@@ -1,6 +1,5 @@
 """The ledger is read in one place: written and read back it is equal, and a damaged one is refused with what to do."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from k2convert.errors import CheckpointError
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
+from scripts.fixture_maker.damage import edit_json
 
 
 def test_a_ledger_read_back_gives_its_own_bytes(local_result: Path) -> None:
@@ -40,9 +40,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("part", DAMAGE)
 def test_a_damaged_part_is_named_with_the_remedy(part: str, local_result: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
-    document = json.loads((folder / "k2convert.json").read_text())
-    DAMAGE[part](document)
-    (folder / "k2convert.json").write_text(json.dumps(document))
+    edit_json(folder / "k2convert.json", DAMAGE[part])
     with pytest.raises(CheckpointError, match=rf"k2convert\.json: .*{part}.*Delete the file and run the conversion"):
         read_ledger(folder)
 

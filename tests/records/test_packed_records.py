@@ -21,13 +21,11 @@ def finished(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
     folder = tmp_path_factory.mktemp("records") / "out"
     run_here("run", k3_tiny, folder, "--device", "cpu", code=0)
     job = Journal(folder).job()
-    assert job is not None
     found = Journal(folder).records(job.digest)["model-00002-of-000007.safetensors"]
     choice = random.Random(0)
     projections: list[ProjectionRecord] = []
     for number in range(NUM_PROJECTIONS):
         measured = found.projections[number % len(found.projections)]
-        assert measured.metrics is not None
         histogram = {byte: choice.randrange(1 << 16) for byte in range(32, 120, 8)}
         metrics = replace(
             measured.metrics,

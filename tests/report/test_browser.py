@@ -52,14 +52,7 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "dark"),
-    [
-        pytest.param("wide", True, id="dark"),
-        pytest.param("wide", False, id="wide"),
-        pytest.param("telephone", False, id="telephone"),
-    ],
-)
+@pytest.mark.parametrize(("size", "dark"), [("wide", True), ("wide", False), ("telephone", False)])
 def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
     width, height = SIZES[size]
     palette = DARK if dark else LIGHT
@@ -139,15 +132,8 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "dark"),
-    [
-        pytest.param("wide", False, id="wide-light"),
-        pytest.param("telephone", True, id="telephone-dark"),
-        pytest.param("wide", True, id="wide-dark"),
-        pytest.param("telephone", False, id="telephone-light"),
-    ],
-)
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", EVALUATION_SIZES)
 def test_the_charts_of_an_evaluation_are_painted(evaluated: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
     """Both modes are areas in the histogram and lines in the other charts, above everything else on the page."""
     palette, (width, height) = DARK if dark else LIGHT, EVALUATION_SIZES[size]

@@ -13,24 +13,20 @@ import pytest
 import yaml
 from command import run
 from PIL import Image
-from pruned_makers import convert_pruned, make_whole
-from statistics_makers import random_statistics
-from test_evaluated import as_read
+from pruned_makers import SCORES, convert_pruned, make_whole
+from test_evaluated import as_read, model_card
 
-from k2convert.hub.source_card import SourceCard
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
-from k2convert.report import ReportFiles, card_files, write_report
+from k2convert.report import ReportFiles, write_report
 from k2convert.report.calibrated import WARNING, calibrated_sections
 from k2convert.report.charts import draw_layer_errors, draw_shrinkages, draw_tokens
 from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
-from k2convert.validation.results import ValidationReport, validation_document
+from k2convert.validation.results import validation_document
 from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
-
-SCORES = "REAP saliency on <novels> | of 1813"
 
 
 def gptq_layer(number: int, *, shrinkages: tuple[float | None, ...]) -> GptqLayer:
@@ -53,20 +49,16 @@ HELD_OUT = {number: layer.held_out for number, layer in LAYERS.items() if layer.
 
 def with_gptq(found: CalibrationRecord, *, layers: dict[int, GptqLayer] = LAYERS) -> CalibrationRecord:
     few = LayerCalibration((70, 65, 90, 2), (3,), {})
-    return replace(
-        found,
-        held_out_windows=1,
-        layers={number: replace(few, gptq=layer) for number, layer in layers.items()},
-    )
+    measured = {number: replace(few, gptq=layer) for number, layer in layers.items()}
+    return replace(found, held_out_windows=1, layers=measured)
 
 
 @pytest.fixture(scope="module")
-def imatrix(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def imatrix(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A result of `run --statistics`."""
-    folder = tmp_path_factory.mktemp("calibrated")
-    statistics = random_statistics(folder / "cut.stats", cut)
-    assert run("run", cut, folder / "out", "--rule", "imatrix", "--statistics", statistics, "--quiet") == 0
-    return folder / "out"
+    folder = tmp_path_factory.mktemp("calibrated") / "out"
+    assert run("run", cut, folder, "--rule", "imatrix", "--statistics", statistics, "--quiet") == 0
+    return folder
 
 
 def relabelled(folder: Path, out: Path, calibration: CalibrationRecord) -> Path:
@@ -110,16 +102,9 @@ def shares_known(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 SHARES = {"1": {"score": 0.125, "router_weight": 0.2}, "2": {"score": 0.25, "router_weight": 0.4}}
 
 
-def validated(folder: Path) -> ValidationReport:
-    return validate_checkpoint(folder=folder, source=None)
-
-
 def card(folder: Path) -> tuple[dict[str, Any], str]:
     """The front matter of the card, and its text."""
-    found = card_files(
-        folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validated(folder), tensors=()
-    )
-    _, matter, body = found["README.md"].decode().split("---\n", 2)
+    _, matter, body = model_card(folder).split("---\n", 2)
     return yaml.safe_load(matter), as_read(body)
 
 
@@ -277,9 +262,8 @@ def test_inspect_says_what_is_kept(pruned: Path, capsys: pytest.CaptureFixture[s
 def test_measured_router_weights_are_shown_layer_by_layer(shares_known: Path, tmp_path: Path) -> None:
     layer = {"layer": 2, "errors": [], "failures": [], "router_unchanged": True}
     layer["pruning"] = {"num_source_experts": 4, "router_weight_left_out": 0.3}
-    document = validation_document(validated(shares_known)) | {
-        "layers": {"hidden_states": "text: eval.txt", "layers": [layer]}
-    }
+    document = validation_document(validate_checkpoint(folder=shares_known, source=None))
+    document["layers"] = {"hidden_states": "text: eval.txt", "layers": [layer]}
     files = write_report(folder=shares_known, out=tmp_path, validation=document)
     for text in (as_read(files.page.read_text()), as_read(files.markdown.read_text())):
         assert "router's weight, text: eval.txt: 30.0 % on average, at most 30.0 % (layer 2)" in text

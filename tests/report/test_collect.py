@@ -21,16 +21,16 @@ from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
 
-def test_figures_are_those_of_ledger_and_records(converted: Path) -> None:
-    report = collect_report(folder=converted)
-    ledger = json.loads((converted / "k2convert.json").read_text())
+def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
+    report = collect_report(folder=local_result)
+    ledger = json.loads((local_result / "k2convert.json").read_text())
     assert {role: plain(metrics) for role, metrics in report.ledger.totals.items()} == ledger["totals"]
     listed = [tensor.sqnr_db for tensor in report.worst]
     assert listed == sorted(tensor.sqnr_db for tensor in report.tensors)[: len(listed)]
     maps = {found.projection: found for found in report.maps}
     assert list(maps) == ["gate", "up", "down"]
     num_cells = 0
-    for record in Journal(converted).state().finished.values():
+    for record in Journal(local_result).state().finished.values():
         for projection in record.projections:
             assert projection.metrics is not None
             name = locate_module(projection.module)
@@ -42,11 +42,11 @@ def test_figures_are_those_of_ledger_and_records(converted: Path) -> None:
     assert num_cells == sum(found.values.size for found in maps.values()) == 144
 
 
-def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, converted: Path, tmp_path: Path) -> None:
+def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, local_result: Path) -> None:
     assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
     shutil.rmtree(records_only / ".k2convert")
-    files = write_report(folder=records_only, out=tmp_path / "out")
-    assert files.report.total == collect_report(folder=converted).total
+    files = write_report(folder=records_only)
+    assert files.report.total == collect_report(folder=local_result).total
     assert files.report.tensors == ()
     assert files.picture is None
     assert any("no figures of single tensors" in sentence for sentence in files.report.missing)
@@ -57,12 +57,12 @@ def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, con
     assert "report.png" not in files.markdown.read_text()
 
 
-def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Path, converted: Path) -> None:
-    validated = validate_checkpoint(folder=converted, source=open_checkpoint(tiny))
+def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Path, local_result: Path) -> None:
+    validated = validate_checkpoint(folder=local_result, source=open_checkpoint(tiny))
     assert validated.weights is not None
     shutil.rmtree(records_only / ".k2convert")
     report = collect_report(folder=records_only, measured=validated.weights.errors)
-    recorded = {t.module: t.sqnr_db for t in collect_report(folder=converted).tensors}
+    recorded = {t.module: t.sqnr_db for t in collect_report(folder=local_result).tensors}
     assert {t.module for t in report.tensors} == set(recorded)
     for tensor in report.tensors:
         assert tensor.sqnr_db == pytest.approx(recorded[tensor.module], abs=1e-9)
@@ -122,16 +122,16 @@ def test_damaged_record_is_named(records_only: Path) -> None:
         collect_report(folder=records_only)
 
 
-def test_absurd_expert_number_makes_no_map(converted: Path) -> None:
-    metrics = collect_report(folder=converted).total
+def test_absurd_expert_number_makes_no_map(local_result: Path) -> None:
+    metrics = collect_report(folder=local_result).total
     far = tensor_figures(f"model.layers.1.mlp.experts.{10**12}.gate_proj", metrics)
     longer_than_int_reads = tensor_figures(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj", metrics)
     assert heat_maps([far]) == ()
     assert heat_maps([longer_than_int_reads]) == ()
 
 
-def test_exact_and_absent_cells_differ(converted: Path) -> None:
-    total = collect_report(folder=converted).total
+def test_exact_and_absent_cells_differ(local_result: Path) -> None:
+    total = collect_report(folder=local_result).total
     exact = tensor_figures("model.layers.1.mlp.experts.0.gate_proj", replace(total, squared_error=0.0))
     other = tensor_figures("model.layers.1.mlp.experts.2.gate_proj", total)
     (found,) = heat_maps([exact, other])

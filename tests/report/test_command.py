@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged_files import flip
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
 @pytest.fixture(scope="module")
-def folder(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(local_result: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the conversion, to write a report into."""
-    target = tmp_path_factory.mktemp("command") / "converted"
-    shutil.copytree(converted, target)
-    return target
+    return Path(shutil.copytree(local_result, tmp_path_factory.mktemp("command") / "converted"))
 
 
 def test_report_with_source_shows_all_rules(folder: Path, tiny: Path, run_cli: Any) -> None:
-    done = run_cli("report", folder, "--source", tiny)
-    assert done.returncode == 0, done.stderr
+    done = run_cli("report", folder, "--source", tiny, code=0)
     assert done.stdout.split() == [str(folder / name) for name in ("report.html", "report.md", "report.png")]
     assert "next: k2convert publish" in done.stderr
     page = (folder / "report.html").read_text()
@@ -54,14 +52,9 @@ def test_weights_that_the_rule_does_not_give_are_shown(folder: Path, tiny: Path,
 
 
 def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    shard = broken / "model-00003-of-000005.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    done = run_cli("report", broken)
-    assert done.returncode == 0, done.stderr
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    flip(broken / "model-00003-of-000005.safetensors", -1)
+    done = run_cli("report", broken, code=0)
     assert "contract rules broken: 19. Do not publish or serve this result" in done.stderr.splitlines()[-1]
     page = (broken / "report.html").read_text()
     assert "1 broken" in page
@@ -73,10 +66,9 @@ def test_validation_is_taken_from_a_file(
 ) -> None:
     saved = tmp_path / "validation.json"
     saved.write_text(json.dumps(validation))
-    done = run_cli("report", folder, "--validation", saved, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_cli("report", folder, "--validation", saved, "--out", tmp_path, code=0)
     assert "Reference layers" in (tmp_path / "report.html").read_text()
-    assert run_cli("report", folder, "--validation", saved, "--source", tiny).returncode == 2
+    run_cli("report", folder, "--validation", saved, "--source", tiny, code=2)
 
 
 DOCUMENTS = [{}, {"contract": 1}] + [

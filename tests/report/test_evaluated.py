@@ -19,7 +19,6 @@ from PIL import Image
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.source_card import SourceCard
-from k2convert.records.document import plain
 from k2convert.records.evaluation import HISTOGRAM_EDGES, Evaluation
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, card_files, write_report
@@ -29,6 +28,7 @@ from k2convert.report.drawing import LIGHT
 from k2convert.report.evaluated import mode_rows
 from k2convert.report.wording import joined, with_error
 from k2convert.validation.validate import validate_checkpoint
+from scripts.fixture_maker.damage import edit_json
 
 KINDS: dict[str, Callable[[Path], Evaluation]] = {"evaluate": evaluation_of, "compare": lambda _folder: comparison()}
 CHARTS = ("Histogram of KL over the tokens", "KL by position in the window")
@@ -39,12 +39,12 @@ LAYER_CHARTS = ("Relative error after each layer", "Share of the same experts by
 @pytest.fixture(scope="module", params=KINDS)
 def shown(
     request: pytest.FixtureRequest,
-    converted: Path,
+    local_result: Path,
     validation: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Evaluation, Path, ReportFiles]:
     """The conversion with an evaluation of each kind, and a report on it."""
-    folder = Path(shutil.copytree(converted, tmp_path_factory.mktemp(request.param) / "out"))
+    folder = Path(shutil.copytree(local_result, tmp_path_factory.mktemp(request.param) / "out"))
     found = KINDS[request.param](folder)
     write_evaluation(folder, found)
     tensors = open_checkpoint(folder).tensors.values()
@@ -56,7 +56,7 @@ def as_read(text: str) -> str:
     return " ".join(html.unescape(re.sub(r"\\(?=[^\w\s])", "", text)).split())
 
 
-def card(folder: Path) -> str:
+def model_card(folder: Path) -> str:
     validation = validate_checkpoint(folder=folder, source=None)
     files = card_files(
         folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validation, tensors=()
@@ -73,7 +73,7 @@ def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluati
         "evaluate": "Measured on 1,542 tokens of emma.txt (6 windows of 257) against hf://moon/K2: KL ",
         "compare": "Against http://a:8000/v1, http://b:8000/v1 has a KL of at least ",
     }[found.kind]
-    for text in map(as_read, (page, markdown, card(folder))):
+    for text in map(as_read, (page, markdown, model_card(folder))):
         assert words in text
         for row in found.rows:
             figures = row.figures
@@ -112,27 +112,24 @@ def test_figures_are_those_of_the_tokens(shown: tuple[Evaluation, Path, ReportFi
     assert f"{(scores.reference_loss - scores.loss).mean():.4f} ± " in text
 
 
+@pytest.mark.parametrize("declared", ["w4a4", "w4a16"])
 @pytest.mark.usefixtures("quick_pictures")
-def test_the_mode_that_the_result_declares_comes_first(converted: Path, tmp_path: Path) -> None:
-    found = evaluation_of(converted)
-    ledger = json.loads((converted / "k2convert.json").read_text())
-    for declared in ("w4a4", "w4a16"):
-        folder = Path(shutil.copytree(converted, tmp_path / declared))
-        ledger["recipe"]["activations"] = declared
-        (folder / "k2convert.json").write_text(json.dumps(ledger))
-        fp8 = replace(found.rows[0], model=replace(found.rows[0].model, kv_cache="fp8"))
-        write_evaluation(folder, replace(found, rows=(fp8, *found.rows)))
-        files = write_report(folder=folder)
-        (row,) = (row for row in found.rows if row.model.activations == declared)
-        tile = headline(files.report, None)[0]
-        assert (tile.value, tile.label) == (f"{row.figures.divergence.mean:.3g}", "KL divergence")
-        assert f"of the next token, {declared.upper()}, from hf://moon/K2" in tile.detail
-        assert f"|  | {declared.upper()} | W4A" in files.markdown.read_text()
-        assert "W4A16, FP8 KV cache" in files.markdown.read_text()
+def test_the_mode_that_the_result_declares_comes_first(records_only: Path, declared: str) -> None:
+    found = evaluation_of(records_only)
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(activations=declared))
+    fp8 = replace(found.rows[0], model=replace(found.rows[0].model, kv_cache="fp8"))
+    write_evaluation(records_only, replace(found, rows=(fp8, *found.rows)))
+    files = write_report(folder=records_only)
+    (row,) = (row for row in found.rows if row.model.activations == declared)
+    tile = headline(files.report, None)[0]
+    assert (tile.value, tile.label) == (f"{row.figures.divergence.mean:.3g}", "KL divergence")
+    assert f"of the next token, {declared.upper()}, from hf://moon/K2" in tile.detail
+    assert f"|  | {declared.upper()} | W4A" in files.markdown.read_text()
+    assert "W4A16, FP8 KV cache" in files.markdown.read_text()
 
 
-def test_charts_have_every_figure(converted: Path) -> None:
-    rows = mode_rows(evaluation_of(converted), read_ledger(converted).recipe)
+def test_charts_have_every_figure(local_result: Path) -> None:
+    rows = mode_rows(evaluation_of(local_result), read_ledger(local_result).recipe)
     assert [mode for mode, _ in rows] == ["W4A4", "W4A16"]
     errors, routing, positions = (
         {line.get_label(): line for line in draw(rows, LIGHT).axes[0].lines} for draw in (*DRAW_LAYERS, draw_positions)
@@ -152,8 +149,8 @@ def test_charts_have_every_figure(converted: Path) -> None:
         assert np.allclose(10 ** edges[1:-1], HISTOGRAM_EDGES)
 
 
-def test_titles_of_axes_are_whole_and_beside_the_numbers(converted: Path) -> None:
-    rows = mode_rows(evaluation_of(converted), read_ledger(converted).recipe)
+def test_titles_of_axes_are_whole_and_beside_the_numbers(local_result: Path) -> None:
+    rows = mode_rows(evaluation_of(local_result), read_ledger(local_result).recipe)
     for draw in (draw_divergences, draw_positions, *DRAW_LAYERS):
         figure = draw(rows, LIGHT)
         canvas = FigureCanvasAgg(figure)
@@ -187,9 +184,8 @@ def test_without_an_evaluation_nothing_is_said_of_one(reported: ReportFiles) -> 
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    document = json.loads(json.dumps(plain(evaluation_of(folder))))
-    change(document)
-    (folder / "evaluation.json").write_text(json.dumps(document))
+    write_evaluation(folder, evaluation_of(folder))
+    edit_json(folder / "evaluation.json", change)
     return folder
 
 

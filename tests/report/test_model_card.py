@@ -35,8 +35,8 @@ def report(reported: ReportFiles) -> Report:
 
 
 @pytest.fixture
-def config(converted: Path) -> dict[str, Any]:
-    return json.loads((converted / "config.json").read_text())
+def config(local_result: Path) -> dict[str, Any]:
+    return json.loads((local_result / "config.json").read_text())
 
 
 def changed(report: Report, **recipe: Any) -> Report:

@@ -59,14 +59,14 @@ def test_page_shows_every_part(reported: ReportFiles) -> None:
         assert words in text, words
 
 
-def test_page_is_self_contained(reported: ReportFiles, converted: Path) -> None:
+def test_page_is_self_contained(reported: ReportFiles, local_result: Path) -> None:
     found = parse(reported.page.read_text())
     loads = [value for name, value in found.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
     assert all(value.startswith(("data:image/png;base64,", "#")) for value in loads)
     assert not {"link", "iframe", "object", "embed", "base", "form"} & set(found.tags)
     assert "@import" not in reported.page.read_text()
     for path in (reported.page, reported.markdown):
-        assert str(converted.parent) not in path.read_text(), "a path of this machine"
+        assert str(local_result.parent) not in path.read_text(), "a path of this machine"
     assert not re.search(r"url\((?!#)", reported.page.read_text())
 
 
@@ -81,10 +81,10 @@ def test_policy_allows_exactly_the_pages_script(reported: ReportFiles) -> None:
 
 
 def test_same_folder_gives_the_same_bytes(
-    converted: Path, reported: ReportFiles, validation: dict[str, Any], tmp_path: Path
+    local_result: Path, reported: ReportFiles, validation: dict[str, Any], tmp_path: Path
 ) -> None:
-    tensors = open_checkpoint(converted).tensors.values()
-    again = write_report(folder=converted, out=tmp_path, validation=validation, tensors=tensors)
+    tensors = open_checkpoint(local_result).tensors.values()
+    again = write_report(folder=local_result, out=tmp_path, validation=validation, tensors=tensors)
     for before in filter(None, (reported.page, reported.markdown, reported.picture)):
         assert (tmp_path / before.name).read_bytes() == before.read_bytes()
     assert again.picture is not None
@@ -133,8 +133,8 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Pa
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5, 6, 7, 8, 9), line
 
 
-def test_charts_follow_the_pages_colors(converted: Path) -> None:
-    report = collect_report(folder=converted)
+def test_charts_follow_the_pages_colors(local_result: Path) -> None:
+    report = collect_report(folder=local_result)
     histogram = report.total.scale_histogram
     svg = to_svg(draw_block_scales(histogram, THEMED), label="y")
     assert "var(--ours)" in svg
@@ -180,11 +180,11 @@ def test_values_for_the_read_out_are_those_of_the_map(reported: ReportFiles) -> 
         assert cells[found.projection]["layers"] == list(found.layers)
 
 
-def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, converted: Path) -> None:
+def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, local_result: Path) -> None:
     page = reported.page.read_text()
     today = datetime.now(UTC).date()
-    assert f"<title>{converted.name}: INT4 to NVFP4</title>" in page
-    assert f"<h1>{converted.name}</h1>" in page
+    assert f"<title>{local_result.name}: INT4 to NVFP4</title>" in page
+    assert f"<h1>{local_result.name}</h1>" in page
     (day,) = re.findall(r'k2convert report of <time datetime="([^"]*)">\1</time> \(UTC\)', page)
     assert today - date.fromisoformat(day) <= timedelta(days=1)
     assert f"report made (UTC) | `{day}`" in reported.markdown.read_text()

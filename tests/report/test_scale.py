@@ -31,8 +31,8 @@ def metrics(random: np.random.Generator, shape: list[int], layer: int) -> dict[s
 
 
 @pytest.fixture
-def k2_records(converted: Path, tmp_path: Path) -> Path:
-    job = json.loads((converted / ".k2convert/job.json").read_text())
+def k2_records(local_result: Path, tmp_path: Path) -> Path:
+    job = json.loads((local_result / ".k2convert/job.json").read_text())
     digest = fingerprint_digest(job["fingerprint"])
     random = np.random.default_rng(0)
     weights = np.exp(-(((np.arange(46) - 32) / 6.0) ** 2))

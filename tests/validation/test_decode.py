@@ -46,9 +46,7 @@ def evaluate(
 def assert_measured(found: DecodedError, expected: tuple[int, int, float, float, float]) -> None:
     assert (found.num_nonzero, found.equal_nonzero) == expected[:2]
     assert math.isclose(found.energy, expected[2], rel_tol=1e-14)
-    assert math.isclose(found.squared_error, expected[3], rel_tol=1e-13) or (
-        math.isnan(found.squared_error) and math.isnan(expected[3])
-    )
+    assert found.squared_error == pytest.approx(expected[3], rel=1e-13, abs=0, nan_ok=True)
     assert found.max_error_steps is None or found.max_error_steps == expected[4]
 
 

@@ -13,8 +13,6 @@ from k2convert.errors import CheckpointError, DestinationError
 from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker import damage
 
-Convert = Callable[..., Path]
-
 
 def test_another_source_is_named_first(by_max: Path, cut: Path, run_cli: RunCli) -> None:
     shown = run_cli("validate", by_max, "--source", cut, code=1)
@@ -44,7 +42,7 @@ def test_the_source_is_refused_as_the_other_result(by_max: Path, tiny: Path, run
 
 
 def test_a_result_of_another_source_is_refused_as_the_other_result(
-    by_max: Path, tiny: Path, cut: Path, convert_source: Convert
+    by_max: Path, tiny: Path, cut: Path, convert_source: Callable[..., Path]
 ) -> None:
     other = convert_source(cut, rule="max")
     with pytest.raises(CheckpointError, match="was converted from another source"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -64,14 +63,14 @@ class Arguments:
     as_released: bool
 
 
-def read_arguments(description: str | None, argv: Sequence[str] | None = None) -> Arguments:
+def read_arguments(description: str | None) -> Arguments:
     """Parse `CHECKPOINT REQUEST OUT [--as-released]`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint", type=Path, help="converted checkpoint")
     parser.add_argument("request", type=Path, help="JSON: windows, prompt, new_tokens")
     parser.add_argument("out", type=Path, help="folder for outcome.json and logits.safetensors")
     parser.add_argument("--as-released", action="store_true", help="do not repair a known defect of the engine")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     request = Request(**json.loads(options.request.read_text(encoding="utf-8")))
     return Arguments(options.checkpoint, request, options.out, options.as_released)

@@ -26,8 +26,7 @@ def main() -> int:
     from scripts.engine_checks.clients.vllm_loading import check_loading, check_methods, record_loading
     from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
 
-    title = f"vLLM {__version__.removesuffix('+cpu')}{files.suffix}"
-    outcome = Outcome(title)
+    outcome = Outcome(f"vLLM {__version__.removesuffix('+cpu')}{files.suffix}")
     loading = record_loading()
     if files.is_k3:
         try:
@@ -53,7 +52,8 @@ def main() -> int:
 
 
 def start(llm: Any, files: Checkpoint) -> Any:
-    """Return vLLM's engine, in this process."""
+    """Return vLLM's engine, in this process, which prepares no pictures for a multimodal model."""
+    language_only = {"limit_mm_per_prompt": {"vision_chunk": 1}, "skip_mm_profiling": True}
     return llm(
         str(files.folder),
         dtype="float32",
@@ -63,13 +63,8 @@ def start(llm: Any, files: Checkpoint) -> Any:
         max_num_seqs=4,
         skip_tokenizer_init=True,
         moe_backend="emulation",
-        **_language_model_only(files),
+        **(language_only if files.prefix else {}),
     )
-
-
-def _language_model_only(files: Checkpoint) -> dict[str, Any]:
-    """Return options that keep a multimodal model from preparing pictures."""
-    return {"limit_mm_per_prompt": {"vision_chunk": 1}, "skip_mm_profiling": True} if files.prefix else {}
 
 
 def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:

@@ -153,10 +153,6 @@ def check_loading(loading: Loading, files: Checkpoint, outcome: Outcome) -> None
     expected = files.num_matrices * len(files.parameters)
     once = len(loading.parts) == expected and set(loading.parts.values()) == {1}
     outcome.check("every part of every expert was written once", once, f"{len(loading.parts)} of {expected}")
-    _check_others(loading, files, outcome)
-
-
-def _check_others(loading: Loading, files: Checkpoint, outcome: Outcome) -> None:
     wrong = [name for name, value in loading.others.items() if not _holds_the_files(name, value, files)]
     outcome.check("every other parameter holds the files' values", not wrong, ", ".join(wrong[:4]))
 

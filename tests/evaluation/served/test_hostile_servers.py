@@ -45,11 +45,8 @@ def nested(_: Document) -> bytes:
 
 
 def repeated(document: Document) -> bytes:
-    return (
-        json.dumps(document)
-        .replace('"prompt_logprobs": [null, {', '"prompt_logprobs": [null, {"5": 1, "5": 2, ')
-        .encode()
-    )
+    text = json.dumps(document)
+    return text.replace('"prompt_logprobs": [null, {', '"prompt_logprobs": [null, {"5": 1, "5": 2, ').encode()
 
 
 ANSWERS: dict[str, tuple[Change, list[str]]] = {

@@ -1,6 +1,7 @@
 """The tiny checkpoint and its conversion, computed by transformers, behind two servers: the bound and the true KL."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 import torch
 from asking import Serve
 from command import run_here
+from whole_models import whole_model
 
 pytest.importorskip("transformers")
 
 from scripts.engine_checks.model_server import Model
-from scripts.evaluation.models import Mlps, build_model, converted_mlps, source_mlps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,25 +24,19 @@ def test_the_bound_is_most_of_the_true_divergence(
     trained: Path, tmp_path: Path, serve: Serve, top_k: int, least: float
 ) -> None:
     run_here("run", trained, tmp_path / "out", "--quiet", code=0)
-    network = build_model(trained)
-    known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+    models = whole_model(trained), whole_model(tmp_path / "out", w4a4=True)
 
+    @cache
     @torch.inference_mode()
-    def log_p(mlps: Mlps, ids: list[int]) -> np.ndarray:
-        network.install(mlps)
-        return torch.log_softmax(network.logits(torch.tensor([ids]))[0].double(), dim=-1).numpy()
+    def log_p(number: int, ids: tuple[int, ...]) -> np.ndarray:
+        return torch.log_softmax(models[number].logits(torch.tensor([ids]))[0].double(), dim=-1).numpy()
 
-    models = source_mlps(trained), converted_mlps(tmp_path / "out")
-
-    def both(ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        if tuple(ids) not in known:
-            known[tuple(ids)] = log_p(models[0], ids), log_p(models[1], ids)
-        return known[tuple(ids)]
-
-    answers: list[Model] = [lambda ids: both(ids)[0], lambda ids: both(ids)[1]]
+    answers: list[Model] = [lambda ids: log_p(0, tuple(ids)), lambda ids: log_p(1, tuple(ids))]
     servers = [serve(model, max_logprobs=256) for model in answers]
     text = ["--text", trained / "eval.txt", "--tokenizer", trained, "--tokens", 192, "--window", 96, "--requests", 1]
     done = run_here("compare", *(s.url for s in servers), *text, "--top-k", top_k, "--json", "--quiet", code=0)
     found = json.loads(done.stdout)["rows"][0]["figures"]["divergence"]["mean"]
-    truth = np.mean([(np.exp(p[:-1]) * (p[:-1] - q[:-1])).sum(axis=1) for p, q in known.values() if len(p) == 96])
+    windows = {tuple(ids) for ids in servers[0].questions if len(ids) == 96}
+    pairs = [(log_p(0, ids)[:-1], log_p(1, ids)[:-1]) for ids in windows]
+    truth = np.mean([(np.exp(p) * (p - q)).sum(axis=1) for p, q in pairs])
     assert least * truth <= found <= truth

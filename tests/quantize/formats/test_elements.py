@@ -89,13 +89,6 @@ def test_scales_round_to_the_nearest_byte_ties_to_even() -> None:
     assert encode_e4m3(np.array(middles, dtype=np.float32)).tolist() == [byte + byte % 2 for byte in range(0x7E)]
 
 
-def float32_samples() -> np.ndarray:
-    """Float32 numbers of every exponent: every 997th pattern, and around every tie of BF16 some on both sides."""
-    spread = np.arange(0, 1 << 32, 997, dtype=np.uint64).astype(np.uint32)
-    ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000
-    return np.concatenate([spread, ties, ties - 1, ties + 1, ties - 0x8000]).view(np.float32)
-
-
 def test_scales_round_as_torch_rounds_them() -> None:
     bits = np.arange(0, np.float32(448).view(np.uint32) + 1, 61, dtype=np.uint32)
     near_ties = (np.arange(0x7E, dtype=np.uint32) + 960 << 20) + np.uint32(1 << 19)
@@ -113,7 +106,10 @@ def test_all_bf16_patterns_have_torchs_values() -> None:
 
 
 def test_float32_rounds_to_bf16_as_torch_rounds_it() -> None:
-    values = float32_samples()
+    """Numbers of every exponent: every 997th pattern, and around every tie of BF16 some on both sides."""
+    spread = np.arange(0, 1 << 32, 997, dtype=np.uint64).astype(np.uint32)
+    ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000
+    values = np.concatenate([spread, ties, ties - 1, ties + 1, ties - 0x8000]).view(np.float32)
     theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
     is_nan = np.isnan(values)
     assert np.array_equal(bf16_bits(values)[~is_nan], theirs[~is_nan])

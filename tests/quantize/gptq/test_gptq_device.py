@@ -1,7 +1,6 @@
 """A device rounds as the CPU does, or is refused before it rounds a weight; and how much it is asked to do."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,15 +125,8 @@ def test_a_device_that_rounds_as_the_cpu_does_passes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one scale of a row", "changes that are not told"])
-def test_a_device_with_other_answers_is_refused(kind: str) -> None:
-    with pytest.raises(PlanError, match=r"cuda:7: rule gptq rounds .* Use --device cpu") as refused, as_device():
+def test_a_device_with_other_answers_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self)  # a tensor that is sent to a device stays
+    with pytest.raises(PlanError, match=r"cuda:7: rule gptq rounds .* Use --device cpu") as refused:
         check_kernel(DeviceKernel(WrongPanels(kind)), "cuda:7")
     assert "otherwise than the CPU does" in str(refused.value)
-
-
-@contextmanager
-def as_device() -> Iterator[None]:
-    """Let tensors stay where they are when they are sent to a device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "to", lambda self, *_, **__: self)
-        yield

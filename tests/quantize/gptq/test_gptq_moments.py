@@ -69,9 +69,7 @@ def test_what_one_half_says_and_the_other_denies_is_not_corrected() -> None:
     tokens = make_tokens(900, 48, 32, noise=0.5)
     tokens.missing[tokens.halves == 1] *= -1
     assert ridge_target(tokens)[1] is None
-    correction, found = correction_of(tokens)
-    assert found is None
-    assert correction is None
+    assert correction_of(tokens) == (None, None)
 
 
 def test_few_tokens_or_one_half_give_no_correction() -> None:
@@ -81,9 +79,7 @@ def test_few_tokens_or_one_half_give_no_correction() -> None:
     silent = make_tokens(MIN_TOKENS, 16, 8, noise=0.0)
     silent.inputs[:] = 0
     for tokens in (few, one_half, silent):
-        correction, found = correction_of(tokens)
-        assert found is None
-        assert correction is None
+        assert correction_of(tokens) == (None, None)
     assert correction_of(make_tokens(MIN_TOKENS, 16, 8, noise=0.0))[1] == 0.3
 
 

@@ -52,12 +52,6 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     assert_equals_rules(weight, rule, 1.0)
 
 
-@pytest.mark.parametrize("rule", KERNELS)
-def test_large_tensor(rule: Rule) -> None:
-    weight = trained_like(2048, seed=10)
-    assert_equals_rules(weight, rule, own_scale(weight, rule))
-
-
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("reach", [0, 1, 4])
 @pytest.mark.parametrize("maker", MAKERS)
@@ -174,7 +168,8 @@ BF16_MAKERS: dict[str, Callable[[], Tensor]] = {
     "constant": lambda: torch.full((4, 256), -0.0123, dtype=torch.bfloat16),
 }
 ALL_MAKERS: dict[str, Callable[[], SourceWeight]] = MAKERS | {
-    f"bf16-{name}": lambda make=make: bf16_weight(make()) for name, make in BF16_MAKERS.items()
+    "large": lambda: trained_like(2048, seed=10),
+    **{f"bf16-{name}": lambda make=make: bf16_weight(make()) for name, make in BF16_MAKERS.items()},
 }
 
 

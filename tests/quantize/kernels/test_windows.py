@@ -43,9 +43,7 @@ def full_errors(mantissa: int) -> NDArray[np.float64]:
 def packed_blocks(histograms: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Blocks of 16 INT4 codes with these histograms, half of them negative: uint8 [M, 8]."""
     at_least = np.cumsum(histograms[:, ::-1], axis=1, dtype=np.int64)
-    magnitudes = np.zeros((len(histograms), 16), dtype=np.int64)
-    for k in range(8):
-        magnitudes += np.arange(16) < at_least[:, k, None]
+    magnitudes = (np.arange(16) < at_least[:, :, None]).sum(axis=1)
     negative = (magnitudes == 8) | (np.arange(16) % 2 == 1)
     nibbles = (8 + np.where(negative, -magnitudes, magnitudes)).astype(np.uint8)
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
@@ -57,10 +55,8 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
     # s = ms / 128, g = 1/2: candidate c, t = mb * 2**(c // 8) / ms with mb = 8 + c % 8, has b = mb * 2**(c // 8 - 6).
     scale_bits = np.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=np.uint16)
     weight = Int4Weight(blocks.reshape(1, -1), scale_bits)
-    found_by_kernel = convert(weight, rule="mse", global_scale=0.5)
-    result = found_by_kernel.weight
-    counted = found_by_kernel.sums
-    assert counted is not None
+    result = convert(weight, rule="mse", global_scale=0.5)
+    assert result.sums is not None
     errors = full_errors(mantissa)
     sums_M = []
     for start in range(0, len(histograms), 1 << 15):
@@ -68,10 +64,10 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
         sums_M.append(np.stack([NUM_CANDIDATES - 1 - sums[:, ::-1].argmin(axis=1), sums.min(axis=1)]))
     best, least = np.concatenate(sums_M, axis=1)
     expected = best.astype(np.int64) + FIRST_BYTE
-    found = result.block_scales[0].astype(np.int64)[: len(histograms)]
+    found = result.weight.block_scales[0].astype(np.int64)[: len(histograms)]
     some = histograms.any(axis=1)
     padded_equal = int((np.concatenate([least, least[: -len(histograms) % 8]]) == 0).sum())
-    return int((found != expected)[some].sum()) + abs(counted.equal_blocks - padded_equal)
+    return int((found != expected)[some].sum()) + abs(result.sums.equal_blocks - padded_equal)
 
 
 def test_every_histogram_under_some_mantissas() -> None:

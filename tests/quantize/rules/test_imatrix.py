@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from channel_makers import exponents_of
 from exact_search import E2M1, NORMAL_BYTES, assert_is_best, count_outside_normal, e4m3_value, nearest
 from int4_makers import MAKERS, int4_weight, trained_like
 
@@ -33,17 +34,12 @@ def any_importance(rng: np.random.Generator, columns: int = 256) -> np.ndarray:
     )
 
 
-def any_exponents(rng: np.random.Generator, reach: int, columns: int = 256) -> np.ndarray:
-    """Mostly zeros, with some columns up to `reach`."""
-    return np.where(rng.random(columns) < 0.5, 0, rng.integers(-reach, reach + 1, columns)).astype(np.int8)
-
-
 def assert_same(one: Nvfp4Weight, other: Nvfp4Weight) -> None:
     assert np.array_equal(one.packed, other.packed)
     assert np.array_equal(one.block_scales, other.block_scales)
 
 
-def few_scales(weight: Int4Weight, exponents: np.ndarray) -> Int4Weight:
+def few_scales(weight: Int4Weight, exponents: np.ndarray | None) -> Int4Weight:
     """The weight with two of its scales, because each takes the oracle a while, and with channel exponents."""
     kept = weight.scale_bits.reshape(-1)[[0, -1]]
     return Int4Weight(weight.packed, np.resize(kept, weight.scale_bits.shape), exponents)
@@ -65,7 +61,7 @@ def few_scales(weight: Int4Weight, exponents: np.ndarray) -> Int4Weight:
 )
 def test_every_scale_and_code_is_the_best_one(maker: str, rows: int, reach: int) -> None:
     rng = np.random.default_rng(rows + reach)
-    weight = few_scales(MAKERS[maker]().rows(0, rows), any_exponents(rng, reach))
+    weight = few_scales(MAKERS[maker]().rows(0, rows), exponents_of(rng, reach))
     for step in (0, -6, 7):
         importance = any_importance(rng)
         result = quantize_best(weight, own_scale(weight) * 2.0**step, importance)
@@ -75,7 +71,7 @@ def test_every_scale_and_code_is_the_best_one(maker: str, rows: int, reach: int)
 def test_mse_with_channel_exponents_is_the_best_one() -> None:
     rng = np.random.default_rng(5)
     for reach in (1, 4):
-        scaled = few_scales(trained_like(3, seed=5), any_exponents(rng, reach))
+        scaled = few_scales(trained_like(3, seed=5), exponents_of(rng, reach))
         assert_is_best(scaled, [1] * 256, quantize_best(scaled, own_scale(scaled)))
 
 
@@ -95,7 +91,7 @@ def test_a_tie_goes_to_the_larger_scale() -> None:
 def test_equal_importance_is_mse(maker: str, value: int) -> None:
     weight = MAKERS[maker]()
     weight = weight.rows(0, min(weight.shape[0], 200))
-    for exponents in (None, any_exponents(np.random.default_rng(value), 4)):
+    for exponents in (None, exponents_of(np.random.default_rng(value), 4)):
         scaled = replace(weight, channel_exponents=exponents)
         g = own_scale(scaled)
         assert_same(quantize_best(scaled, g, np.full(256, value, dtype=np.uint8)), quantize_best(scaled, g))
@@ -114,7 +110,7 @@ def test_the_same_exponent_everywhere_is_another_scale() -> None:
 @pytest.mark.usefixtures("instructions")
 def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None:
     rng = np.random.default_rng(8)
-    weight = few_scales(MAKERS["any-bytes"]().rows(0, 1), any_exponents(rng, 2))
+    weight = few_scales(MAKERS["any-bytes"]().rows(0, 1), exponents_of(rng, 2))
     importance = any_importance(rng)
     counted = 0
     for step in (-8, 7):
@@ -150,8 +146,7 @@ def test_bf16_weights_get_the_best_scale_by_importance() -> None:
 def _bf16_error(block: list[float], factors: list[int], step: Fraction) -> Fraction:
     levels = [v * step for v in E2M1]
     return sum(
-        (m * min((abs(Fraction(w)) - level) ** 2 for level in levels) for w, m in zip(block, factors, strict=True)),
-        Fraction(0),
+        m * min((abs(Fraction(w)) - level) ** 2 for level in levels) for w, m in zip(block, factors, strict=True)
     )
 
 
@@ -188,7 +183,7 @@ def test_unusable_importance_is_refused() -> None:
 def test_dividing_columns_is_exact() -> None:
     rng = np.random.default_rng(3)
     weight = trained_like(4, seed=4)
-    exponents = any_exponents(rng, 4)
+    exponents = exponents_of(rng, 4)
     scaled = weight.divide_columns(exponents, name="w")
     assert isinstance(scaled, Int4Weight)
     expected = bf16_values(weight.bits) / np.exp2(exponents.astype(np.float32))

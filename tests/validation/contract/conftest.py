@@ -14,13 +14,9 @@ KEEP = 4  # experts; as many as a token chooses
 def keep_experts(checkpoint: SmallCheckpoint, count: int) -> None:
     """Drop every expert from `count` on, and cut router and config to match."""
     for shard, members in checkpoint.shards.items():
-        kept = {n: t for n, t in members.items() if ".experts." not in n or int(_expert(n)) < count}
+        kept = {n: t for n, t in members.items() if int(n.partition(".experts.")[2].partition(".")[0] or 0) < count}
         checkpoint.shards[shard] = {n: t[:count] if ".mlp.gate." in n else t for n, t in kept.items()}
     checkpoint.config.get("text_config", checkpoint.config)["n_routed_experts"] = count
-
-
-def _expert(name: str) -> str:
-    return name.split(".experts.")[1].split(".")[0]
 
 
 @pytest.fixture(scope="session")

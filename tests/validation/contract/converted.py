@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -17,7 +17,8 @@ from k2convert.records.ledger import DecodedError
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import read_result
 from k2convert.validation.contract.scan import scan_shards
-from k2convert.validation.results import ContractReport, RuleResult, Verdict
+from k2convert.validation.results import ContractReport, RuleResult, ValidationReport, Verdict
+from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 
@@ -84,6 +85,11 @@ def check(
     return check_result(result, scan_shards(result), errors=errors)
 
 
+def validate(converted: Converted, *, with_source: bool = True, **options: Any) -> ValidationReport:
+    source = open_checkpoint(converted.source) if with_source else None
+    return validate_checkpoint(folder=converted.folder, source=source, **options)
+
+
 def copy_of(converted: Converted, folder: Path) -> Converted:
     """Copy the folder, to break it. The source is shared and must not change."""
     shutil.copytree(converted.folder, folder)
@@ -133,6 +139,24 @@ def change_tensor(converted: Converted, name: str, apply: Callable[[torch.Tensor
 def set_byte(tensor: torch.Tensor, index: int, value: int) -> torch.Tensor:
     tensor.view(torch.uint8).view(-1)[index] = value
     return tensor
+
+
+def next_number(scalar: torch.Tensor) -> torch.Tensor:
+    """The next FP32 number, away from zero."""
+    return (scalar.view(torch.int32) + 1).view(torch.float32)
+
+
+def on_all(
+    apply: Callable[[torch.Tensor], torch.Tensor], *ends: str, part: str = ".experts."
+) -> Callable[[SmallCheckpoint], None]:
+    """Change all tensors of experts whose names have one of these ends."""
+
+    def edit(checkpoint: SmallCheckpoint) -> None:
+        for name, tensor in checkpoint.tensors().items():
+            if part in name and name.endswith(ends):
+                checkpoint.replace(name, apply(tensor))
+
+    return edit
 
 
 def add_tensor(converted: Converted, name: str, tensor: torch.Tensor, *, beside: str) -> None:

@@ -14,6 +14,7 @@ from evaluation_makers import comparison, evaluation_of, write_evaluation
 from k2convert.records.document import plain
 from k2convert.records.ledger import read_ledger
 from k2convert.validation.results import Verdict
+from scripts.fixture_maker.damage import edit_json
 
 OTHER = "0" * 64
 
@@ -35,13 +36,11 @@ def test_a_fresh_evaluation_of_every_kind_passes(breakable: Converted) -> None:
 
 
 def test_weights_are_named_by_every_byte_and_by_nothing_else(breakable: Converted) -> None:
-    ledger = json.loads((breakable.folder / "k2convert.json").read_text())
+    path = breakable.folder / "k2convert.json"
     before = read_ledger(breakable.folder).weights
-    ledger |= {"k2convert": "9.9", "versions": {"python": "4"}}
-    (breakable.folder / "k2convert.json").write_text(json.dumps(ledger))
+    edit_json(path, lambda ledger: ledger.update(k2convert="9.9", versions={"python": "4"}))
     assert read_ledger(breakable.folder).weights == before
-    next(iter(ledger["shards"].values()))["blake3"] = OTHER
-    (breakable.folder / "k2convert.json").write_text(json.dumps(ledger))
+    edit_json(path, lambda ledger: next(iter(ledger["shards"].values())).update(blake3=OTHER))
     assert read_ledger(breakable.folder).weights != before
 
 

@@ -43,7 +43,7 @@ def test_a_foreign_checkpoint_fails_only_for_its_missing_ledger(modelopt: Conver
     assert verdicts(modelopt.check()) == {19: Verdict.FAIL}
 
 
-class Sizes:
+class Sizes(Events):
     """A visitor and an event sink that count bytes."""
 
     def __init__(self) -> None:
@@ -61,16 +61,11 @@ class Sizes:
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
         self.bytes_in += bytes_in
 
-    def note(self, text: str) -> None: ...
-    def shard_finished(self, shard: str) -> None: ...
-    def experts_computed(self, layer: int, done: int, total: int) -> None: ...
-
 
 def test_visitors_get_every_shard_and_every_converted_tensor_once_and_whole(good: Converted) -> None:
     result = read_result(good.folder, source=None)
     sizes = Sizes()
-    events: Events = sizes
-    scan_shards(result, shard_visitor=sizes.shard_bytes, tensor_visitor=sizes.tensor, events=events)
+    scan_shards(result, shard_visitor=sizes.shard_bytes, tensor_visitor=sizes.tensor, events=sizes)
     assert sizes.tensors == {f"{m.name}.{p}": t.num_bytes for m in result.converted for p, t in m.parameters.items()}
     assert sizes.shards == {name: header.file_bytes for name, header in result.headers.items()}
     assert sizes.bytes_in == sum(tensor.num_bytes for tensor in result.tensors.values())

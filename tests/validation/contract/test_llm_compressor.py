@@ -4,11 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from converted import Converted, Kind, check
+from converted import Converted, Kind, check, validate
 
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validation.results import Verdict
-from k2convert.validation.validate import validate_checkpoint
 
 llmcompressor = pytest.importorskip("llmcompressor")
 IGNORED = [
@@ -22,16 +20,10 @@ def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """NVFP4A16 by model_free_ptq; compressed-tensors removes INT4 first."""
     from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
 
-    source = sources["thinking"]
+    source = str(sources["thinking"])
     out = tmp_path_factory.mktemp("llm-compressor") / "out"
-    llmcompressor.model_free_ptq(
-        str(source),
-        str(out),
-        scheme="NVFP4A16",
-        ignore=IGNORED,
-        converter=CompressedTensorsDequantizer(str(source)),
-        device="cpu",
-    )
+    options = {"scheme": "NVFP4A16", "ignore": IGNORED, "converter": CompressedTensorsDequantizer(source)}
+    llmcompressor.model_free_ptq(source, str(out), **options, device="cpu")
     return out
 
 
@@ -47,19 +39,13 @@ def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, 
     assert passed == set(range(1, 20)) - {6, 18, 19}
 
 
-def test_its_weight_error_is_compared_with_ours(
-    theirs: Path, sources: dict[str, Path], convert: Callable[[Kind], Converted]
-) -> None:
+def test_its_weight_error_is_compared_with_ours(theirs: Path, convert: Callable[[Kind], Converted]) -> None:
     ours = convert(Kind("modelopt", "thinking", "w4a4", "mse"))
-    report = validate_checkpoint(folder=ours.folder, source=open_checkpoint(sources["thinking"]), against=theirs)
+    report = validate(ours, against=theirs)
     assert report.passed
-    assert report.comparison is not None
     assert report.comparison.contract.failed == [6]
-    assert report.weights is not None
     mine = report.weights.totals()["total"]
     other = report.comparison.weights.totals()["total"]
     assert mine.num_weights == other.num_weights
-    assert mine.sqnr_db is not None
-    assert other.sqnr_db is not None
     assert mine.sqnr_db > other.sqnr_db + 2
     assert (report.comparison.better_here, report.comparison.better_there) == (36, 0)

@@ -6,8 +6,6 @@ from converted import Converted, add_tensor, change, change_tensor, check, only
 
 from scripts.fixture_maker.folder import SmallCheckpoint
 
-E4M3 = torch.float8_e4m3fn
-
 
 def test_rule_1_a_left_over_shape(breakable: Converted) -> None:
     module = breakable.expert(1, 0, "up")
@@ -48,7 +46,7 @@ def test_rule_1_a_router_in_nvfp4(modelopt: Converted) -> None:
         members = checkpoint.shards[checkpoint.shard_of(f"{module}.weight")]
         rows, columns = members[f"{module}.weight"].shape
         members[f"{module}.weight"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-        members[f"{module}.weight_scale"] = torch.ones(rows, columns // 16).to(E4M3)
+        members[f"{module}.weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
         members[f"{module}.weight_scale_2"] = torch.tensor(1.0)
         members[f"{module}.input_scale"] = torch.tensor(1.0)
 

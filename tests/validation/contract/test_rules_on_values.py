@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from converted import GOOD, Converted, change, change_tensor, check, only, set_byte, verdicts
+from converted import GOOD, Converted, change, change_tensor, check, next_number, on_all, only, set_byte, verdicts
 
 from k2convert.validation.results import ContractReport, Verdict
 from scripts.fixture_maker import damage
@@ -20,6 +19,10 @@ def missing(_tensor: torch.Tensor) -> None:
     return None
 
 
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
 def filled(value: float) -> Apply:
     return lambda tensor: torch.full_like(tensor, value)
 
@@ -30,11 +33,6 @@ def two_bytes(byte: int) -> Apply:
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
     return set_byte(tensor, 3, int(tensor.view(torch.uint8).view(-1)[3]) ^ 1)
-
-
-def next_number(scalar: torch.Tensor) -> torch.Tensor:
-    """The next FP32 number, away from zero."""
-    return (scalar.view(torch.int32) + 1).view(torch.float32)
 
 
 PARAMETERS = ("weight", "block_scale", "global_scale", "input_scale")
@@ -127,31 +125,16 @@ def test_rule_6_an_input_scale_that_is_not_the_recipes(breakable: Converted, pro
 
 
 def test_rule_6_input_scales_that_are_all_the_same_but_not_the_recipes(breakable: Converted) -> None:
-    def double(checkpoint: SmallCheckpoint) -> None:
-        for name in [n for n in checkpoint.tensors() if n.endswith(f".{breakable.names.input_scale}")]:
-            checkpoint.replace(name, checkpoint.tensors()[name] * 2)
-
-    change(breakable, double)
+    change(breakable, on_all(double, f".{breakable.names.input_scale}"))
     assert only(check(breakable.folder), 6).count == 36
 
 
 def test_rule_6_without_a_recipe_warns_of_input_scales_that_vary_within_a_layer(breakable: Converted) -> None:
     (breakable.folder / "k2convert.json").unlink()
-    scale = breakable.names.input_scale
-
-    def multiply(projections: tuple[str, ...], *, expert: int | None) -> None:
-        def apply(checkpoint: SmallCheckpoint) -> None:
-            for name in [
-                n for n in checkpoint.tensors() if n.endswith(tuple(f"{p}_proj.{scale}" for p in projections))
-            ]:
-                if expert is None or f".experts.{expert}." in name:
-                    checkpoint.replace(name, checkpoint.tensors()[name] * 2)
-
-        damage.edit_checkpoint(breakable.folder, apply)
-
-    multiply(("down",), expert=None)  # those of down may differ from those of gate and up
+    gate, up, down = (f"{kind}_proj.{breakable.names.input_scale}" for kind in ("gate", "up", "down"))
+    damage.edit_checkpoint(breakable.folder, on_all(double, down))  # may differ from those of gate and up
     assert breakable.check().rules[5].verdict is Verdict.PASS
-    multiply(("gate", "up"), expert=0)
+    damage.edit_checkpoint(breakable.folder, on_all(double, gate, up, part=".experts.0."))
     rule = breakable.check().rules[5]
     assert rule.verdict is Verdict.WARN
     assert rule.offenders[0].name == "layer 1 gate and up"
@@ -183,10 +166,7 @@ def test_rule_9_an_expert_too_many(breakable: Converted) -> None:
 
 
 def test_rule_9_pruned_weights_under_the_unpruned_config(breakable: Converted) -> None:
-    def grow(config: dict[str, Any]) -> None:
-        config.get("text_config", config)["n_routed_experts"] = 16
-
-    damage.edit_json(breakable.folder / "config.json", grow)
+    damage.edit_json(breakable.folder / "config.json", lambda c: c.get("text_config", c).update(n_routed_experts=16))
     rule = only(check(breakable.folder), 9)
     assert rule.count == 3 * (12 + 2)
 
@@ -209,10 +189,7 @@ def test_rule_10_tensor_parallel_sizes_named_on_the_card(
 
 
 def test_rule_10_hidden_size(breakable: Converted) -> None:
-    def narrow(config: dict[str, Any]) -> None:
-        config.get("text_config", config)["hidden_size"] = 250
-
-    damage.edit_json(breakable.folder / "config.json", narrow)
+    damage.edit_json(breakable.folder / "config.json", lambda c: c.get("text_config", c).update(hidden_size=250))
     report = check(breakable.folder)
     assert report.failed == [9, 10]  # the tensors have 256
     assert report.rules[9].offenders[0].name == "hidden_size"

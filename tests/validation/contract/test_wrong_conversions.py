@@ -2,22 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conversions import convert as convert_source
-from converted import Converted, Kind, change, change_tensor, copy_of, set_byte
+from converted import Converted, Kind, change, change_tensor, copy_of, next_number, on_all, set_byte, validate
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.validation.results import ValidationReport, Verdict, validation_document
 from k2convert.validation.validate import validate_checkpoint
-from scripts import fixture_maker as fixtures
 from scripts.fixture_maker import damage
-from scripts.fixture_maker.folder import SmallCheckpoint
 
 MSE = Kind("modelopt", "thinking", "w4a4", "mse")
 KINDS = [
@@ -47,13 +45,8 @@ def without_journal(converted: Converted, folder: Path) -> Converted:
     return copy
 
 
-def validate(converted: Converted) -> ValidationReport:
-    return validate_checkpoint(folder=converted.folder, source=open_checkpoint(converted.source))
-
-
 def fit_totals(converted: Converted, report: ValidationReport) -> None:
     """Write the figures of the changed bytes into the ledger's totals."""
-    assert report.weights is not None
     totals = validation_document(report)["weights"]["totals"]
     keys = ("squared_error", "energy", "num_nonzero", "equal_nonzero", "max_error_steps")
 
@@ -70,7 +63,6 @@ def found_by_rule_alone(converted: Converted) -> dict[str, str]:
     report = validate(converted)
     assert report.contract.passed, report.contract.failed
     assert not report.passed
-    assert report.weights is not None
     assert (report.weights.journal_compared, report.weights.rule.tensors) == (0, 36)
     assert validation_document(report)["weights"]["verdicts"]["rule"] == Verdict.FAIL
     return report.weights.rule.mismatches
@@ -84,17 +76,6 @@ def step(by: int) -> Change:
         return moved.clamp(0x08, 0x7E).to(torch.uint8).view(scales.dtype)
 
     return apply
-
-
-def on_all(converted: Converted, parameter: str, apply: Change, *, among: Iterable[str] = ("",)) -> None:
-    ends = tuple(f"{part}.{parameter}" for part in among)
-
-    def edit(checkpoint: SmallCheckpoint) -> None:
-        for name, tensor in checkpoint.tensors().items():
-            if ".experts." in name and name.endswith(ends):
-                checkpoint.replace(name, apply(tensor))
-
-    change(converted, edit)
 
 
 def one_block(scales: torch.Tensor) -> torch.Tensor:
@@ -116,13 +97,9 @@ def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def next_number(scalar: torch.Tensor) -> torch.Tensor:
-    return (scalar.view(torch.int32) + 1).view(torch.float32)
-
-
 @pytest.mark.parametrize("by", [1, -1])
 def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> None:
-    on_all(mse, mse.names.block_scale, step(by))
+    change(mse, on_all(step(by), f".{mse.names.block_scale}"))
     assert len(found_by_rule_alone(mse)) == 36
 
 
@@ -231,22 +208,20 @@ def test_what_cannot_be_made_again_is_skipped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "mse")])
-def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> None:
+def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
-    made = {"split": fixtures.make_split, "zeros": fixtures.make_zeros}[source](tmp_path / "source")
+    made = request.getfixturevalue(source)
     roles = ("experts", "shared_experts", "dense_mlp")
     out = convert_source(made, tmp_path / "out", layout="compressed-tensors", rule=rule, roles=roles)
-    checkpoint = open_checkpoint(made)
     shutil.rmtree(out / ".k2convert")
-    report = validate_checkpoint(folder=out, source=checkpoint)
-    assert report.passed, report.weights
     result = Converted(Kind("compressed-tensors", source, "w4a4", rule), out, made)
+    report = validate(result)
+    assert report.passed, report.weights
     modules = [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")] + ["model.layers.1.mlp.shared_experts.down_proj"]
     for module in modules[:2]:
         change_tensor(result, f"{module}.weight_global_scale", next_number)
     change_tensor(result, f"{modules[2]}.weight_packed", one_sign)
-    report = validate_checkpoint(folder=out, source=checkpoint)
-    assert report.weights is not None
+    report = validate(result)
     assert sorted(report.weights.rule.mismatches) == modules
 
 

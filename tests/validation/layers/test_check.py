@@ -15,28 +15,15 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.plan.recipe import Budget
 from k2convert.validation.layers.check import check_layers
-from k2convert.validation.layers.result import (
-    W4A4_VARIANTS,
-    LayerResult,
-    LayersReport,
-    Variant,
-    VariantError,
-)
+from k2convert.validation.layers.result import W4A4_VARIANTS, LayersReport, Variant
 from scripts.fixture_maker.damage import edit_tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-BUDGET = Budget()
 
 
 def check(source: Path, converted: Path, **fields: Any) -> LayersReport:
-    fields = {"layers": (2,), "tokens": 64, "budget": BUDGET} | fields
+    fields = {"layers": (2,), "tokens": 64, "budget": Budget()} | fields
     return check_layers(source=open_checkpoint(source), converted=open_checkpoint(converted), **fields)
-
-
-def error(layer: LayerResult, variant: Variant) -> VariantError:
-    found = layer.error(variant)
-    assert found is not None
-    return found
 
 
 def expert(layer: int, number: int, parameter: str, projection: str = "down") -> str:
@@ -53,8 +40,8 @@ def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path
     report = check(tiny, mse, layers=(1, 2, 3))
     assert report.passed
     for layer in report.layers:
-        ours = error(layer, Variant.CONVERTED)
-        usual = error(layer, Variant.MAX)
+        ours = layer.error(Variant.CONVERTED)
+        usual = layer.error(Variant.MAX)
         assert layer.router_unchanged
         assert layer.num_experts == layer.num_reached == 16
         assert 19.5 < ours.sqnr_db < 21.5
@@ -66,10 +53,10 @@ def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path
 
 def test_four_bit_activations_cost_more_than_the_conversion(tiny: Path, mse: Path) -> None:
     (layer,) = check(tiny, mse).layers
-    weights = error(layer, Variant.CONVERTED)
-    both = error(layer, Variant.CONVERTED_W4A4)
-    alone = error(layer, Variant.ACTIVATIONS_ONLY)
-    usual = error(layer, Variant.MAX_W4A4)
+    weights = layer.error(Variant.CONVERTED)
+    both = layer.error(Variant.CONVERTED_W4A4)
+    alone = layer.error(Variant.ACTIVATIONS_ONLY)
+    usual = layer.error(Variant.MAX_W4A4)
     assert usual.sqnr_db < both.sqnr_db < alone.sqnr_db < weights.sqnr_db
     # Two independent errors add up by energy.
     expected = -10 * math.log10(10 ** (-weights.sqnr_db / 10) + 10 ** (-alone.sqnr_db / 10))
@@ -79,7 +66,7 @@ def test_four_bit_activations_cost_more_than_the_conversion(tiny: Path, mse: Pat
 def test_plain_computed_on_the_fly_is_what_the_pipeline_writes(tiny: Path, by_max: Path, mse: Path) -> None:
     (written,), (on_the_fly,) = check(tiny, by_max).layers, check(tiny, mse).layers
     for variant, same in ((Variant.CONVERTED, Variant.MAX), (Variant.CONVERTED_W4A4, Variant.MAX_W4A4)):
-        figures = [error(written, variant), error(written, same), error(on_the_fly, same)]
+        figures = [written.error(variant), written.error(same), on_the_fly.error(same)]
         assert len({(f.sqnr_db, f.cosine, f.worst_expert, f.worst_expert_sqnr_db) for f in figures}) == 1
 
 
@@ -88,7 +75,7 @@ def test_a_damaged_expert_fails_and_is_named(tiny: Path, mse: Path, tmp_path: Pa
     report = check(tiny, folder, layers=(1, 2, 3))
     assert [bool(layer.failures) for layer in report.layers] == [False, True, False]
     layer = report.layers[1]
-    assert error(layer, Variant.CONVERTED).worst_expert == 7
+    assert layer.error(Variant.CONVERTED).worst_expert == 7
     assert any("expert 7: SQNR" in failure for failure in layer.failures)
     assert not any(f"expert {other}:" in failure for other in range(16) if other != 7 for failure in layer.failures)
 
@@ -99,7 +86,7 @@ def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_pa
     for number in (0, 6, 11, 15):
         folder = damaged(mse, tmp_path / str(number), expert(2, number, "weight_scale_2"), torch.zeros_like)
         (found,) = check(tiny, folder, tokens=1).layers
-        assert error(found, Variant.CONVERTED).worst_expert == number
+        assert found.error(Variant.CONVERTED).worst_expert == number
         assert found.failures
 
 
@@ -109,10 +96,10 @@ def test_nibbles_in_the_wrong_order_and_values_that_are_no_numbers_fail(tiny: Pa
         return scales
 
     report = check(tiny, damaged(mse, tmp_path / "n", expert(2, 0, "weight", "gate"), lambda t: (t >> 4) | (t << 4)))
-    assert error(report.layers[0], Variant.CONVERTED).worst_expert == 0
+    assert report.layers[0].error(Variant.CONVERTED).worst_expert == 0
     assert not report.passed
     report = check(tiny, damaged(mse, tmp_path / "d", expert(2, 3, "weight_scale"), poison))
-    assert error(report.layers[0], Variant.CONVERTED).sqnr_db == -math.inf
+    assert report.layers[0].error(Variant.CONVERTED).sqnr_db == -math.inf
     assert not report.passed
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert document["layers"][0]["errors"][0]["sqnr_db"] is None
@@ -140,7 +127,7 @@ def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None
     assert check(tiny, by_max) == check(tiny, by_max), "synthetic states are always the same"
     (layer,) = check(tiny, by_max, budget=Budget(layer_sqnr_db=19.0)).layers
     assert layer.failures == (
-        f"output SQNR {error(layer, Variant.CONVERTED).sqnr_db:.2f} dB, under the budget of 19 dB",
+        f"output SQNR {layer.error(Variant.CONVERTED).sqnr_db:.2f} dB, under the budget of 19 dB",
     )
 
 
@@ -158,18 +145,17 @@ def test_weight_only_checkpoints_have_no_w4a4_figures(
 ) -> None:
     (layer,) = check(tiny, convert_source(tiny, rule="max", activations="w4a16")).layers
     assert all(layer.error(variant) is None for variant in W4A4_VARIANTS)
-    same = error(check(tiny, by_max).layers[0], Variant.CONVERTED)
-    assert error(layer, Variant.CONVERTED).sqnr_db == pytest.approx(same.sqnr_db, abs=1e-4)
+    same = check(tiny, by_max).layers[0].error(Variant.CONVERTED)
+    assert layer.error(Variant.CONVERTED).sqnr_db == pytest.approx(same.sqnr_db, abs=1e-4)
 
 
 def test_converted_shared_experts_are_judged_too(tiny: Path, convert_source: Callable[..., Path]) -> None:
     folder = convert_source(tiny, rule="max", roles=("experts", "shared_experts"))
     (layer,) = check(tiny, folder).layers
     for variant in (Variant.CONVERTED, Variant.CONVERTED_W4A4):
-        shared = error(layer, variant).shared_experts_sqnr_db
-        assert shared is not None
+        shared = layer.error(variant).shared_experts_sqnr_db
         assert 10 < shared < 20
-    assert error(layer, Variant.CONVERTED).shared_experts_sqnr_db == error(layer, Variant.MAX).shared_experts_sqnr_db
+    assert layer.error(Variant.CONVERTED).shared_experts_sqnr_db == layer.error(Variant.MAX).shared_experts_sqnr_db
 
 
 def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert_source: Callable[..., Path]) -> None:

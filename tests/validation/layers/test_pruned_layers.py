@@ -30,10 +30,9 @@ def pruned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def blocks_of_transformers(folder: Path, ids: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor, float]]:
     """The output of each MoE block, the output without the dropped experts, and their share of the router's weight."""
-    from scripts.evaluation.models import build_model, source_mlps
+    from whole_models import whole_model
 
-    model = build_model(folder)
-    model.install(source_mlps(folder))
+    model = whole_model(folder)
     network: Any = model.network
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for number in reap_survivors():
@@ -60,8 +59,7 @@ def blocks_of_transformers(folder: Path, ids: torch.Tensor) -> dict[int, tuple[t
 @pytest.mark.slow
 def test_pruning_alone_is_the_error_that_transformers_finds(tiny: Path, pruned: Path) -> None:
     text = ("--layers", "all", "--text", tiny / "eval.txt", "--tokens", 64)
-    shown = run_here("validate", pruned, "--source", tiny, *text, "--json")
-    assert shown.returncode == 0
+    shown = run_here("validate", pruned, "--source", tiny, *text, "--json", code=0)
     assert "computes 110 experts" in shown.stderr
     layers = {layer["layer"]: layer for layer in json.loads(shown.stdout)["layers"]["layers"]}
     expected = blocks_of_transformers(tiny, torch.as_tensor(windows_of(tiny, 64).ids))
@@ -101,9 +99,7 @@ def test_layers_that_are_skipped_say_why(tiny: Path, pruned: Path, tmp_path: Pat
     folder = Path(shutil.copytree(pruned, tmp_path / "out"))
     edit_config(folder, rope_theta=1.0)
     words = ("validate", folder, "--source", tiny, "--layers", "1", "--tokens", 8)
-    done = run_here(*words)
-    assert done.returncode == 3
-    assert "reference layers: skipped (rule 12 does not hold)\n" in done.stdout
+    assert "reference layers: skipped (rule 12 does not hold)\n" in run_here(*words, code=3).stdout
     document = json.loads(run_here(*words, "--json").stdout)
     assert document["layers"] is None
     assert document["layers_skipped"] == "rule 12 does not hold"

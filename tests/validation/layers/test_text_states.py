@@ -26,10 +26,9 @@ def windows_of(tiny: Path, tokens: int) -> Windows:
 
 def inputs_of_transformers(folder: Path, ids: Tensor) -> dict[int, Tensor]:
     """The input f32 [tokens, hidden] of every layer's MLP in the built network."""
-    from scripts.evaluation.models import build_model, source_mlps
+    from whole_models import whole_model
 
-    model = build_model(folder)
-    model.install(source_mlps(folder))
+    model = whole_model(folder)
     network: Any = model.network
     found: dict[int, Tensor] = {}
     for number, layer in enumerate(network.model.layers):
@@ -68,8 +67,7 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> N
 
 def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
     options = ["--layers", "1,2", "--tokens", "64", "--text", str(tiny / "eval.txt"), "--json"]
-    shown = run_here("validate", mse, "--source", tiny, *options)
-    assert shown.returncode == 0
+    shown = run_here("validate", mse, "--source", tiny, *options, code=0)
     assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.stderr
     layers = json.loads(shown.stdout)["layers"]
     assert layers["hidden_states"] == "text: eval.txt"
@@ -88,6 +86,5 @@ def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
 def test_a_text_that_cannot_be_used_is_refused_at_once(
     options: list[str], code: int, words: str, tiny: Path, mse: Path
 ) -> None:
-    done = run_here("validate", mse, "--source", tiny, *options)
-    assert done.returncode == code
+    done = run_here("validate", mse, "--source", tiny, *options, code=code)
     assert words in " ".join(done.stderr.replace("│", " ").split())

@@ -1,5 +1,6 @@
 #include "bf16.hpp"
 
+#include <algorithm>
 #include <limits>
 
 #include "numbers.hpp"
@@ -57,13 +58,8 @@ int last_least(const double* errors, int count) {
 // The index of the best normal scale, as rules/search_bf16.py finds it; amax is not zero.
 int best_scale(const float* weights, double amax, const double* steps) {
     double errors[kScratch];
-    int low = 0, high = kNumScales;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (steps[middle] < amax / 14.0) low = middle + 1;
-        else high = middle;
-    }
-    const int first = std::min(low, kNumScales - 1);
+    const double* low = std::lower_bound(steps, steps + kNumScales, amax / 14.0);
+    const int first = std::min(static_cast<int>(low - steps), kNumScales - 1);
     // Beyond the last scale the steps are infinite, so their error is infinite or NaN and never the least.
     const int count = std::min(kWindowScales, kNumScales - first);
     add_errors(weights, kOnes, steps + first, kPaddedWindow, errors);

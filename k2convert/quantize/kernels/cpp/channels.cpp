@@ -29,7 +29,7 @@ std::vector<Plan> make_plans(const Columns& columns) {
                 plan.importance[i] = columns.importance ? columns.importance[kBlock * block + i] : uint8_t{1};
                 plan.total += plan.importance[i];
                 const int split = i / 2 + 8 * (i & 1);
-                plan.split_groups.masks[group][split] = 255;
+                plan.masks[group][split] = 255;
                 plan.split_importance.values[split] = plan.importance[i];
             }
         }
@@ -157,15 +157,6 @@ Chosen search_all(const Fields& fields, const Plan& plan, const SplitScale& scal
     return chosen;
 }
 
-float largest_weight(const Fields& fields, const Plan& plan, const uint32_t* bits) {
-    float amax = 0.0f;
-    for (int group = 0; group < plan.num_groups; ++group) {
-        const int largest = largest_magnitude(fields.present[group]);
-        amax = std::max(amax, round_to_bf16(static_cast<float>(largest) * bf16_value(bits[group])));
-    }
-    return amax;
-}
-
 // What happens to the elements of a group: the output nibble of each source nibble.
 struct alignas(16) Mapping {
     uint8_t map[16];
@@ -182,18 +173,15 @@ public:
 
     void convert(const uint8_t* packed, uint16_t scale_bits, const Plan& plan, uint8_t* out, uint8_t* scale_byte) {
         Fields fields;
-        if (uses_vectors_) {
-            vectors::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
-        } else {
-            count_fields(packed, plan, fields);
-        }
+        if (uses_vectors_) vectors::count_fields(packed, plan, fields);
+        else count_fields(packed, plan, fields);
         Mapping mappings[kNumExponents];
         *scale_byte = static_cast<uint8_t>(is_max_ ? choose_max(fields, plan, scale_bits, mappings)
                                                      : choose_mse(fields, plan, scale_bits, mappings));
         if (uses_vectors_) {
             const uint8_t* maps[kNumExponents];
             for (int group = 0; group < plan.num_groups; ++group) maps[group] = mappings[group].map;
-            return vectors::encode_groups(packed, plan.split_groups, maps, plan.num_groups, out);
+            return vectors::encode_groups(packed, plan, maps, out);
         }
         for (int i = 0; i < kBlock; i += 2) {
             const uint8_t byte = packed[i / 2];
@@ -205,8 +193,13 @@ public:
 private:
     int choose_max(const Fields& fields, const Plan& plan, uint16_t scale_bits, Mapping* mappings) {
         uint32_t bits[kNumExponents];
-        for (int group = 0; group < plan.num_groups; ++group) bits[group] = divided_bits(scale_bits, plan.exponents[group]);
-        const int byte = max_scale_byte(largest_weight(fields, plan, bits), global_scale_);
+        float amax = 0.0f;
+        for (int group = 0; group < plan.num_groups; ++group) {
+            const int largest = largest_magnitude(fields.present[group]);
+            bits[group] = divided_bits(scale_bits, plan.exponents[group]);
+            amax = std::max(amax, round_to_bf16(static_cast<float>(largest) * bf16_value(bits[group])));
+        }
+        const int byte = max_scale_byte(amax, global_scale_);
         for (int group = 0; group < plan.num_groups; ++group) {
             const uint32_t key = bits[group] << 8 | static_cast<uint32_t>(byte);
             Known& known = known_[key * 0x9E3779B1u >> (32 - kKnownBits)];
@@ -315,7 +308,7 @@ public:
         : plans_(plans), split_(plans.size()), is_even_(plans.size()), exponent_(exponent), tables_(tables),
           packed_(packed_errors(tables)), converter_(converter) {
         for (size_t block = 0; block < plans.size(); ++block) {
-            split_[block] = plans[block].split_importance, is_even_[block] = plans[block].is_even();
+            split_[block] = plans[block].split_importance, is_even_[block] = plans[block].num_groups == 1;
         }
     }
 
@@ -366,13 +359,12 @@ private:
             }
             scale_bytes[half] = static_cast<uint8_t>(byte);
             // Groups without a weight can have lower exponents, and any map.
-            const auto map = [&](int group) {
-                const int shift = std::max(plan.exponents[group] - seen.lowest, 0);
-                return tables_.maps + 16 * packed_[table].shifted[shift].marks[places[half]].map;
-            };
             const uint8_t* maps[kNumExponents];
-            for (int i = 0; i < plan.num_groups; ++i) maps[i] = map(i);
-            vectors::encode_groups(packed + 8 * half, plan.split_groups, maps, plan.num_groups, out + 8 * half);
+            for (int i = 0; i < plan.num_groups; ++i) {
+                const int shift = std::max(plan.exponents[i] - seen.lowest, 0);
+                maps[i] = tables_.maps + 16 * packed_[table].shifted[shift].marks[places[half]].map;
+            }
+            vectors::encode_groups(packed + 8 * half, plan, maps, out + 8 * half);
         }
     }
 

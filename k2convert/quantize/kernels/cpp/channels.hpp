@@ -91,11 +91,6 @@ struct alignas(16) SplitImportance {
 
 // Room for pairs of groups.
 constexpr int kGroupRoom = kNumExponents + 1;
-struct alignas(32) SplitGroups {
-    // 255 where a column belongs to the group.
-    uint8_t masks[kGroupRoom][16];
-};
-
 // The fields of a block: summed importance by group and |q| = 1..8; bit k - 1 is set if some |q| is k.
 struct alignas(32) Fields {
     uint16_t sums[kGroupRoom][8];
@@ -115,11 +110,9 @@ struct Plan {
     int total = 0;                    // importance
     // For each column.
     uint8_t groups[kBlock], importance[kBlock];
-    SplitGroups split_groups{};
+    // 255 where a column belongs to the group, in the order of the importance.
+    alignas(32) uint8_t masks[kGroupRoom][16] = {};
     SplitImportance split_importance{};
-
-    // Whether all columns have the same exponent.
-    bool is_even() const { return num_groups == 1; }
 };
 
 // What a block's search found. Bit i of `near` is set if the candidate at place start + i can be the winner; none is if
@@ -141,10 +134,8 @@ int search_block(const uint8_t* packed, const Plan& plan, const PackedErrors& er
 // Replace the nibbles of two blocks of 8 bytes.
 void encode_both(const uint8_t* packed, const uint8_t* first_map, const uint8_t* second_map, uint8_t* out);
 // The same functions as in channels.cpp.
-void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
-                  Fields& fields);
-void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
-                   uint8_t* out);
+void count_fields(const uint8_t* packed, const Plan& plan, Fields& fields);
+void encode_groups(const uint8_t* packed, const Plan& plan, const uint8_t* const* maps, uint8_t* out);
 }  // namespace vectors
 
 }  // namespace k2

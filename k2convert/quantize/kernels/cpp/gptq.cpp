@@ -24,7 +24,7 @@ bool uses_fused_vectors() {
 }  // namespace
 
 void round_gptq(const Rounding& rounding, size_t threads) {
-    const size_t columns = rounding.curvature.columns, num_tiles = (rounding.rows + kTileRows - 1) / kTileRows;
+    const size_t columns = rounding.columns, num_tiles = (rounding.rows + kTileRows - 1) / kTileRows;
     threads = std::max<size_t>(1, std::min(threads, num_tiles));
     const auto round_tile = uses_fused_vectors() ? vectors::round_tile : portable::round_tile;
     std::vector<float> room(threads * tile_room(columns));

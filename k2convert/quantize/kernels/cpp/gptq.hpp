@@ -17,18 +17,11 @@
 
 namespace k2 {
 
-// H and the upper triangular U with U^T U = H^-1, both [K, K]; of each diagonal block of H the same U, and the inverse,
-// [K/16, 16, 16].
-struct Curvature {
-    const float *form, *factor, *block_factors, *block_inverses;
-    size_t columns;
-};
-
-// Rows [N, K] in units of the global scale, all finite; codes [N, K/2] and scale bytes [N, K/16].
+// Rows [N, K] in units of the global scale, all finite; H and the upper triangular U with U^T U = H^-1, both [K, K]; of
+// each diagonal block of H the same U, and the inverse, [K/16, 16, 16]. Codes [N, K/2] and scale bytes [N, K/16].
 struct Rounding {
-    const float* target;
-    size_t rows;
-    Curvature curvature;
+    const float *target, *form, *factor, *block_factors, *block_inverses;
+    size_t rows, columns;
     int sweeps;
     uint8_t *packed, *scale_bytes;
 };

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "gptq.hpp"
+#include "numbers.hpp"
 
 namespace k2::K2_LEVEL {
 
@@ -21,8 +22,8 @@ constexpr size_t kBlockSize = 16, kNumScales = 8;
 // Rows and columns of a product that stay in registers, and columns that are packed at a time.
 constexpr size_t kGroupRows = 6, kStrip = 16, kPacked = 128;
 constexpr size_t kStripVectors = kStrip / kLanes;
-// Normal E4M3 scales, the range of rule `mse`. The search starts one below the nearest to the largest weight / 6.
-constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 1;
+// The search starts one below the E4M3 scale that is the nearest to the largest weight / 6.
+constexpr int kBelow = 1;
 // A block takes a new scale only for a gain that is no rounding error.
 constexpr float kWorthwhile = 0.9999f;
 static_assert(kTileRows % kGroupRows == 0 && kPanel % kBlockSize == 0, "whole groups");
@@ -40,10 +41,7 @@ inline Floats all(float value) { return value - Floats{}; }
 inline float magnitude(float value) { return value < 0 ? -value : value; }
 
 inline float value_of(int byte) {
-    const uint32_t bits = static_cast<uint32_t>(byte + (120 << 3)) << 20;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return bits_as<float>(static_cast<uint32_t>(byte + (120 << 3)) << 20);
 }
 
 // The first of the bytes to try: E4M3's nearest to largest / 6, minus one, within the range.
@@ -51,11 +49,10 @@ inline int first_byte(float largest) {
     float scale = largest * (1.0f / 6.0f);
     scale = scale > 0x1p-6f ? scale : 0x1p-6f;
     scale = scale < 448.0f ? scale : 448.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &scale, sizeof bits);
+    const uint32_t bits = bits_as<uint32_t>(scale);
     const int byte = static_cast<int>((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3) - kBelow;
-    constexpr int last = kLastByte + 1 - static_cast<int>(kNumScales);
-    return byte < kFirstByte ? kFirstByte : byte > last ? last : byte;
+    constexpr int last = kMaxByte + 1 - static_cast<int>(kNumScales);
+    return byte < kMinNormalByte ? kMinNormalByte : byte > last ? last : byte;
 }
 
 // E2M1's nearest value, ties to the even code, saturating. Adding and subtracting 1.5 * 2**23 rounds to integers.
@@ -174,17 +171,17 @@ struct Panel {
 class Tile {
    public:
     Tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales)
-        : rounding_(rounding), columns_(rounding.curvature.columns), rows_(rows),
-          padded_((rows + kGroupRows - 1) / kGroupRows * kGroupRows), target_(rounding.target + first * columns_),
-          weights_(room), values_(room + kTileRows * columns_), gradient_(room + 2 * kTileRows * columns_),
+        : rounding_(rounding), columns_(rounding.columns), rows_(rows),
+          padded_((rows + kGroupRows - 1) / kGroupRows * kGroupRows), weights_(room),
+          values_(room + kTileRows * columns_), gradient_(room + 2 * kTileRows * columns_),
           errors_(room + 3 * kTileRows * columns_), scales_(scales), first_(first) {}
 
     void round() {
-        std::memcpy(weights_, target_, rows_ * columns_ * sizeof(float));
+        std::memcpy(weights_, rounding_.target + first_ * columns_, rows_ * columns_ * sizeof(float));
         std::memset(weights_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
         std::memset(gradient_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
         for (size_t start = 0; start < columns_; start += kPanel)
-            round_panel(Panel(rounding_.curvature.factor, columns_, start));
+            round_panel(Panel(rounding_.factor, columns_, start));
         if (rounding_.sweeps > 0) {
             start_gradient();
             for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == rounding_.sweeps);
@@ -216,7 +213,7 @@ class Tile {
             }
         const size_t end = factor.start + factor.size;
         subtract_product(gradient_ + factor.start, columns_, padded_,
-                         rounding_.curvature.factor + factor.start * columns_ + end, columns_, false, factor.size,
+                         rounding_.factor + factor.start * columns_ + end, columns_, false, factor.size,
                          columns_ - end, weights_ + end, columns_);
     }
 
@@ -225,7 +222,7 @@ class Tile {
         alignas(32) float factor[kPanel * kPanel];  // transposed
         for (size_t end = columns_; end > 0;) {
             const size_t start = (end - 1) / kPanel * kPanel, size = end - start;
-            const float* matrix = rounding_.curvature.factor + start;
+            const float* matrix = rounding_.factor + start;
             for (size_t i = 0; i < size; ++i)
                 for (size_t k = 0; k < size; ++k) factor[k * kPanel + i] = matrix[(start + i) * columns_ + k];
             for (size_t r = 0; r < rows_; ++r) solve_row(gradient_ + r * columns_ + start, factor, size);
@@ -250,7 +247,7 @@ class Tile {
     void run_sweep(bool is_last) {
         bool has_changed[kTileRows] = {};
         for (size_t start = 0; start < columns_; start += kPanel) {
-            const Panel form(rounding_.curvature.form, columns_, start);
+            const Panel form(rounding_.form, columns_, start);
             std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
             for (size_t j = 0; j < form.size; j += kBlockSize) {
                 for (size_t r = 0; r < rows_; ++r)
@@ -277,7 +274,7 @@ class Tile {
     // Search from the block's optimum, and take what is found if the loss falls.
     bool search_again(const Panel& form, size_t j, size_t r, const float* values, const float* gradient,
                       uint8_t& byte) {
-        const float* inverse = rounding_.curvature.block_inverses + (form.start + j) * kBlockSize;
+        const float* inverse = rounding_.block_inverses + (form.start + j) * kBlockSize;
         alignas(32) float optimum[kBlockSize] = {};
         for (size_t k = 0; k < kBlockSize; ++k)
             for (size_t i = 0; i < kBlockSize; ++i) optimum[i] += gradient[k] * inverse[k * kBlockSize + i];
@@ -287,7 +284,7 @@ class Tile {
             optimum[i] += values[i];
         }
         Found found;
-        search_block(optimum, rounding_.curvature.block_factors + (form.start + j) * kBlockSize, kBlockSize, found);
+        search_block(optimum, rounding_.block_factors + (form.start + j) * kBlockSize, kBlockSize, found);
         if (!(found.loss < loss * kWorthwhile)) return false;
         byte = static_cast<uint8_t>(found.byte);
         for (size_t i = 0; i < kBlockSize; ++i) change(form, j + i, r, found.values[i]);
@@ -318,7 +315,7 @@ class Tile {
             Floats factors[4];
             for (size_t i = 0; i < 4; ++i) {
                 const size_t column = chosen[first + i < count ? first + i : first];
-                rows[i] = rounding_.curvature.form + (form.start + column) * columns_;
+                rows[i] = rounding_.form + (form.start + column) * columns_;
                 factors[i] = all(first + i < count ? differences[column] : 0.0f);
             }
             float* gradient = gradient_ + r * columns_;
@@ -353,13 +350,12 @@ class Tile {
                 }
                 packed[i / 2] = static_cast<uint8_t>(nibbles[0] | nibbles[1] << 4);
             }
-            rounding_.scale_bytes[((first_ + r) * columns_ + j) / kBlockSize] = is_empty ? kByteOfOne : byte;
+            rounding_.scale_bytes[((first_ + r) * columns_ + j) / kBlockSize] = is_empty ? kOneByte : byte;
         }
     }
 
     const Rounding& rounding_;
     size_t columns_, rows_, padded_;
-    const float* target_;
     float *weights_, *values_, *gradient_, *errors_;
     uint8_t* scales_;
     size_t first_;

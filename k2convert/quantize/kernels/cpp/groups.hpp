@@ -62,10 +62,6 @@ struct Batch {
     uint8_t* scale_bytes;    // 2 for each group
 };
 
-struct Totals {
-    int64_t equal_blocks = 0, outside_normal = 0;
-};
-
 // The scale and the place in `choices` of a block that the search cannot settle. settle_block counts the block too.
 struct Settled {
     int scale_byte, place;

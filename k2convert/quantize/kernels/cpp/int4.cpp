@@ -42,7 +42,6 @@ template <class Open, class Convert, class ConvertRest>
 Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, Rule rule, const Open& open,
                         const Convert& convert, const ConvertRest& convert_rest) {
     Tally& tally = thread_tally();
-    Totals totals;
     Counted counted;
     int16_t slots[kBatchGroups];
     int64_t since_drained = 0;
@@ -59,19 +58,41 @@ Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, 
         }
         const size_t whole = uses_vectors() ? size / 4 * 4 : 0;
         const Batch batch{source.packed + 16 * first, slots, whole, out + 16 * first, scale_bytes + 2 * first};
-        if (whole > 0) convert(batch, tally, totals);
+        if (whole > 0) convert(batch, tally, counted.totals);
         if (whole < size) {
             const Batch rest{batch.packed + 16 * whole, slots + whole, size - whole, batch.out + 16 * whole,
                              batch.scale_bytes + 2 * whole};
-            convert_rest(rest, tally, totals);
+            convert_rest(rest, tally, counted.totals);
         }
         since_drained += static_cast<int64_t>(size);
     }
     tally.drain(rule, counted.pairs);
     merge_pairs(counted.pairs);
-    counted.equal_blocks = totals.equal_blocks;
-    counted.outside_normal = totals.outside_normal;
     return counted;
+}
+
+// BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers have larger bits; -0.0 is
+// usable.
+constexpr uint16_t kFirstUnusableBits = 0x7E00;
+constexpr uint16_t kMinusZeroBits = 0x8000;
+// Groups for which the largest scale is found first: most chunks cannot raise amax and are skipped.
+constexpr size_t kChunkGroups = 256;
+
+K2_CLONES uint16_t largest_of(const uint16_t* scale_bits, size_t size) {
+    uint16_t largest = 0;
+    for (size_t i = 0; i < size; ++i) largest = std::max(largest, scale_bits[i]);
+    return largest;
+}
+
+// The largest of the bits, with minus zero as zero.
+uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
+    const uint16_t all = largest_of(scale_bits, size);
+    if (all < kFirstUnusableBits) return all;
+    uint16_t largest = 0;
+    for (size_t i = 0; i < size; ++i) {
+        if (scale_bits[i] != kMinusZeroBits) largest = std::max(largest, scale_bits[i]);
+    }
+    return largest;
 }
 
 }  // namespace
@@ -114,8 +135,7 @@ Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTab
     return settled;
 }
 
-Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
-                        uint8_t* scale_bytes) {
+Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
     const auto open = [&](Tally& tally, uint16_t bits) {
         const int slot = tally.open_slot(bits, Rule::mse);
         place_in_tables(tally.slot(slot), bits, exponent);
@@ -140,37 +160,9 @@ Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_
     return convert_batches(source, out, scale_bytes, Rule::max, open, vectors::convert_max, portable::convert_max);
 }
 
-namespace {
-
-// BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers have larger bits; -0.0 is
-// usable.
-constexpr uint16_t kFirstUnusableBits = 0x7E00;
-constexpr uint16_t kMinusZeroBits = 0x8000;
-// Groups for which the largest scale is found first: most chunks cannot raise amax and are skipped.
-constexpr size_t kChunkGroups = 256;
-
-K2_CLONES uint16_t largest_of(const uint16_t* scale_bits, size_t size) {
-    uint16_t largest = 0;
-    for (size_t i = 0; i < size; ++i) largest = std::max(largest, scale_bits[i]);
-    return largest;
-}
-
-// The largest of the bits, with minus zero as zero.
-uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
-    const uint16_t all = largest_of(scale_bits, size);
-    if (all < kFirstUnusableBits) return all;
-    uint16_t largest = 0;
-    for (size_t i = 0; i < size; ++i) {
-        if (scale_bits[i] != kMinusZeroBits) largest = std::max(largest, scale_bits[i]);
-    }
-    return largest;
-}
-
-}  // namespace
-
 Figures figures_of(const Counted& counted, Rule rule, double global_scale, RowSums& sums) {
     Figures figures;
-    figures.equal_blocks = counted.equal_blocks;
+    figures.equal_blocks = counted.totals.equal_blocks;
     for (const Pair& pair : counted.pairs) {
         const float scale = bf16_value(static_cast<uint32_t>(pair.key >> 8)), block_scale = e4m3_value(pair.key & 0xFF);
         const double exact_scale = scale, step = static_cast<double>(block_scale) * global_scale;

@@ -6,15 +6,7 @@
 
 namespace k2 {
 
-// A packed INT4 weight: for each group 16 bytes and the BF16 bits of one scale.
-struct Int4 {
-    const uint8_t* packed;
-    const uint16_t* scale_bits;
-    size_t num_groups;
-};
-
-Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
-                        uint8_t* scale_bytes);
+Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes);
 Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes);
 
 // The figures of a conversion from its counts, and its sums: those of measure.hpp, in half the time of the conversion.

@@ -127,18 +127,7 @@ K2_INLINE void add_int4_block(const uint8_t* source, const uint8_t* packed, doub
     }
 }
 
-uint64_t counts_of(const uint8_t* source) {
-    uint64_t counts = 0;
-    for (int byte = 0; byte < 8; ++byte) counts += kTables.counts[source[byte]];
-    return counts;
-}
-
-void add_counts(uint64_t counts, Figures& figures) {
-    figures.num_five_or_seven += static_cast<int64_t>(counts >> 16 & 0xFFFF);
-    figures.num_minus_eight += static_cast<int64_t>(counts >> 32);
-}
-
-double scale_of(const Int4Rows& source, size_t group) {
+double scale_of(const Int4& source, size_t group) {
     return std::max(static_cast<double>(bf16_value(source.scale_bits[group])), 0.0);
 }
 
@@ -149,11 +138,10 @@ double error_of(double energy, double products, double squares, double scale, do
 }
 
 // A row, in the order of vectors::measure_int4.
-RowSums measure_groups(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
-                       Figures& figures) {
+RowSums measure_groups(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures) {
     RowSums sums;
     const double* importance = channels.importance;
-    for (size_t group = 0; group < num_groups; ++group) {
+    for (size_t group = 0; group < source.num_groups; ++group) {
         const double scale = scale_of(source, group), square = scale * scale;
         double steps[2], errors[2], weighted_errors[2] = {};
         int64_t code_squares = 0, weighted_code_squares = 0;
@@ -161,8 +149,10 @@ RowSums measure_groups(const Int4Rows& source, const Quantized& written, size_t 
         for (size_t half = 0; half < 2; ++half) {
             const uint8_t *packed = source.packed + 16 * group + 8 * half, *values = written.packed + 16 * group + 8 * half;
             const double step = steps[half] = written.block_values[written.block_scales[2 * group + half]];
-            const uint64_t counts = counts_of(packed);
-            add_counts(counts, figures);
+            uint64_t counts = 0;
+            for (int byte = 0; byte < 8; ++byte) counts += kTables.counts[packed[byte]];
+            figures.num_five_or_seven += static_cast<int64_t>(counts >> 16 & 0xFFFF);
+            figures.num_minus_eight += static_cast<int64_t>(counts >> 32);
             if (is_scaled) continue;
             int products = 0, squares = 0, weighted_codes = 0, weighted_products = 0, weighted_squares = 0;
             const double* factors = importance == nullptr ? nullptr : importance + 32 * group + kBlock * half;
@@ -247,7 +237,7 @@ std::vector<ChannelGroup> channel_groups(const double* powers, size_t num_groups
 
 K2_CLONES void measure_scaled(const uint8_t* source, const uint8_t* packed, uint16_t scale_bits, const double steps[2],
                               const ChannelFactors& channels, RowSums& sums, Figures& figures) {
-    const double scale = scale_of({source, &scale_bits}, 0), own_scale = scale * channels.groups->power;
+    const double scale = scale_of({source, &scale_bits, 1}, 0), own_scale = scale * channels.groups->power;
     LaneSums lanes;
     for (int half = 0; half < 2; ++half) {
         add_int4_block(source + 8 * half, packed + 8 * half, scale, steps[half], channels.from(16 * half), lanes, figures);
@@ -275,10 +265,9 @@ K2_CLONES void measure_scaled(const uint8_t* source, const uint8_t* packed, uint
     sums.weighted_energy += own.weighted_energy, sums.weighted_error += own.weighted_error;
 }
 
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
-                     Figures& figures) {
-    return uses_vectors() ? vectors::measure_int4(source, written, num_groups, channels, figures)
-                       : measure_groups(source, written, num_groups, channels, figures);
+RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures) {
+    if (uses_vectors()) return vectors::measure_int4(source, written, channels, figures);
+    return measure_groups(source, written, channels, figures);
 }
 
 K2_CLONES RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks,

@@ -22,10 +22,11 @@ struct Quantized {
     const double* block_values;
 };
 
-// 16 bytes of `packed` and the BF16 bits of one scale for each group of 32 weights.
-struct Int4Rows {
+// Packed INT4 weights: for each group of 32 of them 16 bytes and the BF16 bits of one scale.
+struct Int4 {
     const uint8_t* packed;
     const uint16_t* scale_bits;
+    size_t num_groups;
 };
 
 // Of 32 channels with the largest exponent h: 2**-h, and 2**(h - a) of each block's even channels, then its odd ones. It is
@@ -65,8 +66,7 @@ struct Figures {
 };
 
 // Measure one row of whole groups, or of blocks, and add to the figures.
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
-                     Figures& figures);
+RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures);
 RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, const double* importance,
                      Figures& figures);
 
@@ -81,7 +81,7 @@ struct Sampled {
 };
 Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Sample& sample, float max_scale);
 // `exponents` of the columns of a row, or null.
-Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t columns, const Quantized& written,
+Sampled sample_int4(const Int4& source, const int8_t* exponents, size_t columns, const Quantized& written,
                     const Sample& sample, float max_scale);
 
 // Add the number of times that each byte occurs to 256 counts.
@@ -99,8 +99,7 @@ void count_group(const uint8_t* source, const uint8_t* packed, double scale, con
 
 namespace vectors {
 // The same.
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
-                     Figures& figures);
+RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures);
 }  // namespace vectors
 
 }  // namespace k2

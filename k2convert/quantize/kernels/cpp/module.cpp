@@ -90,7 +90,7 @@ using CountedTuple = std::tuple<double, double, FigureTuple, int64_t>;
 CountedTuple tuple_of(const k2::Counted& counted, k2::Rule rule, double global_scale) {
     k2::RowSums sums;
     const k2::Figures figures = k2::figures_of(counted, rule, global_scale, sums);
-    return {sums.energy, sums.error, tuple_of(figures), counted.outside_normal};
+    return {sums.energy, sums.error, tuple_of(figures), counted.totals.outside_normal};
 }
 
 CountedTuple convert_mse(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, int exponent,
@@ -202,8 +202,8 @@ FigureTuple measure_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bi
     require((channels.powers == nullptr) == (channels.inverses == nullptr), "powers and inverses");
     return measure_rows(packed, block_scales, block_values, columns, sums,
                         [&](size_t first, const k2::Quantized& written, k2::Figures& figures) {
-                            return k2::measure_int4({source.data() + 8 * first, scale_bits.data() + first / 2}, written,
-                                                    columns / 32, channels, figures);
+                            const k2::Int4 row{source.data() + 8 * first, scale_bits.data() + first / 2, columns / 32};
+                            return k2::measure_int4(row, written, channels, figures);
                         });
 }
 
@@ -243,8 +243,8 @@ SampledTuple sample_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bi
     const size_t columns = exponents ? columns_of(exponents, std::nullopt, groups).size : 0;
     const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
     const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
-    const k2::Sampled found = k2::sample_int4({source.data(), scale_bits.data()}, exponents ? exponents->data() : nullptr,
-                                              columns, written, sample, max_scale);
+    const k2::Sampled found = k2::sample_int4(groups, exponents ? exponents->data() : nullptr, columns, written, sample,
+                                              max_scale);
     return {found.achieved, found.plain, found.bound};
 }
 
@@ -267,9 +267,8 @@ void round_gptq(const In<float>& target, const In<float>& form, const In<float>&
                 block_inverses.size() == block_factors.size(), "curvature");
     require(target.size() == rows * columns && 2 * packed.size() == target.size() &&
                 k2::kBlock * scale_bytes.size() == target.size(), "sizes do not fit");
-    const k2::Curvature curvature{form.data(), factor.data(), block_factors.data(), block_inverses.data(),
-                                  columns};
-    k2::round_gptq({target.data(), rows, curvature, sweeps, packed.data(), scale_bytes.data()}, threads);
+    k2::round_gptq({target.data(), form.data(), factor.data(), block_factors.data(), block_inverses.data(), rows,
+                    columns, sweeps, packed.data(), scale_bytes.data()}, threads);
 }
 
 void use_instructions(const std::string& name) {

@@ -40,7 +40,7 @@ K2_AVX2 void tally_vectors(const uint8_t* packed, const uint8_t* scale_bytes, si
         int64_t* tally = tallies + 4 * scale_bytes[group];
         tally[0] += empty != 0xFFFFFFFFu;
         tally[1] += 32 - __builtin_popcount(empty);
-        tally[2] += _mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1);
+        tally[2] += _mm_extract_epi64(half, 0) + _mm_extract_epi64(half, 1);
     }
     for (int scale = 0; scale < 256; ++scale) {
         const auto* codes = reinterpret_cast<const uint8_t*>(&largest[scale]);

@@ -77,7 +77,6 @@ K2_INLINE __m256i _mm256_broadcastw_epi16(__m128i a) {
     const auto all = (__m128i)vdupq_laneq_s16((int16x8_t)a, 0);
     return {all, all};
 }
-#define _mm256_inserti128_si256(a, b, half) (__m256i{(a).low, b})
 #define _mm256_extracti128_si256(a, half) ((a).high)
 static_assert(sizeof(__m256i) == 32, "two registers");
 
@@ -177,7 +176,6 @@ K2_INLINE __m128i k2_half(__m256i a, __m256i b) {
 #define _mm_extract_epi16(a, i) static_cast<int>(vgetq_lane_u16((uint16x8_t)(a), i))
 #define _mm_extract_epi64(a, i) static_cast<int64_t>(vgetq_lane_s64((int64x2_t)(a), i))
 K2_INLINE int _mm_cvtsi128_si32(__m128i a) { return vgetq_lane_s32((int32x4_t)a, 0); }
-K2_INLINE int64_t _mm_cvtsi128_si64(__m128i a) { return vgetq_lane_s64((int64x2_t)a, 0); }
 K2_INLINE int _mm256_cvtsi256_si32(__m256i a) { return _mm_cvtsi128_si32(a.low); }
 K2_INLINE __m256i _mm256_permutevar8x32_epi32(__m256i a, __m256i i) {
     const auto half = [a](uint32x4_t i) {
@@ -208,7 +206,6 @@ K2_INLINE int _mm256_testz_si256(__m256i a, __m256i b) {
 }
 
 // Two doubles.
-K2_INLINE __m128d _mm_setzero_pd() { return vdupq_n_f64(0); }
 K2_INLINE __m128d _mm_set1_pd(double x) { return vdupq_n_f64(x); }
 K2_INLINE __m128d _mm_setr_pd(double a, double b) { return float64x2_t{a, b}; }
 K2_INLINE void _mm_storeu_pd(double* to, __m128d a) { vst1q_f64(to, a); }

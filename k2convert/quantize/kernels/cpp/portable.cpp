@@ -8,14 +8,6 @@ namespace k2::portable {
 
 namespace {
 
-void count_row(uint8_t* row, uint64_t word) {
-    uint32_t lanes[kBlocksLane + 1];
-    std::memcpy(lanes, row, sizeof lanes);
-    for (int k = 0; k < 8; ++k) lanes[k] += word >> (8 * k) & 0xFF;
-    ++lanes[kBlocksLane];
-    std::memcpy(row, lanes, sizeof lanes);
-}
-
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
     for (int i = 0; i < 8; ++i) out[i] = static_cast<uint8_t>(map[packed[i] & 15] | map[packed[i] >> 4] << 4);
 }

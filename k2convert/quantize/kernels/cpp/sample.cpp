@@ -24,12 +24,6 @@ namespace {
 constexpr size_t kPrefetched = 16;
 constexpr int8_t kNoExponents[kBlock] = {};
 
-uint64_t bits_as_word(const uint8_t* bytes) {
-    uint64_t word;
-    std::memcpy(&word, bytes, sizeof word);
-    return word;
-}
-
 // (sum w v)**2 / sum v**2 for the codes under this step, with v doubled.
 double explained_by(const float* weights, double step) {
     double inner = 0.0, norm = 0.0;
@@ -218,7 +212,7 @@ Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Samp
     return sampled;
 }
 
-Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t columns, const Quantized& written,
+Sampled sample_int4(const Int4& source, const int8_t* exponents, size_t columns, const Quantized& written,
                     const Sample& sample, float max_scale) {
     Sampled sampled;
     std::vector<uint64_t> packed;
@@ -236,7 +230,7 @@ Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t colu
         for (int i = 0; i < kBlock; ++i) weights[i] = static_cast<float>((codes[i / 2] >> (4 * (i & 1)) & 15) - 8) * scale;
         const int8_t* own = exponents == nullptr ? kNoExponents : exponents + kBlock * block % columns;
         if (std::memcmp(own, kNoExponents, kBlock) == 0) {
-            packed.push_back(bits_as_word(codes));
+            std::memcpy(&packed.emplace_back(), codes, sizeof packed[0]);
             scales.push_back(scale);
         } else {
             for (int i = 0; i < kBlock; ++i) weights[i] = std::ldexp(weights[i], -own[i]);

@@ -1,19 +1,11 @@
 #include "tally.hpp"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <new>
+#include <memory>
 
 namespace k2 {
 
 namespace {
-
-constexpr size_t kNumScaleBits = 1 << 16;
-constexpr size_t kRowsBytes = size_t{kMaxSlots} * kMseRows * kRowBytes + kRowBytes;
-constexpr size_t kOddRowsBytes = size_t{kOddCapacity} * kRowBytes;
-constexpr size_t kSize = kRowsBytes + kOddRowsBytes + kOddCapacity * sizeof(int64_t) + kMaxSlots * sizeof(Slot) +
-                         kNumScaleBits * sizeof(int16_t) + kMaxSlots * sizeof(uint16_t);
 
 void add_row(std::vector<Pair>& pairs, int64_t key, const uint8_t* row) {
     uint32_t lanes[kBlocksLane + 1];
@@ -33,19 +25,10 @@ bool is_used(const uint8_t* row) {
 
 }  // namespace
 
-void Tally::Free::operator()(void* memory) const { std::free(memory); }
-
-Tally::Tally() : memory_(std::aligned_alloc(kRowBytes, (kSize + kRowBytes - 1) / kRowBytes * kRowBytes)) {
-    if (!memory_) throw std::bad_alloc();
-    rows_ = static_cast<uint8_t*>(memory_.get());
-    odd_rows_ = rows_ + kRowsBytes;
-    odd_keys_ = reinterpret_cast<int64_t*>(odd_rows_ + kOddRowsBytes);
-    slots_ = reinterpret_cast<Slot*>(odd_keys_ + kOddCapacity);
-    slot_of_ = reinterpret_cast<int16_t*>(slots_ + kMaxSlots);
-    slot_bits_ = reinterpret_cast<uint16_t*>(slot_of_ + kNumScaleBits);
+Tally::Tally() {
     std::memset(rows_ + spare_row(), 0, kRowBytes);
-    std::fill_n(odd_keys_, kOddCapacity, -1);
-    std::fill_n(slot_of_, kNumScaleBits, int16_t{-1});
+    std::fill(std::begin(odd_keys_), std::end(odd_keys_), -1);
+    std::fill(std::begin(slot_of_), std::end(slot_of_), int16_t{-1});
 }
 
 int Tally::open_slot(uint16_t bits, Rule rule) {
@@ -69,12 +52,7 @@ void Tally::count_odd(int64_t key, uint64_t word) {
         }
         place = (place + 1) & (kOddCapacity - 1);
     }
-    uint32_t lanes[kBlocksLane + 1];
-    uint8_t* row = odd_rows_ + place * kRowBytes;
-    std::memcpy(lanes, row, sizeof lanes);
-    for (int k = 0; k < 8; ++k) lanes[k] += word >> (8 * k) & 0xFF;
-    ++lanes[kBlocksLane];
-    std::memcpy(row, lanes, sizeof lanes);
+    count_row(odd_rows_ + place * kRowBytes, word);
 }
 
 bool Tally::is_full() const {
@@ -103,8 +81,8 @@ void Tally::drain(Rule rule, std::vector<Pair>& pairs) {
 }
 
 Tally& thread_tally() {
-    thread_local Tally tally;
-    return tally;
+    thread_local const auto tally = std::make_unique<Tally>();
+    return *tally;
 }
 
 void merge_pairs(std::vector<Pair>& pairs) {

@@ -16,7 +16,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <cstring>
 #include <vector>
 
 namespace k2 {
@@ -40,10 +40,14 @@ struct Pair {
     int64_t key, num_blocks, counts[9];
 };
 
+struct Totals {
+    int64_t equal_blocks = 0, outside_normal = 0;
+};
+
 // The counts of a tensor, in ascending order of the key.
 struct Counted {
     std::vector<Pair> pairs;
-    int64_t equal_blocks = 0, outside_normal = 0;
+    Totals totals;
 };
 
 // The places of a source scale in the tables of `mse`, see cpu.py.
@@ -53,6 +57,15 @@ struct Slot {
     int32_t rank;   // index of position 0 in the table of choices
     int32_t row;    // byte offset of the row of position 0
 };
+
+// Add a block to its row; `word` has the number of |q| = k in byte k - 1.
+inline void count_row(uint8_t* row, uint64_t word) {
+    uint32_t lanes[kBlocksLane + 1];
+    std::memcpy(lanes, row, sizeof lanes);
+    for (int k = 0; k < 8; ++k) lanes[k] += word >> (8 * k) & 0xFF;
+    ++lanes[kBlocksLane];
+    std::memcpy(row, lanes, sizeof lanes);
+}
 
 class Tally {
 public:
@@ -69,7 +82,7 @@ public:
     // A row whose counts are discarded.
     static constexpr int32_t spare_row() { return kMaxSlots * kMseRows * kRowBytes; }
 
-    // Count one block in the hash table; `word` has the number of |q| = k in byte k - 1.
+    // Count one block in the hash table.
     void count_odd(int64_t key, uint64_t word);
     // Whether the next batch could need more room than is left.
     bool is_full() const;
@@ -77,16 +90,11 @@ public:
     void drain(Rule rule, std::vector<Pair>& pairs);
 
 private:
-    struct Free {
-        void operator()(void* memory) const;
-    };
-    std::unique_ptr<void, Free> memory_;
-    uint8_t* rows_;
-    uint8_t* odd_rows_;
-    int64_t* odd_keys_;
-    Slot* slots_;
-    int16_t* slot_of_;
-    uint16_t* slot_bits_;
+    alignas(kRowBytes) uint8_t rows_[kMaxSlots * kMseRows * kRowBytes + kRowBytes], odd_rows_[kOddCapacity * kRowBytes];
+    int64_t odd_keys_[kOddCapacity];
+    alignas(16) Slot slots_[kMaxSlots];
+    int16_t slot_of_[1 << 16];
+    uint16_t slot_bits_[kMaxSlots];
     int num_slots_ = 0, num_odd_ = 0;
 };
 

@@ -19,7 +19,6 @@ __m256i load(const void* from) { return _mm256_load_si256(static_cast<const __m2
 __m256i load_unaligned(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 void store(void* to, __m256i value) { _mm256_store_si256(static_cast<__m256i*>(to), value); }
 __m128i load_half(const void* from) { return _mm_load_si128(static_cast<const __m128i*>(from)); }
-__m256i join(__m128i low, __m128i high) { return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1); }
 
 // Low and high nibbles of 32 bytes.
 struct Nibbles {
@@ -31,21 +30,13 @@ Nibbles split_nibbles(__m256i bytes) {
     return {_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)};
 }
 
-// For each source nibble: 1 if its magnitude is 2 * Pair + 1, 32 if it is 2 * Pair + 2.
-template <int Pair>
-__m256i count_table() {
-    const auto entry = [](int nibble) {
-        const int magnitude = nibble < 8 ? 8 - nibble : nibble - 8;
-        return static_cast<char>(magnitude == 2 * Pair + 1 ? 1 : magnitude == 2 * Pair + 2 ? 32 : 0);
-    };
-    return _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(entry(0), entry(1), entry(2), entry(3), entry(4), entry(5), entry(6), entry(7), entry(8),
-                      entry(9), entry(10), entry(11), entry(12), entry(13), entry(14), entry(15)));
-}
-
 template <int Pair>
 __m256i count_pair(const Nibbles& nibbles) {
-    const __m256i table = count_table<Pair>();
+    // For each source nibble: 1 if its magnitude is 2 * Pair + 1, 32 if it is 2 * Pair + 2.
+    const __m256i table = table_of([](int nibble) {
+        const int magnitude = nibble < 8 ? 8 - nibble : nibble - 8;
+        return static_cast<char>(magnitude == 2 * Pair + 1 ? 1 : magnitude == 2 * Pair + 2 ? 32 : 0);
+    });
     const __m256i both = _mm256_add_epi8(_mm256_shuffle_epi8(table, nibbles.low), _mm256_shuffle_epi8(table, nibbles.high));
     return _mm256_slli_epi64(_mm256_sad_epu8(both, _mm256_setzero_si256()), 16 * Pair);
 }
@@ -65,9 +56,9 @@ uint32_t present_in_four(__m256i words) {
 
 // Replace the nibbles of two groups, in each of the four blocks by the map of that block.
 __m256i encode(const Nibbles& nibbles, const uint8_t* const maps[4]) {
-    const __m256i first = _mm256_shuffle_epi8(join(load_half(maps[0]), load_half(maps[2])),
+    const __m256i first = _mm256_shuffle_epi8(_mm256_set_m128i(load_half(maps[2]), load_half(maps[0])),
                                               _mm256_unpacklo_epi64(nibbles.low, nibbles.high));
-    const __m256i second = _mm256_shuffle_epi8(join(load_half(maps[1]), load_half(maps[3])),
+    const __m256i second = _mm256_shuffle_epi8(_mm256_set_m128i(load_half(maps[3]), load_half(maps[1])),
                                                _mm256_unpackhi_epi64(nibbles.low, nibbles.high));
     // Codes are below 16, so shifting pairs of bytes by four moves nothing across a byte.
     return _mm256_or_si256(_mm256_unpacklo_epi64(first, second),
@@ -175,7 +166,7 @@ void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, T
         const __m256i keys = least_keys(candidates);
         const __m256i positions = _mm256_andnot_si256(keys, _mm256_set1_epi32(0xFF));
         // The fields of the slots, each twice, once for each block of the group.
-        const __m256i even = join(found[0], found[2]), odd = join(found[1], found[3]);
+        const __m256i even = _mm256_set_m128i(found[2], found[0]), odd = _mm256_set_m128i(found[3], found[1]);
         const __m256i firsts = _mm256_shuffle_epi32(_mm256_unpacklo_epi32(even, odd), 0xFA);
         const __m256i ranks_rows = _mm256_unpackhi_epi32(even, odd);
         const __m256i scale_bytes = _mm256_add_epi32(firsts, positions);
@@ -248,20 +239,6 @@ void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
     }
     totals.equal_blocks += equal_blocks;
 }
-
-}  // namespace k2::vectors
-
-#else
-
-namespace k2::vectors {
-
-void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
-    portable::count_blocks(packed, num_blocks, words);
-}
-void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
-    portable::convert_mse(batch, exponent, tables, tally, totals);
-}
-void convert_max(const Batch& batch, Tally& tally, Totals& totals) { portable::convert_max(batch, tally, totals); }
 
 }  // namespace k2::vectors
 #endif

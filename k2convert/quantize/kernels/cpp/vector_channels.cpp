@@ -108,13 +108,13 @@ __m128i split_block(const uint8_t* packed) {
     return _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
 }
 
-__attribute__((always_inline)) inline void count_groups(const uint8_t* packed, const SplitGroups& groups,
-                                                       const SplitImportance& importance, int num_groups, Fields& fields) {
+__attribute__((always_inline)) inline void count_groups(const uint8_t* packed, const Plan& plan, int num_groups,
+                                                       Fields& fields) {
     const __m128i table = _mm_setr_epi8(8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i all = _mm256_broadcastsi128_si256(_mm_shuffle_epi8(table, split_block(packed)));
-    const __m256i weights = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(&importance)));
+    const __m256i weights = _mm256_broadcastsi128_si256(load(&plan.split_importance));
     for (int group = 0; group < num_groups; group += 2) {
-        const __m256i mask = _mm256_load_si256(reinterpret_cast<const __m256i*>(groups.masks[group]));
+        const __m256i mask = _mm256_load_si256(reinterpret_cast<const __m256i*>(plan.masks[group]));
         const __m256i magnitudes = _mm256_and_si256(all, mask);
         const __m256i sums = sum_by_magnitude(magnitudes, weights);
         _mm256_store_si256(reinterpret_cast<__m256i*>(fields.sums[group]), sums);
@@ -164,7 +164,7 @@ template <int G>
 int search_groups(const uint8_t* packed, const Plan& plan, const PackedErrors& errors, Seen& seen) {
     constexpr int none = 127;
     const int num_groups = G > 0 ? G : plan.num_groups;
-    count_groups(packed, plan.split_groups, plan.split_importance, num_groups, seen.fields);
+    count_groups(packed, plan, num_groups, seen.fields);
     int lowest = none;
     for (int group = num_groups - 1; group >= 0; --group) {
         lowest = seen.fields.present[group] != 0 ? plan.exponents[group] - 1 : lowest;
@@ -214,9 +214,8 @@ int search_block(const uint8_t* packed, const Plan& plan, const PackedErrors& er
     }
 }
 
-void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
-                  Fields& fields) {
-    count_groups(packed, groups, importance, num_groups, fields);
+void count_fields(const uint8_t* packed, const Plan& plan, Fields& fields) {
+    count_groups(packed, plan, plan.num_groups, fields);
 }
 
 void encode_both(const uint8_t* packed, const uint8_t* first_map, const uint8_t* second_map, uint8_t* out) {
@@ -228,31 +227,16 @@ void encode_both(const uint8_t* packed, const uint8_t* first_map, const uint8_t*
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(codes));
 }
 
-void encode_groups(const uint8_t* packed, const SplitGroups& groups, const uint8_t* const* maps, int num_groups,
-                   uint8_t* out) {
+void encode_groups(const uint8_t* packed, const Plan& plan, const uint8_t* const* maps, uint8_t* out) {
     const __m128i nibbles = split_block(packed);
     __m128i codes = _mm_setzero_si128();
-    for (int group = 0; group < num_groups; ++group) {
-        const __m128i mask = _mm_load_si128(reinterpret_cast<const __m128i*>(groups.masks[group]));
-        const __m128i map = _mm_loadu_si128(reinterpret_cast<const __m128i*>(maps[group]));
-        codes = _mm_or_si128(codes, _mm_and_si128(_mm_shuffle_epi8(map, nibbles), mask));
+    for (int group = 0; group < plan.num_groups; ++group) {
+        const __m128i mask = _mm_load_si128(reinterpret_cast<const __m128i*>(plan.masks[group]));
+        codes = _mm_or_si128(codes, _mm_and_si128(_mm_shuffle_epi8(load(maps[group]), nibbles), mask));
     }
     const __m128i odd = _mm_slli_epi16(_mm_unpackhi_epi64(codes, codes), 4);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_or_si128(codes, odd));
 }
-
-}  // namespace k2::vectors
-
-#else
-
-namespace k2::vectors {
-
-// Never called: instructions.cpp finds no vectors.
-void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const uint8_t*, int*) {}
-int search_block(const uint8_t*, const Plan&, const PackedErrors&, Seen&) { return -1; }
-void encode_both(const uint8_t*, const uint8_t*, const uint8_t*, uint8_t*) {}
-void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
-void encode_groups(const uint8_t*, const SplitGroups&, const uint8_t* const*, int, uint8_t*) {}
 
 }  // namespace k2::vectors
 #endif

@@ -22,12 +22,6 @@ __m256i split(const uint8_t* bytes) {
     return _mm256_and_si256(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
 }
 
-template <class Entry>
-__m256i table_of(const Entry& of) {
-    return _mm256_broadcastsi128_si256(_mm_setr_epi8(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9),
-                                                     of(10), of(11), of(12), of(13), of(14), of(15)));
-}
-
 char doubled(int nibble) {
     const char value = static_cast<char>(2.0 * kCodeValues[nibble & 7]);
     return nibble & 8 ? static_cast<char>(-value) : value;
@@ -131,21 +125,16 @@ __attribute__((always_inline)) inline WeightedSums weighted_sums(const __m256i* 
             _mm_mul_pd(_mm_cvtepi32_pd(sum_lanes(squares[0], squares[1])), _mm_set1_pd(0.25))};
 }
 
-struct Counts {
-    double most, least_scale;
-    int64_t num_nonzero = 0, equal_nonzero = 0, equal_blocks = 0, recoverable = 0;
-
-    void add(uint32_t is_zero, uint32_t is_equal, uint32_t is_recoverable) {
-        num_nonzero += __builtin_popcount(~is_zero);
-        equal_nonzero += __builtin_popcount(is_equal & ~is_zero);
-        recoverable += __builtin_popcount(is_recoverable);
-        equal_blocks += ((is_equal & 0x00FF00FFu) == 0x00FF00FFu) + ((is_equal & 0xFF00FF00u) == 0xFF00FF00u);
-    }
-};
+void add_masks(uint32_t is_zero, uint32_t is_equal, uint32_t is_recoverable, Figures& figures) {
+    figures.num_nonzero += __builtin_popcount(~is_zero);
+    figures.equal_nonzero += __builtin_popcount(is_equal & ~is_zero);
+    figures.recoverable_codes += __builtin_popcount(is_recoverable);
+    figures.equal_blocks += ((is_equal & 0x00FF00FFu) == 0x00FF00FFu) + ((is_equal & 0xFF00FF00u) == 0xFF00FF00u);
+}
 
 // As k2::measure_scaled if its sums are integers and no error is a new largest one; false otherwise.
 __attribute__((noinline)) bool add_scaled(const Decoded& bytes, uint32_t scale_bits, __m128d steps, const ChannelGroup& group,
-                const uint8_t* split_importance, RowSums& sums, Counts& counts) {
+                const uint8_t* split_importance, RowSums& sums, Figures& figures) {
     if (scale_bits < 0x80 || scale_bits >= 0x7E00 || !group.is_narrow) return false;
     const __m256i zero = _mm256_setzero_si256();
     const int mantissa = 128 | (scale_bits & 0x7F);
@@ -155,7 +144,7 @@ __attribute__((noinline)) bool add_scaled(const Decoded& bytes, uint32_t scale_b
     const __m128d multiples = _mm_mul_pd(steps, _mm_set1_pd(1.0 / bit));
     const __m128i whole = _mm_cvttpd_epi32(_mm_max_pd(_mm_min_pd(multiples, _mm_set1_pd(2047.5)), _mm_set1_pd(-0.5)));
     if (_mm_movemask_pd(_mm_cmpeq_pd(_mm_cvtepi32_pd(whole), multiples)) != 3) return false;
-    const int limit = static_cast<int>(std::min(counts.most * (2 * mantissa), kLargest));
+    const int limit = static_cast<int>(std::min(figures.max_error_steps * (2 * mantissa), kLargest));
     __m256i codes[2], values[2], multipliers[2], errors[2], ties[2], near[2], absent[2], over = zero;
     for (int i = 0; i < 2; ++i) {
         const auto wide = [&](__m256i x) { return i == 0 ? _mm256_unpacklo_epi8(zero, x) : _mm256_unpackhi_epi8(zero, x); };
@@ -175,12 +164,12 @@ __attribute__((noinline)) bool add_scaled(const Decoded& bytes, uint32_t scale_b
     if (!_mm256_testz_si256(over, over)) return false;
     const uint32_t is_zero = masks_of(absent[0], absent[1]);
     const uint32_t is_even = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(bytes.codes, _mm256_set1_epi8(1)), zero)));
-    counts.add(is_zero, masks_of(_mm256_cmpeq_epi16(errors[0], zero), _mm256_cmpeq_epi16(errors[1], zero)),
-               masks_of(near[0], near[1]) | (masks_of(ties[0], ties[1]) & is_even));
-    if (scale < counts.least_scale && is_zero != 0xFFFFFFFFu) {
+    add_masks(is_zero, masks_of(_mm256_cmpeq_epi16(errors[0], zero), _mm256_cmpeq_epi16(errors[1], zero)),
+              masks_of(near[0], near[1]) | (masks_of(ties[0], ties[1]) & is_even), figures);
+    if (scale < figures.least_scale && is_zero != 0xFFFFFFFFu) {
         const __m256i used = _mm256_min_epu16(_mm256_or_si256(multipliers[0], absent[0]), _mm256_or_si256(multipliers[1], absent[1]));
         const __m128i least = _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(used), _mm256_extracti128_si256(used, 1)));
-        counts.least_scale = std::min(counts.least_scale, scale * _mm_extract_epi16(least, 0));
+        figures.least_scale = std::min(figures.least_scale, scale * _mm_extract_epi16(least, 0));
     }
     const auto squares = [](const __m256i* x) { return _mm256_add_epi32(_mm256_madd_epi16(x[0], x[0]), _mm256_madd_epi16(x[1], x[1])); };
     sums.energy += sum_of(squares(codes)) * (scale * scale);
@@ -213,8 +202,7 @@ void add_weighted(const Decoded& bytes, const uint8_t* packed, const uint8_t* va
 
 }  // namespace
 
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
-                     Figures& figures) {
+RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures) {
     const __m256i zero = _mm256_setzero_si256(), eight = _mm256_set1_epi8(8);
     const __m256i eightfold = table_of([](int u) { return static_cast<char>(8 * (u - 8)); });
     const __m256i squares = table_of([](int u) { return static_cast<char>((u - 8) * (u - 8)); });
@@ -223,13 +211,12 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
     const __m256i value_squares = table_of([](int w) { return static_cast<char>(doubled(w) * doubled(w)); });
     __m256i num_odd = zero, num_lowest = zero;
     RowSums total;
-    Counts counts{figures.max_error_steps, figures.least_scale};
-    for (size_t group = 0; group < num_groups; ++group) {
+    for (size_t group = 0; group < source.num_groups; ++group) {
         const uint8_t *packed = source.packed + 16 * group, *values = written.packed + 16 * group;
         const uint32_t bits = source.scale_bits[group];
-        const double first_step = written.block_values[written.block_scales[2 * group]];
-        const double second_step = written.block_values[written.block_scales[2 * group + 1]];
-        const __m128d steps = _mm_setr_pd(first_step, second_step);
+        const uint8_t* scale_bytes = written.block_scales + 2 * group;
+        const double both[2] = {written.block_values[scale_bytes[0]], written.block_values[scale_bytes[1]]};
+        const __m128d steps = _mm_setr_pd(both[0], both[1]);
         Decoded bytes{split(packed), split(values), zero, zero};
         bytes.eightfold = _mm256_shuffle_epi8(eightfold, bytes.codes);
         bytes.sixteenfold = _mm256_shuffle_epi8(sixteenfold, bytes.nibbles);
@@ -242,23 +229,14 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
         const double scale = bits & 0x8000 ? 0.0 : bf16_value(bits);
         const uint8_t* split_importance = channels.importance == nullptr ? nullptr : channels.split_importance + 32 * group;
         if (channels.groups != nullptr && channels.groups[group].is_scaled) {
-            if (!add_scaled(bytes, bits, steps, channels.groups[group], split_importance, total, counts)) {
-                figures.max_error_steps = counts.most, figures.least_scale = counts.least_scale;
-                const double both[2] = {first_step, second_step};
+            if (!add_scaled(bytes, bits, steps, channels.groups[group], split_importance, total, figures)) {
                 measure_scaled(packed, values, source.scale_bits[group], both, channels.from(32 * group), total, figures);
-                counts.most = figures.max_error_steps, counts.least_scale = figures.least_scale;
             }
             continue;
         }
         const __m128i sums = sum_bytes(_mm256_shuffle_epi8(squares, bytes.codes));
         total.energy += static_cast<double>(_mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4)) * (scale * scale);
 
-        const auto count_exactly = [&] {
-            figures.max_error_steps = counts.most, figures.least_scale = counts.least_scale;
-            const double both[2] = {first_step, second_step};
-            count_group(packed, values, scale, both, figures);
-            counts.most = figures.max_error_steps, counts.least_scale = figures.least_scale;
-        };
         const auto error_of_sums = [&] {
             return error_from_sums(bytes, packed, values, sums, _mm256_shuffle_epi8(value_squares, bytes.nibbles), scale, steps);
         };
@@ -274,17 +252,18 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
         const __m128i whole = _mm_cvttpd_epi32(_mm_max_pd(_mm_min_pd(multiples, _mm_set1_pd(2047.5)), _mm_set1_pd(-0.5)));
         const bool is_exact = is_normal && _mm_movemask_pd(_mm_cmpeq_pd(_mm_cvtepi32_pd(whole), multiples)) == 3;
         __m128i factors = _mm_slli_epi32(whole, 4);
-        int code_factor = 32 * mantissa, half = mantissa, limit = static_cast<int>(std::min(counts.most * (2 * mantissa), kLargest));
+        int code_factor = 32 * mantissa, half = mantissa, limit = static_cast<int>(std::min(figures.max_error_steps * (2 * mantissa), kLargest));
         if (!is_exact) {
             total.error += error_of_sums();
             const __m128d ratios = _mm_mul_pd(steps, _mm_set1_pd(8192.0 / scale));
-            const __m128d fits = _mm_and_pd(_mm_cmpge_pd(ratios, _mm_setzero_pd()), _mm_cmplt_pd(ratios, _mm_set1_pd(32767.0)));
+            const __m128d fits = _mm_and_pd(_mm_cmpge_pd(ratios, _mm_set1_pd(0.0)), _mm_cmplt_pd(ratios, _mm_set1_pd(32767.0)));
             if (!is_normal || _mm_movemask_pd(fits) != 3) {
-                count_exactly();
+                count_group(packed, values, scale, both, figures);
                 continue;
             }
             factors = _mm_cvtpd_epi32(ratios);
-            code_factor = 1 << 14, half = 512, limit = static_cast<int>(std::min(counts.most * 1024.0, kLargest)) - 1;
+            code_factor = 1 << 14, half = 512;
+            limit = static_cast<int>(std::min(figures.max_error_steps * 1024.0, kLargest)) - 1;
         }
         const __m256i first_factor = _mm256_broadcastw_epi16(factors);
         const __m256i second_factor = _mm256_broadcastw_epi16(_mm_srli_si128(factors, 4));
@@ -300,7 +279,7 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
         if (is_exact) {
             if (__builtin_expect(!_mm256_testz_si256(over, over), 0)) {
                 total.error += error_of_sums();
-                count_exactly();
+                count_group(packed, values, scale, both, figures);
                 continue;
             }
             total.error += sum_of(_mm256_add_epi32(_mm256_madd_epi16(first, first), _mm256_madd_epi16(second, second))) * (unit * unit);
@@ -312,28 +291,16 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
         } else {
             const __m256i doubt = _mm256_or_si256(over, ties);
             if (is_equal != is_zero || !_mm256_testz_si256(doubt, doubt)) {
-                count_exactly();
+                count_group(packed, values, scale, both, figures);
                 continue;
             }
         }
-        if (is_zero != 0xFFFFFFFFu) counts.least_scale = std::min(counts.least_scale, scale);
-        counts.add(is_zero, is_equal, is_recoverable);
+        if (is_zero != 0xFFFFFFFFu) figures.least_scale = std::min(figures.least_scale, scale);
+        add_masks(is_zero, is_equal, is_recoverable, figures);
     }
     figures.num_five_or_seven += total_of(num_odd), figures.num_minus_eight += total_of(num_lowest);
-    figures.max_error_steps = counts.most, figures.least_scale = counts.least_scale;
-    figures.num_nonzero += counts.num_nonzero, figures.equal_nonzero += counts.equal_nonzero;
-    figures.equal_blocks += counts.equal_blocks, figures.recoverable_codes += counts.recoverable;
     return total;
 }
-
-}  // namespace k2::vectors
-
-#else
-
-namespace k2::vectors {
-
-// Never called: instructions.cpp finds no vectors.
-RowSums measure_int4(const Int4Rows&, const Quantized&, size_t, const ChannelFactors&, Figures&) { return {}; }
 
 }  // namespace k2::vectors
 #endif

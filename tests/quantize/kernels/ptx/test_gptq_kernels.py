@@ -1,6 +1,6 @@
 """The panel kernels of rule gptq: after every launch of their PTX, all tensors are those of the reference in NumPy."""
 
-import importlib.util
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,12 +138,8 @@ def test_a_kernel_that_is_wrong_in_one_place_is_caught(
     assert text.count(right) == 1
     path = tmp_path / "wrong_kernels.py"
     path.write_text(text.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = runpy.run_path(str(path))
     for kernel in ("round_kernel", "improve_kernel"):
-        monkeypatch.setattr(panel_kernels, kernel, getattr(module, kernel))
+        monkeypatch.setattr(panel_kernels, kernel, module[kernel])
     with ptx_device(90), pytest.raises(AssertionError, match=r"(round|improve) at"):
         round_everything()
