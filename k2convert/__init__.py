@@ -1,4 +1,4 @@
-"""Convert Kimi K2 INT4 checkpoints to NVFP4 in one streamed, resumable, measured pass.
+"""Convert Kimi K2 (INT4) and Kimi K3 (MXFP4) to NVFP4 in one streamed, resumable, measured pass.
 
 The package from the ground up. A wing imports itself and what is above it in this list:
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,3 +121,12 @@ def test_a_report_without_a_home_has_no_notice_of_a_library(tmp_path: Path) -> N
     done = run_cli("report", tmp_path / "out", "--quiet", **nowhere)
     assert done.returncode == 0, done.stderr
     assert "matplotlib" not in done.stderr.lower()
+
+
+def test_sources_without_kernels_are_named(tmp_path: Path) -> None:
+    """Python finds a clone that it runs in before the installed package."""
+    shutil.copytree(ROOT / "k2convert", tmp_path / "k2convert", ignore=shutil.ignore_patterns("_cpu*", "__pycache__"))
+    hide = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Scikit' not in type(f).__name__]; "
+    done = python(f"{hide}import k2convert; k2convert.convert({str(TINY)!r}, 'out')", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1].startswith("k2convert.errors.MissingDependencyError: ")
+    assert f"{tmp_path}/k2convert/quantize/kernels: the kernels are not built here." in done.stderr

@@ -1,13 +1,20 @@
-"""A name that a docstring, a message, the guide, a recipe or a template gives to something exists."""
+"""A name that a docstring, a comment, a message, the guide, a recipe or a template gives to something exists."""
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
+import k2convert
+from k2convert.cli.app import app
+from k2convert.cli.guide import read_pages
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,15 +30,54 @@ OF_OTHERS = {
     "cvt_warp_fp16_to_fp4",
     "getrusage",
     "merge_and_unload",
+    "vpmaddwd",
 }
 """Names of other projects."""
 FILES_OF_OTHERS = {"tokenization_kimi.py"}
-WINGS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"models"}
-"""Folders of the package; engines have one called models."""
+FOLDERS = {path.name for code in CODE for path in (ROOT / code, *(ROOT / code).rglob("*")) if path.is_dir()}
+FOLDERS -= {"layers", "models"}
+"""Folders of the code; engines have some called layers and models."""
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`")
 MODULE = re.compile(r"\b[\w/]+\.py\b")
 DOTTED = re.compile(r"\b[a-z_]{3,}(?:\.[a-z_]{3,})+\.[A-Z]\w+")
-RULE = re.compile(r"(?:--rule |\brule `|^rule: )(?!skipped)([a-z]\w+)", re.MULTILINE)
+RULE = re.compile(r"(?:--rule |\b[Rr]ule `|^rule: )(?!skipped)([a-z]\w+)", re.MULTILINE)
+EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+
+
+class Files(Container[str]):
+    """The files of the repository that a pattern with a name in it finds."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+
+    def __contains__(self, name: object) -> bool:
+        return any(ROOT.glob(self.pattern.format(str(name).replace(".", "/"), name)))
+
+
+def setting_names() -> Iterator[str]:
+    """Every key of `--set`, and of a recipe."""
+    for name, field in Recipe.model_fields.items():
+        yield name
+        yield from (f"{name}.{inner}" for inner in getattr(field.annotation, "model_fields", {}))
+
+
+def variables() -> set[str]:
+    """Every variable of the environment that the package reads by a name of its own."""
+    return set(re.findall(r'"(K2CONVERT_\w+)"', "".join(path.read_text() for path in PACKAGE.rglob("*.py"))))
+
+
+CHECKS: tuple[tuple[str, Container[str]], ...] = (
+    (r"`k2convert\s+([a-z]+)\b", typer.main.get_command(app).commands),  # type: ignore[attr-defined]
+    (r"\bk2convert guide ([a-z]+)", read_pages()),
+    (r"--set ['\"]?([\w.]+)=", {*setting_names(), "key"}),
+    (r"\bK2CONVERT_\w+", variables()),
+    (r"-m ((?:scripts|k2convert)[\w.]*\w)", Files("{0}*.py")),
+    (r"\b(?!llama\.)[\w-]+\.[ch]pp\b", Files("k2convert/**/{1}")),
+    (r"`k2convert\.([a-z]\w+)(?=\(|`)", {*dir(k2convert), *FOLDERS, "errors", "json"}),
+    (r"(?:--recipe |\brecipe `?)((?:kimi|max)-[\w.-]+\w)", Files("recipes/{1}.yaml")),
+    (r"k2convert\[(\w+)\]", {*EXTRAS, "extra"}),
+)
+"""A way to name something, and what has these names."""
 
 
 @cache
@@ -63,21 +109,30 @@ def modules() -> set[str]:
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Every docstring and message of the package, and the texts beside it, with the file that it stands in."""
+    """Every docstring, message and comment of the package, and the texts beside it, each with its file."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        file = path.relative_to(ROOT).as_posix()
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield path.relative_to(ROOT).as_posix(), node.value
+                yield file, node.value
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield file, token.string
+    for path in sorted(PACKAGE.rglob("*.[ch]pp")):
+        yield path.relative_to(ROOT).as_posix(), "\n".join(re.findall(r"//.*", path.read_text()))
     pages = [ROOT / "README.md", *(ROOT / "recipes").rglob("*"), *PACKAGE.rglob("*")]
     for path in sorted(path for path in pages if path.suffix in TEXTS):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
 
 
 def unknown(file: str, text: str) -> list[str]:
-    """Return the names in a text that nothing has: identifiers in docstrings, modules, classes of modules, rules."""
+    """Return the names in a text that nothing has: identifiers in code's prose, modules, classes of modules, rules, and
+    what CHECKS has.
+    """
     found: list[str] = []
     known = known_names()
-    if file.endswith(".py"):
+    if file.endswith((".py", "pp")):
         for identifier in IDENTIFIER.findall(text):
             found += [part for part in identifier.split(".") if part not in known and len(part) > 2]
         for dotted in DOTTED.findall(text):
@@ -85,9 +140,11 @@ def unknown(file: str, text: str) -> list[str]:
             found += [dotted for path in ["/".join(module)] if not any(m.endswith(f"{path}.py") for m in modules())]
     for module in MODULE.findall(text):
         is_ours = any(f"/{path}".endswith(f"/{module}") for path in modules())
-        is_of_others = "/" in module and module.partition("/")[0] not in WINGS
+        is_of_others = "/" in module and module.partition("/")[0] not in FOLDERS
         found += [] if is_ours or is_of_others or module in FILES_OF_OTHERS else [module]
     found += [rule for rule in RULE.findall(text) if rule not in RULES]
+    for pattern, known_here in CHECKS:
+        found += [name for name in re.findall(pattern, text) if name not in known_here]
     return found
 
 
@@ -106,6 +163,18 @@ def test_what_is_named_exists() -> None:
         ("k2convert/guide/x.md", "Pass `--rule plain`."),
         ("recipes/x.yaml", "rule: plain\n"),
         ("k2convert/report/x.jinja", "Rule `mse` and rule `plain`."),
+        ("k2convert/report/x.jinja", "Rule `plain` was used."),
+        ("k2convert/report/x.jinja", "Made by `k2convert convert`."),
+        ("k2convert/x.py", "See `k2convert guide proof`."),
+        ("k2convert/x.py", "Pass --set calibration.num=3."),
+        ("README.md", "Set K2CONVERT_CACHE."),
+        ("k2convert/guide/x.md", "By `python -m scripts.bench.gptq_counts`."),
+        ("k2convert/x.hpp", "// as in vector_columns.cpp"),
+        ("k2convert/x.hpp", "// as `read_columns_of` does"),
+        ("k2convert/guide/x.md", "Call `k2convert.transform()`."),
+        ("k2convert/guide/x.md", "Use `--recipe kimi-k2-mlp`."),
+        ("README.md", "pip install k2convert[cuda]"),
+        ("k2convert/x.py", "See kernels/fast.py."),
     ],
 )
 def test_a_planted_name_is_found(file: str, planted: str) -> None:

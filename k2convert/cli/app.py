@@ -36,7 +36,7 @@ _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 
 app = typer.Typer(
     name="k2convert",
-    help="Convert Kimi K2 INT4 checkpoints to NVFP4: streamed, resumable, measured.",
+    help="Convert Kimi K2 (INT4) and Kimi K3 (MXFP4) to NVFP4: streamed, resumable, measured.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -33,6 +33,7 @@ from k2convert.job.opened import Opened, open_ends
 from k2convert.job.opening import read_windows_of
 from k2convert.models import expected_family
 from k2convert.plan.recipe import TextUse
+from k2convert.records.command import read_command
 from k2convert.records.events import Extent
 from k2convert.records.journal import check_shards_are_here
 from k2convert.records.ledger import DecodedError, find_ledger
@@ -113,7 +114,13 @@ def validate(options: ValidateOptions) -> None:
         found = opened.named(found)
         show_validation(found)
         if not found.passed:
-            raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
+            remedy = ""
+            command = read_command(opened.folder)
+            if command is not None and not opened.shards.is_remote:
+                again = command.moved(opened.folder).line(here=str(Path.cwd()))
+                remedy = f" `{again}` converts missing and changed shards again."
+            problem = "validation failed, see above. Do not publish or serve it."
+            raise InvalidCheckpointError(f"{found.folder}: {problem}{remedy}")
         if found.contract.layout != "int4":
             ref = None
             if found.folder.startswith(SCHEME):

@@ -28,7 +28,7 @@ def code_lines(text: str) -> Iterator[str]:
 
 
 def spans(text: str) -> list[str]:
-    prose = re.sub(r"^(    .*|```.*?^```)$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^(    [^\n]*|```.*?^```)$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 

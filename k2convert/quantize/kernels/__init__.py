@@ -7,3 +7,13 @@
 and BF16 scale bits to packed bytes and E4M3 bytes, with the counts from which all metrics are computed. Nothing is
 unpacked, and the only state is each thread's buffers.
 """
+
+from importlib.util import find_spec
+
+from k2convert.errors import MissingDependencyError
+
+if find_spec(f"{__name__}._cpu") is None:
+    raise MissingDependencyError(
+        f"{__path__[0]}: the kernels are not built here. Python found the sources of k2convert before the package that "
+        "is installed: run it in a different folder, or install with `pip install -e .`."
+    )
