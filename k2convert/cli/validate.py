@@ -114,13 +114,12 @@ def validate(options: ValidateOptions) -> None:
         found = opened.named(found)
         show_validation(found)
         if not found.passed:
-            remedy = ""
+            problem = "validation failed, see above. Do not publish or serve it."
             command = read_command(opened.folder)
             if command is not None and not opened.shards.is_remote:
                 again = command.moved(opened.folder).line(here=str(Path.cwd()))
-                remedy = f" `{again}` converts missing and changed shards again."
-            problem = "validation failed, see above. Do not publish or serve it."
-            raise InvalidCheckpointError(f"{found.folder}: {problem}{remedy}")
+                problem += f" `{again}` converts missing and changed shards again."
+            raise InvalidCheckpointError(f"{found.folder}: {problem}")
         if found.contract.layout != "int4":
             ref = None
             if found.folder.startswith(SCHEME):
