@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command import RunCli, said
 from command import run_cli as run_process
+from damaged_files import damage_file
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -51,6 +52,21 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("inspect", "DEST") == ["k2convert validate DEST", serve]
     assert follow("status", "DEST") == [f"k2convert validate DEST --source {quoted}", serve]
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_a_failed_validation_names_the_command_that_mends_the_result(
+    damage: str, run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_cli("run", cut, "first name", code=0)
+    result = Path("first name").rename("an other's")
+    damage_file(max(result.glob("*.safetensors")), damage, foreign=cut / "config.json")
+    failed = run_cli("validate", result, "--source", cut, code=3)
+    line = said(failed.stderr).split("`")[1]
+    assert shlex.split(line) == ["k2convert", "run", str(cut), str(result)]
+    run_cli(*shlex.split(line)[1:], code=0)
+    run_cli("validate", result, "--source", cut, code=0)
 
 
 @pytest.mark.slow

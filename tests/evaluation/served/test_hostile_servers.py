@@ -324,6 +324,12 @@ def test_what_is_no_address_is_refused(address: str, options: list[object]) -> N
     assert "address of a server" in refused(address, "http://127.0.0.1:1/v1", *options)
 
 
+@pytest.mark.parametrize("host", ["[::1]", "[::1]:8000", "10.0.0.1", "h:8000", "h"])
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_an_address_is_a_host_with_or_without_port_and_v1(host: str, path: str) -> None:
+    assert connection.parse_address(f"http://{host}{path}") == f"http://{host}"
+
+
 @pytest.mark.parametrize(
     "address", ["http://user:hidden@127.0.0.1:1/v1", "http://hidden@127.0.0.1:1", "https://:hidden@h/v1"]
 )

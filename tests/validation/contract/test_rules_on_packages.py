@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Converted, check, only, seal
+from converted import Converted, check, only, seal, validate
 from safetensors.torch import save_file
 
 from k2convert.validation.results import Verdict
@@ -163,6 +163,18 @@ def test_rule_19_any_single_bit(breakable: Converted, where: str) -> None:
     path.write_bytes(raw)
     # Codes and scales stay valid numbers: without the hash, only their error would tell.
     assert only(breakable.check(), 19).offenders[0].name == path.name
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "no header"])
+def test_rule_19_compares_no_totals_if_a_shard_cannot_be_read(modelopt: Converted, kind: str) -> None:
+    path = shard_of(modelopt, 2)
+    raw = path.read_bytes()
+    path.unlink()
+    if kind != "missing":
+        path.write_bytes({"empty": b"", "no header": b"\xff" * 8 + raw[8:]}[kind])
+    rule = validate(modelopt).contract.rules[18]
+    assert rule.note == "totals were not compared: not every converted weight was measured"
+    assert all(offender.name == path.name for offender in rule.offenders)
 
 
 def test_rule_19_warns_of_another_source(breakable: Converted) -> None:
