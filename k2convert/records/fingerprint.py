@@ -170,9 +170,9 @@ def other_instructions(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue
     if before == now or not (before.startswith("cpu") and now.startswith("cpu")):
         return ""
     return (
-        "This machine computes with other instructions, so its sums have other bytes. Continue on a machine like the "
-        "first one. To share a job between x86-64 machines of several kinds, set ATEN_CPU_CAPABILITY=avx2 on all of "
-        "them before it begins. "
+        "This machine or this version computes with other instructions, so its sums have other bytes. Continue on a "
+        "machine like the first one, with the version that began. To share a job between x86-64 machines of several "
+        "kinds, set ATEN_CPU_CAPABILITY=avx2 on all of them before it begins. "
     )
 
 
