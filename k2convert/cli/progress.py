@@ -66,7 +66,7 @@ class Display:
                 if self.tally.has_worked:
                     console.ERRORS.print(self.rows)
         elif not self._quiet and self.tally.has_worked and (kind is None or self._lines.has_printed):
-            self._lines.print_now()
+            self._lines.print_last()
 
     def _tick(self) -> None:
         """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
@@ -85,6 +85,7 @@ class _Lines:
     tally: Tally
     has_printed: bool = False
     printed_at: float = 0.0
+    printed: str = ""  # without the names of shards, which no later line has
 
     def print_if_due(self) -> None:
         seconds = self.tally.seconds
@@ -100,7 +101,15 @@ class _Lines:
     def print_now(self) -> None:
         self.has_printed = True
         self.printed_at = self.tally.seconds
-        console.print_event(self.text())
+        text = self.text()
+        self.printed = text.partition(", finished ")[0]
+        console.print_event(text)
+
+    def print_last(self) -> None:
+        """Print how far the stage came, unless the line before says the same."""
+        text = self.text()
+        if text != self.printed:
+            console.print_event(text)
 
     def text(self) -> str:
         tally = self.tally

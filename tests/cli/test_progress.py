@@ -12,6 +12,7 @@ import pytest
 from command import RunCli, run_here
 from test_tally import Clock
 
+from k2convert.cli import progress
 from k2convert.cli.tally import Tally
 from k2convert.job import estimate
 from k2convert.quantize.formats.bf16 import SourceWeight
@@ -35,6 +36,23 @@ def test_plain_lines_have_time_percent_shards_and_names(run_cli: RunCli, tiny: P
         r"shards, finished model-0000\d-of-000005", "\n".join(lines)
     )  # each shard in one line, not the last
     assert "ETA" not in lines[-1]
+
+
+@pytest.mark.parametrize("more", [0, 50])
+def test_the_last_line_is_printed_once(
+    more: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
+    display = progress.Display("validate", Extent({"check": (100 + more, 0)}, shards=1))
+    display.tally.shard_finished("model-00001-of-000001.safetensors")
+    display.tally.progress(bytes_in=100)
+    said = ""
+    with display as events:
+        while not said:
+            said = capsys.readouterr().err
+        events.progress(bytes_in=more)
+    lines = (said + capsys.readouterr().err).splitlines()
+    assert [line.count("100 %") for line in lines] == ([0, 1] if more else [1])
 
 
 def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
