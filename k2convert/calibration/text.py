@@ -309,7 +309,7 @@ def read_windows(
     notes: tuple[str, ...] = ()
     if ids.size < tokens - tokens % min(window, tokens):
         given = f"{counted(len(ids), 'window')} of {length:,} tokens, {ids.size:,} in all"
-        notes = (f"The text gives {given}; {tokens:,} were asked for.",)
+        notes = (f"the text gives {given}; {tokens:,} were asked for",)
     return Windows(ids, texts, notes, tokens, window, seed)
 
 

@@ -19,7 +19,7 @@ def show_evaluation(found: Evaluation) -> None:
         dropped = f", {text.dropped:,} windows dropped"
     print_table(
         f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
-        ("model", "KL, nats", "+-", "99.9 %", "max", "per- plexity", "same top 1, %", "left top 5, %"),
+        ("model", "KL, nats", "+-", "99.9 %", "max", "perplexity", "same top 1, %", "left top 5, %"),
         [(label, *_figures(row)) for label, row in zip(row_labels(found.rows), found.rows, strict=True)],
     )
     if found.rows:

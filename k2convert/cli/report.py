@@ -61,7 +61,7 @@ def report(options: ReportOptions) -> None:
     if not has_passed:
         which = "the validation failed"
         if failed:
-            which = f"contract rules broken: {', '.join(map(str, failed))}"
+            which = f"the contract failed by rule {', '.join(map(str, failed))}"
         console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
     if not has_passed or is_remote:
         return

@@ -48,6 +48,12 @@ class JobCommand:
             return word
         return str(Path(self.folder) / word)
 
+    def verifying(self) -> "JobCommand":
+        """Return the command with --verify, which hashes finished shards: a damaged one can have its size and time."""
+        if {"--verify", "--part"} & {word.partition("=")[0] for word in self.words}:
+            return self
+        return replace(self, words=(*self.words, "--verify"))
+
     def value(self, option: str) -> str | None:
         """Return what was given with an option; None without it."""
         return dict(zip(self.words, self.words[1:], strict=False)).get(option)

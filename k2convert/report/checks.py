@@ -128,5 +128,5 @@ def _against_sentences(other: Mapping[str, Any] | None) -> Iterator[str]:
     yield (
         f"Compared with {last_part(other['folder'])} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): "
         f"less error here in {int(other['better_here']):,} tensors, less there in {int(other['better_there']):,}, "
-        f"equal in {int(other['equal']):,}. Contract rules broken there: {failed}."
+        f"equal in {int(other['equal']):,}. Rules of the contract that failed there: {failed}."
     )

@@ -1,6 +1,6 @@
 """Every command and option that README, guide, recipes and .github name is one of the real command line.
 
-Commands are parsed and not run: files need not exist. Commands of engines are in tests/fit/test_serving.py.
+Commands are parsed, and only `fit` is run: files need not exist. Commands of engines are in tests/fit/test_serving.py.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT
+from command import ROOT, RunCli
 from test_named_options import COMMANDS, ENGINES, OWN
 
 from k2convert.plan import recipe as recipes
@@ -18,6 +18,7 @@ from k2convert.plan import recipe as recipes
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "recipes" / "README.md", *ROOT.glob(".github/*.md"), *ROOT.glob("k2convert/guide/*.md")]
 )
+USAGE = 2  # the exit code of options that contradict; a model that does not fit has another
 OTHERS = {"--peers", "--with", "--wrap"}  # options of other programs that the pages name in a sentence
 
 
@@ -65,6 +66,13 @@ def test_every_command_of_a_page_is_parsed(page: Path) -> None:
         settings = context.params.get("settings")
         if settings:
             recipes.load_recipe("kimi-k2-thinking-nvfp4", recipes.parse_settings(settings))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_options_of_every_fit_go_together(page: Path, run_cli: RunCli, tiny: Path) -> None:
+    for words in documented(page.read_text(encoding="utf-8")):
+        if words[0] == "fit" and "--estimate" not in words:  # which needs an extra
+            assert run_cli("fit", tiny, *words[2:]).returncode != USAGE, words
 
 
 def test_commands_are_found_in_every_form() -> None:

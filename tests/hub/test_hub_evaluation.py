@@ -73,7 +73,7 @@ def test_validate_of_a_published_one_refuses_what_it_refuses_here(
         assert [offender["name"] for offender in failed[19]] == ["evaluation.json"]
     report = cli("report", "hf://me/out", code=0)
     assert "evaluation.json is not shown" in report.stderr
-    assert "contract rules broken: 19" in said(report.stderr)
+    assert "the contract failed by rule 19" in said(report.stderr)
 
 
 @pytest.mark.slow

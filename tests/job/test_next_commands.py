@@ -54,17 +54,21 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "flipped, with its time"])
 def test_a_failed_validation_names_the_command_that_mends_the_result(
     damage: str, run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_cli("run", cut, "first name", code=0)
     result = Path("first name").rename("an other's")
-    damage_file(max(result.glob("*.safetensors")), damage, foreign=cut / "config.json")
+    shard = max(result.glob("*.safetensors"))
+    written = shard.stat()
+    damage_file(shard, damage.partition(",")[0], foreign=cut / "config.json")
+    if damage.endswith("time"):
+        os.utime(shard, ns=(written.st_atime_ns, written.st_mtime_ns))
     failed = run_cli("validate", result, "--source", cut, code=3)
     line = said(failed.stderr).split("`")[1]
-    assert shlex.split(line) == ["k2convert", "run", str(cut), str(result)]
+    assert shlex.split(line) == ["k2convert", "run", str(cut), str(result), "--verify"]
     run_cli(*shlex.split(line)[1:], code=0)
     run_cli("validate", result, "--source", cut, code=0)
 

@@ -55,7 +55,7 @@ def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) ->
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     flip(broken / "model-00003-of-000005.safetensors", -1)
     done = run_cli("report", broken, code=0)
-    assert "contract rules broken: 19. Do not publish or serve this result" in done.stderr.splitlines()[-1]
+    assert "the contract failed by rule 19. Do not publish or serve this result" in done.stderr.splitlines()[-1]
     page = (broken / "report.html").read_text()
     assert "1 broken" in page
     assert '<span class="verdict fail">fail</span>' in page
