@@ -1,10 +1,10 @@
 """Convert Kimi K2 (INT4) and Kimi K3 (MXFP4) to NVFP4 in one streamed, resumable, measured pass.
 
-The package from the ground up. A wing imports itself and what is above it in this list:
+The package from the ground up. A subpackage imports itself and what is above it in this list:
 
     errors      the error tree, and the optional libraries that can be missing
     machine     the cores and the memory of the job, and a pool of buffers
-    choices     words and sizes that several wings share
+    choices     words and sizes that several subpackages share
     checkpoint  safetensors and checkpoint folders
     quantize    number formats, rules, metrics, kernels: numbers only
     models      families of checkpoints, tensor names, the projections to convert
@@ -14,7 +14,7 @@ The package from the ground up. A wing imports itself and what is above it in th
     records     fingerprint, journal, ledger, events
     forward     one forward pass, and the walk: the loop over the layers of a model
     calibration statistics of activations, what a conversion uses of them, conversion with gptq
-    validation  the servable contract, weight error, reference layers
+    check       the servable contract, weight error, reference layers
     evaluation  the whole model: from checkpoints, layer by layer, and from two servers
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
@@ -64,10 +64,10 @@ from k2convert.records.events import Events as Events
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import StatisticsHeader
+    from k2convert.check.results import ValidationReport
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
     from k2convert.records.evaluation import Evaluation
-    from k2convert.validation.results import ValidationReport
 
 __version__ = "0.3.0"
 
@@ -201,12 +201,12 @@ def validate(
     `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
     other K2ConvertError.
     """
+    from k2convert.check.validate import validate_checkpoint
     from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place
     from k2convert.job.opened import open_ends
     from k2convert.records.events import SILENT
-    from k2convert.validation.validate import validate_checkpoint
 
     check_flags(reference=reference)
     if reference:

@@ -1,4 +1,4 @@
-"""Words and sizes that several wings share, each defined once."""
+"""Words and sizes that several subpackages share, each defined once."""
 
 from typing import Final, Literal
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "validati
 from matcher_cases import LISTS, modules_of
 from test_matchers import naming, sglang, sglang_packed, tensorrt_llm, tensorrt_llm_subtree, vllm, vllm_packed
 
-from k2convert.validation.contract import matchers
+from k2convert.check.contract import matchers
 
 FORMS = ("{}", "{}", "*{}", "{}*", "*{}*", "{}.*", "re:.*{}", "re:{}.*", "re:.*{}$")
 K25_CLASS = "KimiK25ForConditionalGeneration"

@@ -1,6 +1,6 @@
-"""The shape of the house: imports go one way, each outside library has one owner, files and functions stay small.
+"""The structure: imports go one way, each outside library has one owner, files and functions stay small.
 
-The order of the wings is read from the docstring of the package, so a new folder must be placed before it is accepted.
+The order of the subpackages is read from the package's docstring: a new folder must have a place there first.
 """
 
 import ast
@@ -32,14 +32,14 @@ OWNERS = {
     "jinja2": {"report", "calibration/chat_process.py"},
     "tokenizers": {"calibration/tokenizers.py"},
     "tiktoken": {"calibration/tokenizers.py"},
-    "compressed_tensors": {"quantize/libraries.py", "validation/library_decoders.py"},
-    "modelopt": {"quantize/libraries.py", "validation/library_decoders.py"},
+    "compressed_tensors": {"quantize/libraries.py", "check/library_decoders.py"},
+    "modelopt": {"quantize/libraries.py", "check/library_decoders.py"},
     "transformers": {"forward/attention.py"},
     "torch": {
         "quantize/gptq",
         "quantize/libraries.py",
         "forward",
-        "validation",
+        "check",
         "evaluation/head.py",
         "evaluation/comparison.py",
         "evaluation/streamed.py",
@@ -58,7 +58,7 @@ def inside(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def wing_of(path: Path) -> str:
+def subpackage_of(path: Path) -> str:
     """The folder at the top level, or the module there."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -81,30 +81,30 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_every_wing_has_its_place() -> None:
-    found = {wing_of(path) for path in FILES} - {"__init__", "__main__"}
-    assert found == set(ORDER), "the package's docstring lists the wings from the ground up"
+def test_every_subpackage_has_its_place() -> None:
+    found = {subpackage_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert found == set(ORDER), "the package's docstring lists the subpackages from the ground up"
     assert len(list(PACKAGE.glob("*.py"))) <= 5, "three modules at the top level, __init__ and __main__"
     assert all((folder / "__init__.py").is_file() for folder in PACKAGE.glob("**/") if list(folder.glob("*.py")))
 
 
-def test_no_file_name_is_in_more_than_two_wings() -> None:
-    wings: dict[str, set[str]] = {}
+def test_no_file_name_is_in_more_than_two_subpackages() -> None:
+    subpackages: dict[str, set[str]] = {}
     for path in FILES:
-        wings.setdefault(path.name, set()).add(wing_of(path))
-    assert not {name for name, found in wings.items() if len(found) > 2 and name != "__init__.py"}
+        subpackages.setdefault(path.name, set()).add(subpackage_of(path))
+    assert not {name for name, found in subpackages.items() if len(found) > 2 and name != "__init__.py"}
 
 
 def test_imports_go_down() -> None:
-    """A wing imports itself and wings below it; the modules of the top level are below all wings."""
+    """A subpackage imports itself and subpackages below it; the modules of the top level are below all subpackages."""
     wrong: list[str] = []
     for path in FILES:
-        wing = wing_of(path)
-        if wing in ("__init__", "__main__"):
+        subpackage = subpackage_of(path)
+        if subpackage in ("__init__", "__main__"):
             continue
         for module in imports(path):
             parts = module.split(".")
-            if parts[0] == "k2convert" and len(parts) > 1 and ORDER.index(parts[1]) > ORDER.index(wing):
+            if parts[0] == "k2convert" and len(parts) > 1 and ORDER.index(parts[1]) > ORDER.index(subpackage):
                 wrong.append(f"{inside(path)} imports {module}")
     assert not wrong
 
@@ -122,7 +122,7 @@ def test_an_import_upwards_and_a_module_without_a_place_are_found(
 ) -> None:
     for folder, test, complaint in (
         ("checkpoint", test_imports_go_down, "imports"),
-        ("helpers", test_every_wing_has_its_place, "ground up"),
+        ("helpers", test_every_subpackage_has_its_place, "ground up"),
     ):
         copy = tmp_path / "k2convert" / folder / "things.py"
         copy.parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_an_import_upwards_and_a_module_without_a_place_are_found(
 
 def test_the_command_line_is_imported_by_nothing_else() -> None:
     for path in FILES:
-        if wing_of(path) not in ("cli", "__main__"):
+        if subpackage_of(path) not in ("cli", "__main__"):
             assert not [m for m in imports(path) if m.startswith("k2convert.cli")], inside(path)
 
 
@@ -156,12 +156,12 @@ def test_numbers_need_numpy_only() -> None:
 
 
 def test_families_are_asked_for_in_models_only() -> None:
-    """Nothing outside the wing imports a family's file, or compares a family's name."""
+    """Nothing outside the subpackage imports a family's file, or compares a family's name."""
     modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith("k2convert.models.")}
     of_families = {name for name, values in modules.items() if any(isinstance(v, Family) for v in values.values())}
     assert of_families == {"k2convert.models.kimi", "k2convert.models.kimi_k3"}
     for path in FILES:
-        if wing_of(path) == "models":
+        if subpackage_of(path) == "models":
             continue
         assert not of_families & set(imports(path)), inside(path)
         for node in ast.walk(ast.parse(path.read_text())):

@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 from command import cli_environment, python, run_cli, said
 from conversions import convert
-from house import ROOT, TINY
+from structure import ROOT, TINY
 
 WITHOUT = """
 import json, sys

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from command import python, run
-from house import TINY
+from structure import TINY
 
 import k2convert
 from k2convert.errors import CheckpointError, InvalidCheckpointError

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from command import python
-from house import TINY
+from structure import TINY
 
 import k2convert
 from k2convert.errors import K2ConvertError, MissingDependencyError

@@ -4,6 +4,7 @@ from functools import partial
 
 import typer
 
+from k2convert.check.remote import folder_bytes
 from k2convert.checkpoint.index import missing_sidecars
 from k2convert.cli import console
 from k2convert.cli.progress import Display
@@ -17,7 +18,6 @@ from k2convert.job.opened import open_origin
 from k2convert.job.publish import prepare_publication, publish_folder, validate_publication
 from k2convert.records.events import Extent
 from k2convert.records.journal import Published, check_shards_are_here, find_published, has_left, record_published
-from k2convert.validation.remote import folder_bytes
 
 
 def publish(options: PublishOptions) -> None:

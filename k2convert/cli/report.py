@@ -7,6 +7,8 @@ from typing import Final
 
 import typer
 
+from k2convert.check.results import ValidationReport, validation_document
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import ShardHeader
 from k2convert.checkpoint.index import open_checkpoint
@@ -23,8 +25,6 @@ from k2convert.records.ledger import find_ledger
 from k2convert.report import write_report
 from k2convert.report.content import figures_document
 from k2convert.report.figures import can_be_validated, read_records
-from k2convert.validation.results import ValidationReport, validation_document
-from k2convert.validation.validate import validate_checkpoint
 
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 

@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from k2convert.check.layers.result import LayersReport, Variant, labels, reference_name
+from k2convert.check.remote import folder_bytes
+from k2convert.check.results import (
+    MAX_OFFENDERS,
+    ContractReport,
+    ValidationReport,
+    WeightsReport,
+    validation_document,
+)
+from k2convert.check.shards import num_kept
+from k2convert.check.validate import LayersRequest, validate_checkpoint
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
@@ -38,20 +49,9 @@ from k2convert.records.events import Extent
 from k2convert.records.journal import check_shards_are_here
 from k2convert.records.ledger import DecodedError, find_ledger
 from k2convert.records.pruning import share_words
-from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
-from k2convert.validation.remote import folder_bytes
-from k2convert.validation.results import (
-    MAX_OFFENDERS,
-    ContractReport,
-    ValidationReport,
-    WeightsReport,
-    validation_document,
-)
-from k2convert.validation.shards import num_kept
-from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
-    from k2convert.validation.layers.check import LayersCost
+    from k2convert.check.layers.check import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
@@ -69,7 +69,7 @@ def validate(options: ValidateOptions) -> None:
         if layers is not None:
             require_extra("torch", purpose="--layers")
         if opened.source is not None and layers:
-            from k2convert.validation.layers.check import check_layers_exist
+            from k2convert.check.layers.check import check_layers_exist
 
             check_layers_exist(opened.source, layers)
         if options.hidden_states is not None:
@@ -162,7 +162,7 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
 
 def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | None":
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
-    from k2convert.validation.layers.check import layers_cost
+    from k2convert.check.layers.check import layers_cost
 
     if (source := opened.seen) is None or opened.source is None:
         return None

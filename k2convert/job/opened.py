@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k2convert.check.contract.result import view_source
+from k2convert.check.remote import Shards, folder_bytes, layer_bytes
+from k2convert.check.results import ValidationReport
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub
@@ -14,9 +17,6 @@ from k2convert.hub.source import read_headers
 from k2convert.job.locations import open_named_statistics, open_result, open_source
 from k2convert.models import detect_family
 from k2convert.records.ledger import find_ledger
-from k2convert.validation.contract.result import view_source
-from k2convert.validation.remote import Shards, folder_bytes, layer_bytes
-from k2convert.validation.results import ValidationReport
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics

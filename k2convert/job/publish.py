@@ -13,6 +13,9 @@ from threading import Event
 from typing import Any, Final
 
 from k2convert.calibration.statistics import Statistics
+from k2convert.check.remote import LOCAL, Shards
+from k2convert.check.results import ValidationReport
+from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
@@ -33,9 +36,6 @@ from k2convert.machine import BUFFERS
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Published, record_published
 from k2convert.records.ledger import Ledger, read_ledger
-from k2convert.validation.remote import LOCAL, Shards
-from k2convert.validation.results import ValidationReport
-from k2convert.validation.validate import validate_checkpoint, validate_sent
 
 _NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, ".log", ".out", ".err")  # a log grows while it is published
 

@@ -41,10 +41,10 @@ from k2convert.records.lock import lock_destination, share_destination
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import OpenWalk, ShardWalk
+    from k2convert.check.results import ValidationReport
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
     from k2convert.records.evaluation import Evaluation
-    from k2convert.validation.results import ValidationReport
 
 FROM_SCHEDULER: Final = "auto"  # the value of --part that reads the variables of a Slurm array
 

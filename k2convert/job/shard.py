@@ -135,7 +135,7 @@ def convert_shard(
     )
     if not task.for_upload:
         return record
-    from k2convert.validation.finished_shard import check_finished_shard
+    from k2convert.check.finished_shard import check_finished_shard
 
     try:
         checked = check_finished_shard(

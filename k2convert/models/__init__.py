@@ -7,7 +7,7 @@
     projections      the linear layers to convert, and their bytes as arrays
 
 A family is one file and its rows in FAMILIES, a source format its arithmetic and a row in SOURCE_FORMATS. Nothing
-outside this wing asks which family a checkpoint has.
+outside this subpackage asks which family a checkpoint has.
 """
 
 from collections.abc import Iterable, Mapping

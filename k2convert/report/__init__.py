@@ -33,9 +33,9 @@ from k2convert.fit.model import Tensor
 from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:
+    from k2convert.check.results import ValidationReport
     from k2convert.hub.source_card import SourceCard
     from k2convert.records.ledger import DecodedError
-    from k2convert.validation.results import ValidationReport
 
 _REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
 
@@ -133,8 +133,8 @@ def card_files(
 
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
+    from k2convert.check.results import validation_document
     from k2convert.report.markdown import render_card
-    from k2convert.validation.results import validation_document
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
     files = {} if kept else render_report(report)

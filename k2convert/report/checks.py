@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from k2convert.check.layers.result import labels, reference_name
+from k2convert.check.results import Offender, RuleResult, Verdict
 from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.wording import decibels, last_part, with_exponents
-from k2convert.validation.layers.result import labels, reference_name
-from k2convert.validation.results import Offender, RuleResult, Verdict
 
 
 @dataclass(frozen=True, slots=True)

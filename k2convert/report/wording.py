@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from k2convert.validation.results import RuleResult
+from k2convert.check.results import RuleResult
 
 _MOST_LISTED: Final = 12
 _RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validation.validate import validate_checkpoint
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 from scripts.bench.peers import quark_python
 from scripts.bench.table import markdown

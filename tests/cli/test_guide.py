@@ -7,8 +7,8 @@ import pytest
 from command import ROOT, RunCli
 from screen import in_terminal
 
+from k2convert.check.results import CONTRACT
 from k2convert.cli.guide import read_pages, summary
-from k2convert.validation.results import CONTRACT
 
 FOLDER = ROOT / "k2convert" / "guide"
 PAGES = read_pages()

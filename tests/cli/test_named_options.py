@@ -50,7 +50,7 @@ VERBS = {
     "fit/": {"fit"},
     "plan/": {"run"},
 }
-"""The verbs whose options a file or a wing may name. What its messages suggest to run is another command."""
+"""The verbs whose options a file or a subpackage may name. What its messages suggest to run is another command."""
 NEXT = {
     "calibrate": {"run"},
     "evaluate": {"report"},

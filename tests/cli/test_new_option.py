@@ -4,7 +4,7 @@ import ast
 from dataclasses import fields
 
 import pytest
-from house import ROOT
+from structure import ROOT
 
 from k2convert.job.prepare import JobOptions
 

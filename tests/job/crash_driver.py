@@ -149,12 +149,12 @@ def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
 
 def warm_up(command: Command) -> None:
     """Before the forks: import everything, fill tables by a run, and leave both out of every collection of garbage."""
-    wings = ["cli", "job", "plan", "records", "validation", "quantize"]
-    for wing in wings + (["calibration", "forward", "evaluation"] if command.walks else []):
-        modules = list((Path(k2convert.__file__).parent / wing).glob("*.py"))
-        assert modules, f"{wing}: no such wing"
+    subpackages = ["cli", "job", "plan", "records", "check", "quantize"]
+    for subpackage in subpackages + (["calibration", "forward", "evaluation"] if command.walks else []):
+        modules = list((Path(k2convert.__file__).parent / subpackage).glob("*.py"))
+        assert modules, f"{subpackage}: no such subpackage"
         for path in modules:
-            import_module(f"k2convert.{wing}.{path.stem}".removesuffix(".__init__"))
+            import_module(f"k2convert.{subpackage}.{path.stem}".removesuffix(".__init__"))
     if command.walks:
         import torch
         import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401

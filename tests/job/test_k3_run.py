@@ -15,8 +15,8 @@ from mxfp4_makers import library_values
 from results import digest_of_shards, raw_tensors, read_json
 from safetensors.torch import load_file
 
+from k2convert.check.library_decoders import create_decoder
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
-from k2convert.validation.library_decoders import create_decoder
 from scripts.fixture_maker.damage import edit_checkpoint, edit_json
 from scripts.fixture_maker.folder import SmallCheckpoint
 

@@ -15,6 +15,8 @@ from results import raw_tensors
 
 from k2convert.calibration.channels import Calibration
 from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.check.results import Verdict, validation_document
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -29,8 +31,6 @@ from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.document import encode, parse
 from k2convert.records.ledger import ShardRecord
-from k2convert.validation.results import Verdict, validation_document
-from k2convert.validation.validate import validate_checkpoint
 
 ROLES = ("experts", "shared_experts", "dense_mlp")
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj"

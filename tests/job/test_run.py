@@ -15,6 +15,7 @@ from results import raw_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from k2convert.check.library_decoders import agrees, create_decoder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -23,7 +24,6 @@ from k2convert.plan.plan import plan_conversion
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.validation.library_decoders import agrees, create_decoder
 
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from command import run_here, said
 
+from k2convert.check.contract.result import read_result
+from k2convert.check.contract.tensors import check_expert_counts, check_names, check_shapes
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError
@@ -19,8 +21,6 @@ from k2convert.models.config import DescribedModel
 from k2convert.models.projections import find_experts
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
-from k2convert.validation.contract.result import read_result
-from k2convert.validation.contract.tensors import check_expert_counts, check_names, check_shapes
 from scripts.fixture_maker.config import k2_config, k25_config
 from scripts.fixture_maker.damage import edit_checkpoint
 from scripts.fixture_maker.folder import SmallCheckpoint

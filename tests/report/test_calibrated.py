@@ -16,6 +16,8 @@ from PIL import Image
 from pruned_makers import SCORES, convert_pruned, make_whole
 from test_evaluated import as_read, model_card
 
+from k2convert.check.results import validation_document
+from k2convert.check.validate import validate_checkpoint
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
@@ -24,8 +26,6 @@ from k2convert.report.calibrated import WARNING, calibrated_sections
 from k2convert.report.charts import draw_layer_errors, draw_shrinkages, draw_tokens
 from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
-from k2convert.validation.results import validation_document
-from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
 

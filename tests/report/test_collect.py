@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sealed_files import edit_sealed
 
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationError
 from k2convert.models import locate_module
@@ -17,7 +18,6 @@ from k2convert.records.document import plain
 from k2convert.records.journal import Journal
 from k2convert.report import write_report
 from k2convert.report.figures import collect_report, heat_maps, tensor_figures
-from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
 

@@ -17,6 +17,7 @@ from evaluation_makers import comparison, evaluation_of, token_scores, write_eva
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.source_card import SourceCard
 from k2convert.records.evaluation import HISTOGRAM_EDGES, Evaluation
@@ -27,7 +28,6 @@ from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
 from k2convert.report.evaluated import mode_rows
 from k2convert.report.wording import joined, with_error
-from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
 KINDS: dict[str, Callable[[Path], Evaluation]] = {"evaluate": evaluation_of, "compare": lambda _folder: comparison()}

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from k2convert.calibration.text import read_windows
+from k2convert.check.library_decoders import agrees, create_decoder
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
-from k2convert.validation.library_decoders import agrees, create_decoder
 from scripts.engine_checks.__main__ import KINDS, Task, check_defects, read_result, run_client, tolerance
 from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, Expected, compare
 from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint

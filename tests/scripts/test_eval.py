@@ -8,12 +8,12 @@ from conversions import convert
 
 pytest.importorskip("transformers")
 
+from k2convert.check.layers.check import check_layers
+from k2convert.check.layers.result import Variant
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.plan.recipe import Budget
-from k2convert.validation.layers.check import check_layers
-from k2convert.validation.layers.result import Variant
 from scripts.evaluation import smollm2
 from scripts.evaluation.capture import capture
 from scripts.evaluation.measure import encode

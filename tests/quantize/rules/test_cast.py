@@ -9,6 +9,7 @@ from modelopt.torch.export.shard_cast_utils import mxfp4_kmax, quantize_mxfp4_to
 from mxfp4_makers import draw, library_values, weight_of
 from numpy.typing import NDArray
 
+from k2convert.check.library_decoders import create_decoder
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
@@ -18,7 +19,6 @@ from k2convert.quantize.libraries import ReferenceQuantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.validation.library_decoders import create_decoder
 
 
 def convert(

@@ -8,6 +8,7 @@ import torch
 from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 from exact_search import assert_is_best, count_outside_normal
 
+from k2convert.check.library_decoders import create_decoder
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -15,7 +16,6 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
 from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.search_int4 import mse_global_scale
-from k2convert.validation.library_decoders import create_decoder
 
 
 def exact_weight(weight: Int4Weight) -> torch.Tensor:

@@ -1,0 +1,324 @@
+"""The servable contract: nineteen rules that a finished NVFP4 checkpoint must keep. They are checked without a GPU.
+
+An error means that an engine refuses the folder, or loads it and gives wrong answers without a message. A warning is
+counted. Headers and configs are read first. Rules that need data share one pass over the shards (see `scan`). One
+fault is reported by one rule if faults can be told apart. NVFP4 checkpoints made by other tools are checked by the
+same rules, except for the ledger. The rules on data (4 to 7, 18 and 19) are here.
+
+Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0.5.23 and TensorRT-LLM's sources.
+"""
+
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from k2convert.check.contract.folder import (
+    check_config_unchanged,
+    check_hf_quant_config,
+    check_kv_cache,
+    check_package,
+    check_quantization_config,
+    check_sidecars,
+)
+from k2convert.check.contract.matchers import check_exclude_list
+from k2convert.check.contract.result import NO_SOURCE, PRUNING_PLACE, Result
+from k2convert.check.contract.scan import ScanResult
+from k2convert.check.contract.tensors import (
+    check_alignment,
+    check_expert_counts,
+    check_names,
+    check_prefix,
+    check_shapes,
+    check_totals,
+)
+from k2convert.check.decode import Figures, differing_totals
+from k2convert.check.results import ContractReport, Findings
+from k2convert.checkpoint.files import is_there
+from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
+from k2convert.errors import CheckpointError, quoted, shortened
+from k2convert.models.names import CONVERTIBLE_ROLES, Role
+from k2convert.records.ledger import ALL_ZERO, DecodedError, Ledger
+
+# These rules need every header. They are skipped if a shard cannot be read.
+_NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
+    (1, check_names),
+    (2, check_prefix),
+    (3, check_shapes),
+    (8, check_totals),
+    (9, check_expert_counts),
+    (14, check_exclude_list),
+)
+_FOR_NVFP4: Final = frozenset({3, 4, 5, 6, 11, 13, 14, 15, 18})
+"""The rules that do not apply to a result with the source's own weights."""
+_FROM_CONFIGS: tuple[Callable[[Result], Findings], ...] = (
+    check_alignment,
+    check_quantization_config,
+    check_config_unchanged,
+    check_kv_cache,
+    check_package,
+    check_sidecars,
+)
+
+
+def check_result(
+    result: Result,
+    scan: ScanResult,
+    *,
+    errors: Mapping[str, DecodedError] | None = None,
+    totals: Mapping[str, Figures] | None = None,
+    doubts: Mapping[str, str] | None = None,
+) -> ContractReport:
+    """Check all nineteen rules on a folder that was opened and scanned.
+
+    `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
+    measured figures by role, for rule 19; None if not every converted weight was measured. `doubts` are what makes the
+    codes of source weights doubtful, by module. If the result is a part,
+    headers and configs of the whole are checked, and the rules on data note which part was read.
+    """
+    whole = result.whole or result
+    found = [
+        Findings(number).skip(whole.incomplete) if whole.incomplete else check(whole)
+        for number, check in _NEED_ALL_SHARDS
+    ]
+    found += [check(whole) for check in _FROM_CONFIGS]
+    list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
+    found.append(check_hf_quant_config(whole, compare_lists=list_is_good))
+    on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
+    if result.incomplete:
+        for findings in on_data:
+            findings.skip(result.incomplete)
+    on_data += [check_errors(result, scan, errors, doubts or {}), check_ledger(result, scan, totals)]
+    if result.whole is not None:
+        for findings in on_data:
+            findings.skip(result.limits)
+    found += on_data
+    if result.is_int4:
+        reason = "the weights are the source's INT4"
+        found = [Findings(f.number).skip(reason) if f.number in _FOR_NVFP4 else f for f in found]
+    return ContractReport(
+        folder=str(result.folder),
+        layout="int4" if result.is_int4 else result.names.name,
+        activations="w4a4" if result.has_input_scale and not result.is_int4 else "w4a16",
+        rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
+    )
+
+
+def check_block_scales(scan: ScanResult) -> list[Findings]:
+    """Rules 4 and 5. 0x7F and 0xFF are NaN, engines do not read the sign, and Marlin flushes 0x01 to 0x07 to zero."""
+    wrong = Findings(4)
+    subnormal = Findings(5)
+    for name, count in scan.invalid_scales.items():
+        wrong.error(name, f"{count:,} block scales are NaN or negative", count=count)
+    for name, count in scan.zero_blocks_with_codes.items():
+        wrong.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
+    for name, count in scan.subnormal_scales.items():
+        subnormal.warn(name, f"{count:,} block scales below 2^-6", count=count)
+    return [wrong, subnormal]
+
+
+def check_scalars(result: Result, scan: ScanResult) -> Findings:
+    """Rule 6. Engines use gate's global scale for both or the larger of the two: unequal scales give wrong weights.
+
+    Input scales must be those of the ledger's recipe. Without a recipe, input scales that vary within a layer are a
+    warning: most kernels use the layer's maximum for all.
+    """
+    found = Findings(6)
+    shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
+    by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
+    for name, data in scan.scalars.items():
+        raw = bytes.fromhex(data)
+        module_name, _, parameter = name.rpartition(".")
+        value = struct.unpack("<f", raw)[0]
+        module = result.modules[module_name]
+        wanted = None
+        if parameter == result.names.input_scale and result.recipe is not None:
+            scales = result.recipe.input_scale
+            wanted = result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
+        if not math.isfinite(value) or value <= 0:
+            found.error(name, f"{value!r}, expected finite and positive")
+        elif wanted is not None and raw != wanted:
+            found.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
+        if wanted is not None:
+            continue  # a scale that is the recipe's is shared
+        shared[module.parts.sharing_key, parameter][name] = raw
+        if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
+            kind = "gate and up"
+            if module.parts.projection == "down":
+                kind = "down"
+            by_layer[f"layer {module.parts.layer} {kind}"].setdefault(raw, name)
+    for members in shared.values():
+        if len(set(members.values())) > 1:
+            stated = " and ".join(f"{struct.unpack('<f', raw)[0]!r}" for raw in members.values())
+            found.error(next(iter(members)), f"gate and up differ: {stated}")
+    for where, values in by_layer.items():
+        if len(values) > 1 and not found.errors:
+            found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
+    return found
+
+
+def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedError]) -> Findings:
+    """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
+
+    So are the codes of MXFP4 weights that were cast, except for groups below the window.
+
+    Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
+    """
+    found = Findings(7)
+    if result.pruning is not None:
+        every = "every tensor" if result.is_int4 else "every other tensor"
+        found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
+    if result.is_smoothed:
+        found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
+    for name in sorted(scan.not_finite):
+        found.error(name, "has NaN or infinite values")
+    for name in sorted(scan.all_zero - result.modules.keys()):
+        found.warn(name, ALL_ZERO)
+    if result.source is None:
+        return found.skip(result.no_source)
+    compared = 0
+    if 2 * len(scan.different) > len(scan.compared):
+        problem = f"{len(scan.different):,} of {len(scan.compared):,} copied tensors differ: the result was converted "
+        found.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
+    for offender in result.scaling.problems.values():
+        found.error(offender.name, offender.problem)
+    reported = {offender.name for offender in result.scaling.problems.values()}
+    for name, tensor in result.tensors.items():
+        before = result.source.tensors.get(name)
+        module = result.modules.get(name.rpartition(".")[0])
+        if before is None or (module is not None and module.is_converted):
+            continue
+        compared += 1
+        if name in reported:
+            continue
+        if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}")
+        elif name in scan.different:
+            found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
+        elif name in scan.misscaled:
+            found.error(name, scan.misscaled[name])
+        elif name not in scan.compared:
+            found.error(name, "was not compared")
+    cast = {module: error.changed_codes for module, error in errors.items() if error.changed_codes is not None}
+    for module, changed in cast.items():
+        if changed:
+            weight = result.modules[module].parameters[result.names.weight]
+            problem = f"{changed:,} of {weight.num_bytes:,} bytes of codes are not the source's"
+            found.error(f"{module}.{result.names.weight}", problem)
+    found.note = f"{compared:,} tensors compared"
+    if scan.scaled:
+        found.note += f", {len(scan.scaled):,} of them scaled"
+    if cast:
+        found.note += f", and the codes of {len(cast):,} that were cast"
+    return found
+
+
+def check_errors(
+    result: Result, scan: ScanResult, errors: Mapping[str, DecodedError] | None, doubts: Mapping[str, str]
+) -> Findings:
+    """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget.
+
+    Damage to a source lowers no SQNR, so weights that are zero and codes that no training writes are warnings.
+    """
+    found = Findings(18)
+    for name in sorted(scan.all_zero & result.modules.keys()):
+        if result.modules[name].parts.role in CONVERTIBLE_ROLES:  # rule 1 reports any other
+            found.warn(name, ALL_ZERO)
+    for name, doubt in doubts.items():
+        found.warn(name, doubt)
+    if errors is None:
+        return found.skip(result.no_source or NO_SOURCE)
+    if not errors and not result.converted:
+        return found.skip("no weight is converted")
+    budget = result.budget.tensor_sqnr_db
+    worst = math.inf
+    for module in result.converted:
+        measured = errors.get(module.name)
+        if measured is None:
+            # Rule 1 or 3 reports a projection that cannot be decoded, rule 1 or 9 one that the source does not have.
+            if set(result.expected_parameters) <= set(module.parameters) and result.is_in_source(module):
+                found.error(module.name, "not measured")
+            continue
+        sqnr = measured.sqnr_db
+        if sqnr is None:
+            continue  # an all-zero tensor has no SQNR
+        worst = min(worst, sqnr)
+        if not sqnr >= budget:
+            found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {budget:.2f} dB")
+    found.note = f"worst {worst:.2f} dB, budget {budget:.2f} dB" if math.isfinite(worst) else f"budget {budget:.2f} dB"
+    return found
+
+
+def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
+    """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured. An
+    evaluation, if there is one, is of the weights that it states.
+
+    `totals` are the measured figures by role; None if they are not known. Of a part, the hashes of the shards are not
+    known, so only their sizes are compared.
+    """
+    found = Findings(19)
+    digests = scan.digests
+    if result.whole is not None:
+        result = result.whole
+        totals = None
+        stated = {} if result.ledger is None else result.ledger.shards
+        digests = {shard: stated[shard].blake3 for shard in result.headers if shard in stated}
+    ledger = result.ledger
+    if result.is_foreign:
+        return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
+    if ledger is None:
+        return found.error(LEDGER_NAME, result.ledger_problem)
+    stated = ledger.calibration
+    used = ledger.fingerprint.get("statistics")
+    # With rule gptq, the statistics come out of the conversion. They do not identify it.
+    digest = None if stated is None or stated.gptq else stated.statistics
+    if digest != used:
+        found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
+    if not result.list_problem and (problem := _list_problem(ledger)):
+        found.error(PRUNING_PLACE, problem)
+    evaluation = result.folder / EVALUATION_NAME
+    if is_there(evaluation):
+        from k2convert.records.evaluation import fresh_evaluation  # most results have none
+
+        try:
+            fresh_evaluation(result.folder, weights=ledger.weights)
+        except CheckpointError as error:
+            found.error(EVALUATION_NAME, str(error).removeprefix(f"{evaluation}: ").removesuffix("."))
+    for shard, digest in digests.items():
+        stated = ledger.shards.get(shard)
+        header = result.headers.get(shard)
+        size = scan.unreadable_bytes[shard] if header is None else header.file_bytes
+        if stated is None:
+            found.error(shortened(shard), "not in the ledger")
+        elif stated.num_bytes != size:
+            found.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
+        elif stated.blake3 != digest:
+            found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
+    missing = sorted(set(ledger.shards) - set(digests) - set(result.unreadable))
+    for shard in missing:
+        found.error(shortened(shard), "in the ledger, but missing")
+    if result.source is not None and ledger.source.headers:
+        headers = {shard: header.digest for shard, header in result.source.headers.items()}
+        if headers != ledger.source.headers:
+            found.warn(LEDGER_NAME, "states different source headers than --source has")
+    if result.is_int4:
+        found.note = "no weight was converted"
+    elif totals is None or missing or result.unreadable:
+        found.note = "totals were not compared: not every converted weight was measured"
+    else:
+        for place, problem in differing_totals(ledger.totals, totals):
+            found.error(f"{LEDGER_NAME}: {place}", problem)
+    return found
+
+
+def _list_problem(ledger: Ledger) -> str:
+    used = ledger.fingerprint.get("kept_experts")
+    kept = ledger.fingerprint.get("num_kept_experts")
+    if ledger.pruning is None:
+        if used is None:
+            return ""
+        return f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
+    if ledger.pruning.digest == used:
+        return ""
+    return f"its digest is not the fingerprint's {quoted(used)}"

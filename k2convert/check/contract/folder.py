@@ -1,0 +1,323 @@
+"""Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
+
+import filecmp
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Final, cast
+
+from k2convert import __version__
+from k2convert.check.contract.result import Result, read_leniently
+from k2convert.check.results import Findings
+from k2convert.checkpoint.files import (
+    ABSENT,
+    check_fetched,
+    config_differences,
+    is_same_json,
+    mapping_or_empty,
+    mode_of,
+    read_json_file,
+    walk_folder,
+)
+from k2convert.checkpoint.index import list_sidecars, missing_sidecars
+from k2convert.checkpoint.layouts.compressed_tensors import SCALE_DTYPE
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    SHARD_SUFFIX,
+    SINGLE_SHARD_NAME,
+    TOKENIZER_NAME,
+)
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import K2ConvertError, quoted, shortened
+from k2convert.models.config import EXPERTS_KEY, key_of
+from k2convert.models.names import Role
+
+QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
+
+
+def check_quantization_config(result: Result) -> Findings:
+    """Rule 11. If there is a second or nested quantization_config or compression_config, engines may read that one."""
+    found = Findings(11)
+    if result.config is None:
+        return found.error(CONFIG_NAME, result.config_problem)
+    places = list(_find_keys(result.config, ""))
+    for place in places:
+        if place != QUANTIZATION_KEYS[0]:
+            found.error(place, "a second quantization config; engines may read this one")
+    if QUANTIZATION_KEYS[0] not in places:
+        return found.error(QUANTIZATION_KEYS[0], "missing at the top level")
+    declared = result.declared
+    if result.is_quark:
+        return found.skip(QUARK)
+    wanted = result.names.quantization_config(_expected_declaration(result), __version__)
+    expected = {key: wanted[key] for key in result.names.declared_keys if key in wanted}
+    if result.is_foreign and "group_size" not in declared:
+        expected.pop("group_size", None)  # ModelOpt states it in the groups, which are checked below
+    for key, value in expected.items():
+        if key == "quantized_layers":
+            _check_banks(declared.get(key), cast(dict[str, object], value), found)
+        elif not is_same_json(declared.get(key), value):
+            found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
+    _check_groups(result, declared, next(iter(wanted["config_groups"].values())), found)
+    if result.names.needs_marlin and not result.has_input_scale:
+        found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
+    return found
+
+
+def _check_banks(stated: object, expected: Mapping[str, object], found: Findings) -> None:
+    """Engines look the experts of a layer up by names of their own; what they do not find is not quantized to them."""
+    stated = mapping_or_empty(stated)
+    for bank in sorted(expected.keys() | stated.keys()):
+        if not is_same_json(stated.get(bank), expected.get(bank)):
+            wanted = "no bank of experts has this name"
+            if bank in expected:
+                wanted = f"expected {expected[bank]!r}"
+            found.error(
+                f"quantization_config.quantized_layers.{shortened(bank)}", f"{quoted(stated.get(bank))}, {wanted}"
+            )
+
+
+def _find_keys(node: Any, path: str) -> Iterator[str]:
+    for key, value in mapping_or_empty(node).items():
+        place = f"{path}.{shortened(key)}" if path else shortened(key)
+        if key in QUANTIZATION_KEYS:
+            yield place
+        elif isinstance(value, dict):
+            yield from _find_keys(value, place)
+
+
+def _expected_declaration(result: Result) -> Quantization:
+    """Return what the configs must declare of the tensors; the exclude list is rule 14's."""
+    activations = "w4a4" if result.has_input_scale else "w4a16"
+    moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
+    return Quantization(activations, None, (), result.family.bank_names(sorted(moe_layers)))
+
+
+def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[str, Any], found: Findings) -> None:
+    """Compare every group with the scheme of its library's loaders, stated here, and with the wanted targets."""
+    own, dynamic = _SCHEMES[result.names.library]
+    scheme = _SCHEME | own
+    groups = mapping_or_empty(declared.get("config_groups"))
+    if not groups:
+        found.error("quantization_config.config_groups", "missing")
+    for name, group in groups.items():
+        where = f"quantization_config.config_groups.{shortened(name)}"
+        _check_scheme(mapping_or_empty(group).get("weights"), scheme | {"dynamic": False}, f"{where}.weights", found)
+        activations = mapping_or_empty(group).get("input_activations")
+        if result.has_input_scale:
+            _check_scheme(activations, scheme | {"dynamic": dynamic}, f"{where}.input_activations", found)
+            if "scale_dtype" in wanted["input_activations"]:
+                _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
+        elif activations is not None:
+            found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
+        targets: Any = mapping_or_empty(group).get("targets")
+        if wanted["targets"] == ["Linear"]:
+            if not isinstance(targets, list) or "Linear" not in targets:
+                found.error(f"{where}.targets", "does not name Linear")
+        elif targets != wanted["targets"]:
+            found.error(f"{where}.targets", "does not name the banks of experts")
+
+
+_SCHEME: Final[dict[str, object]] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+_SCHEMES: Final[dict[str, tuple[dict[str, object], object]]] = {
+    "modelopt": ({}, False),
+    "compressed-tensors": ({"strategy": "tensor_group", "symmetric": True}, "local"),
+}
+"""What a scheme has beside these keys, and `dynamic` of activations, in a config of each library."""
+
+
+def _check_scheme(scheme: Any, expected: Mapping[str, object], where: str, found: Findings) -> None:
+    if not isinstance(scheme, dict):
+        found.error(where, "missing; engines would assume a different scheme")
+        return
+    for key, value in expected.items():
+        stated = mapping_or_empty(cast(object, scheme)).get(key)
+        if not is_same_json(stated, value):
+            found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")
+
+
+def _check_scale_dtype(activations: Any, where: str, found: Findings) -> None:
+    """Engines round block scales of activations to E4M3 whatever is stated; compressed-tensors only if this key is."""
+    stated = mapping_or_empty(activations).get("scale_dtype")
+    if stated is None:
+        effect = "transformers with compressed-tensors 0.13 and later does not round the block scales of activations"
+        found.warn(where, f'missing; {effect}. Add "scale_dtype": "{SCALE_DTYPE}"')
+    elif stated not in (SCALE_DTYPE, SCALE_DTYPE.removeprefix("torch.")):
+        found.error(where, f"{stated!r}, expected {SCALE_DTYPE!r}")
+
+
+def check_config_unchanged(result: Result) -> Findings:
+    """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
+    found = Findings(12)
+    if result.source is None:
+        return found.skip(result.no_source)
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    if result.pruning is not None:
+        part = "" if result.is_int4 else "the rest of "
+        found.title = f"{part}config.json equals the source's, except for the number of experts"
+    unread = () if result.is_int4 else QUANTIZATION_KEYS
+    is_foreign = result.is_foreign
+    for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
+        stated = "missing" if after is ABSENT else quoted(after)
+        if result.pruning is not None and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
+            found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
+            continue
+        problem = stated
+        if before is ABSENT:
+            problem = f"{stated}, not in the source"
+        elif after is not ABSENT:
+            problem = f"{stated}, was {quoted(before)}"
+        # If transformers saved it again, it added and omitted defaults, and renamed the inner model_type.
+        is_usual = is_foreign and (before is ABSENT or after is ABSENT or place.endswith(".model_type"))
+        (found.warn if is_usual else found.error)(place, problem)
+    return found
+
+
+def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
+    """Rule 13. TensorRT-LLM reads this file first. vLLM's fallback reader requires the producer name `modelopt`.
+
+    Except for the exclude list, fields are compared with the tensors and the recipe, so that a fault in config.json is
+    not reported twice. `compare_lists` is False if rule 14 found config.json's list wrong or missing.
+    """
+    found = Findings(13)
+    path = result.folder / HF_QUANT_CONFIG_NAME
+    if result.names.hf_quant_config is None:
+        if path.exists():
+            found.error(HF_QUANT_CONFIG_NAME, "belongs to the modelopt layout, but the tensors are in the other one")
+        return found
+    if result.is_quark:
+        return found.skip(QUARK)
+    document, problem = read_leniently(path, read_json_file)
+    if document is None:
+        return found.error(HF_QUANT_CONFIG_NAME, problem)
+    producer = mapping_or_empty(document.get("producer")).get("name")
+    if producer != "modelopt":
+        found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
+    stated = mapping_or_empty(document.get("quantization"))
+    recipe = result.recipe
+    declared = result.declared
+    has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
+    declaration = replace(_expected_declaration(result), kv_cache="fp8" if has_fp8_cache else None)
+    expected: dict[str, object] = result.names.hf_quant_config(declaration, __version__)["quantization"]
+    expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    for key in expected:
+        if key not in stated:
+            found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
+        elif (compare_lists or key != "exclude_modules") and not is_same_json(stated[key], expected[key]):
+            problem = f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
+            found.error(f"quantization.{key}", problem)
+    return found
+
+
+def check_kv_cache(result: Result) -> Findings:
+    """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1."""
+    found = Findings(15)
+    scheme = result.declared.get("kv_cache_scheme")
+    recipe = result.recipe
+    place = "quantization_config.kv_cache_scheme"
+    if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
+        asked = "does not ask for one"
+        if recipe.kv_cache is not None:
+            asked = "asks for one"
+        found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
+    elif scheme is not None:
+        problem = "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8"
+        if result.names.vllm_reads_kv_cache:
+            problem = "FP8 cache without k and v scales: engines use 1.0"
+        if recipe is None:
+            problem += "; without a ledger it is unknown whether the recipe asks for it"
+        found.warn(place, problem)
+    return found
+
+
+def check_package(result: Result) -> Findings:
+    """Rule 16: index and shards agree and are complete, and there are no stray shards or temporary files."""
+    found = Findings(16)
+    for shard, problem in result.unreadable.items():
+        found.error(shortened(shard), problem)
+    _check_index(result, found)
+    for path in _visible_files(result.folder):
+        name = str(path.relative_to(result.folder))
+        if path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
+            found.error(name, "a shard that the index does not name")
+        elif path.suffix in (".tmp", ".part", ".incomplete"):
+            found.error(name, "a temporary file")
+    return found
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Return all files, also behind links. Hidden folders (journal, download cache) are not part of the package."""
+    return [
+        path
+        for path in walk_folder(folder)
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1]) and S_ISREG(mode_of(path))
+    ]
+
+
+def _check_index(result: Result, found: Findings) -> None:
+    single = result.index is None and list(result.headers) == [SINGLE_SHARD_NAME]
+    if single and not (result.folder / INDEX_NAME).exists():
+        return
+    if result.index is None:
+        found.error(INDEX_NAME, result.index_problem)
+        return
+    weight_map: Any = result.index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found.error(INDEX_NAME, "has no weight_map")
+        return
+    mapped = cast(dict[str, object], weight_map)
+    shard_of = {name: shard for shard, header in result.headers.items() for name in header.tensors}
+    for name, shard in mapped.items():
+        if not isinstance(shard, str):
+            found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
+        elif shard not in result.unreadable and shard_of.get(name) != shard:
+            where = "is in no shard"
+            if name in shard_of:
+                where = f"is in {shard_of[name]}"
+            found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
+    for name, shard in shard_of.items():
+        if name not in mapped:
+            found.error(name, f"in {shortened(shard)}, but not in the index")
+    total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
+    actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
+    if not result.unreadable and (total != actual or isinstance(total, float)):
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{quoted(total)}, but the tensors have {actual} bytes")
+    num_found = sum(len(header.tensors) for header in result.headers.values())
+    if num_found != len(shard_of):
+        found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
+
+
+def check_sidecars(result: Result) -> Findings:
+    """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
+    found = Findings(17)
+    for name, problem in missing_sidecars(result.folder):
+        found.warn(name, problem)
+    for path in _visible_files(result.folder):
+        if path.is_symlink() or path.suffix == SHARD_SUFFIX:
+            continue
+        try:
+            check_fetched(path)
+        except K2ConvertError as error:
+            problem = str(error).removeprefix(f"{path}: ").removesuffix(".")
+            found.error(str(path.relative_to(result.folder)), problem)
+    if result.source is None:
+        return found.skip(result.no_source)
+    expected = list_sidecars(result.source.folder)
+    for relative in expected:
+        path = result.folder / relative
+        is_saved_again = result.is_foreign and path.suffix == ".json" and path.name != TOKENIZER_NAME
+        if not path.is_file():
+            (found.warn if result.is_foreign else found.error)(str(relative), "missing")
+        elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
+            (found.warn if is_saved_again else found.error)(str(relative), "differs from the source's")
+    for path in _visible_files(result.folder):
+        relative = path.relative_to(result.folder)
+        if path.suffix == ".py" and relative not in expected:
+            found.error(str(relative), "code that is not in the source")
+    found.note = f"{len(expected)} files compared"
+    return found

@@ -1,0 +1,340 @@
+"""A finished checkpoint as the rules see it. It is read leniently, so that one damaged file does not hide other faults.
+
+`checkpoint.index.open_checkpoint` refuses a folder at the first inconsistency. Here every shard, the index, the configs
+and the ledger are read separately, and a file that cannot be read becomes a finding of one rule. Tensors are listed
+under the prefix they should have, so only rule 2 reports a wrong prefix.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from k2convert.check.results import NO_SOURCE
+from k2convert.check.scaling import NO_SCALING, Scaling
+from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, CheckpointLayout
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.errors import CheckpointError, PlanError
+from k2convert.models import detect_family, expected_family, parse_tensor_name
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
+from k2convert.plan.recipe import Budget, Recipe
+from k2convert.records.calibration import CalibrationRecord
+from k2convert.records.ledger import Ledger, find_ledger, pruned_source
+from k2convert.records.pruning import PruningRecord
+
+if TYPE_CHECKING:
+    from k2convert.calibration.channels import Calibration
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module of the result: its parameters by name, and its place in the model."""
+
+    name: str
+    parts: TensorName
+    parameters: Mapping[str, TensorInfo]
+    is_converted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Contents of a folder by its headers and JSON files, and the source it was converted from, if given.
+
+    config, index, ledger      None if the file is missing or damaged; `*_problem` has the reason
+    source                     as the ledger's list of kept experts asks for it; if it is None, no_source has the reason
+    list_problem               what is wrong with that list, if it is not one of this source
+    headers, unreadable        shards that could be read, and why others could not
+    tensors                    the name a tensor should have -> where it is
+    renamed                    name found -> name it should have, if they differ
+    unknown                    names that are not part of the family's models
+    names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
+    calibration                of the conversion, if its statistics are given
+    scaling                    exact smoothing, if the ledger states it
+    whole                      the result that this is a part of; None if this is the whole result
+    limits                     which part is read, in words
+    """
+
+    folder: Path
+    headers: dict[str, ShardHeader]
+    tensors: dict[str, TensorInfo]
+    renamed: dict[str, str]
+    unknown: tuple[str, ...]
+    modules: dict[str, Module]
+    family: Family
+    names: CheckpointLayout
+    has_input_scale: bool
+    source: Checkpoint | None
+    source_names: Mapping[str, TensorName]
+    int4_modules: frozenset[str]
+    recipe: Recipe | None
+    config: Mapping[str, Any] | None = None
+    config_problem: str = ""
+    index: Mapping[str, Any] | None = None
+    index_problem: str = ""
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+    ledger: Ledger | None = None
+    ledger_problem: str = ""
+    no_source: str = ""
+    list_problem: str = ""
+    calibration: "Calibration | None" = None
+    scaling: Scaling = NO_SCALING
+    whole: "Result | None" = None
+    limits: str = ""
+
+    def of_layers(self, layers: Sequence[int]) -> "Result":
+        """Return the part that has only the MoE blocks of these layers."""
+        stems = tuple(self.family.moe_prefix(layer) for layer in layers)
+        headers: dict[str, ShardHeader] = {}
+        for shard, header in self.headers.items():
+            found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stems)}
+            if found:
+                headers[shard] = replace(header, tensors=found)
+        return replace(
+            self,
+            headers=headers,
+            unreadable={},
+            tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stems)},
+            modules={name: module for name, module in self.modules.items() if name.startswith(stems)},
+            scaling=self.scaling.of_layers(layers),
+            whole=self,
+            limits=f"of the shards, only the MoE layers {', '.join(map(str, layers))} were read",
+        )
+
+    @property
+    def expected_parameters(self) -> tuple[str, ...]:
+        """The parameters of a converted projection."""
+        names = self.names
+        scalars = (names.global_scale, names.input_scale) if self.has_input_scale else (names.global_scale,)
+        return (names.weight, names.block_scale, *scalars)
+
+    @property
+    def budget(self) -> Budget:
+        """The error budget of the recipe, or the usual one without a recipe."""
+        if self.recipe is None:
+            return Budget()
+        return self.recipe.budget
+
+    @property
+    def is_int4(self) -> bool:
+        """Return whether the ledger says that the weights are the source's own (--to int4): every tensor is a copy."""
+        return self.ledger is not None and self.ledger.recipe.target == "int4"
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
+        has_job = (self.folder / WORK_FOLDER / JOB_NAME).exists()
+        if self.ledger is not None or self.ledger_problem != "missing" or has_job:
+            return False
+        producer = mapping_or_empty(self.declared.get("producer"))
+        return producer.get("name") != "k2convert"
+
+    @property
+    def declared(self) -> dict[str, object]:
+        """The quantization_config of config.json; empty if there is none."""
+        return mapping_or_empty((self.config or {}).get(QUANTIZATION_KEYS[0]))
+
+    @property
+    def is_quark(self) -> bool:
+        """Return whether AMD Quark's loader is named, whose configs no engine of this contract reads."""
+        return self.declared.get("quant_method") == "quark"
+
+    @property
+    def calibration_record(self) -> CalibrationRecord | None:
+        """The calibration that the ledger states."""
+        if self.ledger is None:
+            return None
+        return self.ledger.calibration
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Return whether the ledger states smoothing."""
+        return self.calibration_record is not None and self.calibration_record.exponents_digest is not None
+
+    @property
+    def pruning(self) -> PruningRecord | None:
+        """The kept experts, by the ledger; None if it has no list of them."""
+        if self.ledger is None:
+            return None
+        return self.ledger.pruning
+
+    @property
+    def converted(self) -> list[Module]:
+        """The modules that are NVFP4, or should be."""
+        return [module for module in self.modules.values() if module.is_converted]
+
+    def is_in_source(self, module: Module) -> bool:
+        """Return whether the source has a weight of this module; true without a source."""
+        source = self.source
+        return source is None or any(f"{module.name}.{name}" in source.tensors for name in (WEIGHT, WEIGHT_PACKED))
+
+    @property
+    def incomplete(self) -> str:
+        """Why rules about all tensors cannot be checked; empty if every shard was read."""
+        if not self.unreadable:
+            return ""
+        return f"{next(iter(self.unreadable))} cannot be read, see rule 16"
+
+
+def read_result(
+    folder: Path,
+    *,
+    source: Checkpoint | None,
+    known_headers: dict[str, ShardHeader] | None = None,
+    read: Callable[[Path], ShardHeader] = read_header,
+) -> Result:
+    """Read everything except tensor data; raises CheckpointError if the folder does not exist.
+
+    `source` is the whole one, also of a pruned result. `known_headers` are those of shards that were removed. `read`
+    reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
+    Raises PlanError if the source belongs to no known family.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
+    config, config_problem = read_leniently(folder / CONFIG_NAME, read_json_file)
+    index, index_problem = read_leniently(folder / INDEX_NAME, read_json_file)
+    headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
+    ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
+    recipe = None if ledger is None else ledger.recipe
+    view, no_source, list_problem = view_source(source, ledger)
+    if ledger is None and ledger_problem != "missing":
+        view = None
+        no_source = "the ledger is damaged, see rule 19"
+    found = [name for header in headers.values() for name in header.tensors]
+    family = detect_family(view) if view is not None else expected_family(config, found)
+    result = replace(
+        _from_headers(folder, headers, family=family, source=view, recipe=recipe),
+        config=config,
+        config_problem=config_problem,
+        index=index,
+        index_problem=index_problem,
+        unreadable=unreadable,
+        ledger=ledger,
+        ledger_problem=ledger_problem,
+        no_source=no_source,
+        list_problem=list_problem,
+    )
+    if not result.is_int4:
+        return result
+    modules = {name: replace(module, is_converted=False) for name, module in result.modules.items()}
+    return replace(result, int4_modules=frozenset[str](), modules=modules)
+
+
+def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Result:
+    """Return one finished shard of a result that is not assembled yet; `source` has the shards that it comes from."""
+    return _from_headers(path.parent, {path.name: read_header(path)}, family=family, source=source, recipe=recipe)
+
+
+def _from_headers(
+    folder: Path, headers: dict[str, ShardHeader], *, family: Family, source: Checkpoint | None, recipe: Recipe | None
+) -> Result:
+    tensors = dict[str, TensorInfo]()
+    renamed = dict[str, str]()
+    for name, tensor in (item for header in headers.values() for item in header.tensors.items()):
+        if (expected := family.expected_name(name)) != name:
+            renamed[name] = expected
+        tensors.setdefault(expected, tensor)
+    parsed, unknown = _parse(tensors, family)
+    source_names = _parse(source.tensors, family)[0] if source is not None else {}
+    int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
+    found_parameters = {parts.parameter for parts in parsed.values()}
+    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in found_parameters]
+    names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
+    parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    places: dict[str, TensorName] = {}
+    for name, parts in parsed.items():
+        parameters[parts.module][parts.parameter] = tensors[name]
+        places.setdefault(parts.module, parts)
+    marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
+    roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
+    modules: dict[str, Module] = {}
+    for module, found in parameters.items():
+        weight = found.get(WEIGHT)
+        looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
+        is_converted = looks_converted or module in int4 or places[module].role in roles
+        modules[module] = Module(module, places[module], found, is_converted)
+    if recipe is not None:
+        has_input_scale = recipe.activations == "w4a4"
+    else:
+        converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]
+        has_input_scale = sum(names.input_scale in m.parameters for m in converted) * 2 > len(converted)
+    return Result(
+        folder=folder,
+        headers=headers,
+        tensors=tensors,
+        renamed=renamed,
+        unknown=unknown,
+        modules=modules,
+        family=family,
+        names=names,
+        has_input_scale=has_input_scale,
+        source=source,
+        source_names=source_names,
+        int4_modules=int4,
+        recipe=recipe,
+    )
+
+
+def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
+    """Return what a file holds, or None and what is wrong with it."""
+    try:
+        found = read(path)
+    except CheckpointError as error:
+        return None, str(error).removeprefix(f"{path}: ").removesuffix(".")
+    return found, "missing" if found is None else ""
+
+
+def _read_headers(
+    folder: Path, index: Mapping[str, Any] | None, read: Callable[[Path], ShardHeader]
+) -> tuple[dict[str, ShardHeader], dict[str, str]]:
+    """Read the headers of the shards that the index names, or of all shards; return why others cannot be read."""
+    weight_map: Any = index.get("weight_map") if index else None
+    if isinstance(weight_map, dict):
+        shards = sorted({s for s in weight_map.values() if isinstance(s, str)})  # type: ignore[reportUnknownVariableType]
+    else:
+        shards = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
+    headers: dict[str, ShardHeader] = {}
+    unreadable: dict[str, str] = {}
+    for shard in shards:
+        if Path(shard).name != shard:
+            unreadable[shard] = "a path, not a file name"
+            continue
+        header, unreadable[shard] = read_leniently(folder / shard, read)
+        if header is not None:
+            headers[shard] = header
+            del unreadable[shard]
+    return headers, unreadable
+
+
+def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str, TensorName], tuple[str, ...]]:
+    parsed: dict[str, TensorName] = {}
+    unknown: list[str] = []
+    for name in tensors:
+        try:
+            parsed[name] = parse_tensor_name(name, family=family)
+        except PlanError:
+            unknown.append(name)
+    return parsed, tuple(unknown)
+
+
+PRUNING_PLACE = f"{LEDGER_NAME}: pruning"
+
+
+def view_source(source: Checkpoint | None, ledger: Ledger | None) -> tuple[Checkpoint | None, str, str]:
+    """Return the source through the ledger's list of kept experts; if there is none, why, and the list's problem.
+
+    Raises PlanError for a source of unknown family.
+    """
+    if source is None:
+        return None, NO_SOURCE, ""
+    detect_family(source)
+    try:
+        return pruned_source(source, ledger), "", ""
+    except PlanError as error:
+        return None, "the ledger's list of kept experts is not of this source, see rule 9", str(error).removesuffix(".")

@@ -1,0 +1,284 @@
+"""The one pass over the shards: hashes, block scales, scalars and copied tensors, in bounded memory.
+
+Reading is most of the cost of checking 594 GB, so everything that needs data uses the same pass. Each shard is read
+once in file order, in batches of whole tensors. The next batch is read while the current one is checked. Visitors get
+the bytes too: to hash whole shards, or to decode converted tensors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from blake3 import blake3
+
+from k2convert.check.contract.result import Module, Result
+from k2convert.check.contract.tensors import shape_problems
+from k2convert.check.scaling import SCALED_DTYPES, Exponents, misfit
+from k2convert.checkpoint.files import file_digest
+from k2convert.checkpoint.header import ShardHeader, TensorInfo
+from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
+from k2convert.choices import BLOCK_SIZE
+from k2convert.records.events import SILENT, Events
+from k2convert.records.ledger import Scalar, is_weight
+
+BATCH_BYTES = 16 << 20
+SUBNORMAL_LAST = 0x07
+LARGEST_FINITE = 0x7E
+_CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
+_MAGNITUDES = np.uint8(0x77)  # of the two codes in a byte
+
+
+ShardBytes = Callable[[str, Bytes], None]
+"""Gets the next bytes of a shard, in file order, mostly from another thread."""
+TensorBytes = Callable[[str, str, Bytes], None]
+"""Gets module, parameter and bytes of one whole tensor of a converted module, in file order."""
+
+
+Piece = tuple[TensorInfo, int, int]
+"""Bytes [begin, end) of one tensor."""
+
+
+@dataclass(slots=True)
+class ScanResult:
+    """Findings of the pass, by the names that tensors should have (see Result).
+
+    `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
+    `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
+    changes, `misscaled` has the problem of each of these. `scalars` are four bytes each, as hex.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    unreadable_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
+    subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
+    zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
+    scalars: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
+    different: dict[str, int] = field(default_factory=dict[str, int])
+    misscaled: dict[str, str] = field(default_factory=dict[str, str])
+    not_finite: set[str] = field(default_factory=set[str])
+    all_zero: set[str] = field(default_factory=set[str])
+    compared: set[str] = field(default_factory=set[str])
+    scaled: set[str] = field(default_factory=set[str])
+
+    def add(self, other: "ScanResult") -> None:
+        """Add what was found in another part of the same result."""
+        for name in fields(self):
+            getattr(self, name.name).update(getattr(other, name.name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One tensor: its right name, its module if converted, its source if copied, and the exponents of smoothing."""
+
+    name: str
+    parameter: str
+    module: Module | None
+    is_readable: bool
+    source: TensorInfo | None
+    exponents: Exponents | None = None
+
+
+def scan_shards(
+    result: Result,
+    *,
+    shard_visitor: ShardBytes | None = None,
+    tensor_visitor: TensorBytes | None = None,
+    events: Events = SILENT,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    known: Mapping[str, "ScanResult"] | None = None,
+    finished: Callable[[str, "ScanResult"], object] | None = None,
+) -> ScanResult:
+    """Read every readable shard once; raises SourceReadError if reading fails.
+
+    `around` makes the context in which a shard is read: its files are opened and closed inside it. Shards in `known`
+    are not read. `finished` gets what was found on each of the others.
+    """
+    found = ScanResult()
+    targets = _targets(result)
+    source = result.source
+    with (
+        ShardReader(lambda shard: result.folder / shard) as reader,
+        ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
+    ):
+        for shard, header in result.headers.items():
+            if known is not None and shard in known:
+                found.add(known[shard])
+                continue
+            part = ScanResult()
+            scan = _Scan(result, targets, reader, source_reader, part, ahead, shard_visitor, tensor_visitor, events)
+            with around(shard):
+                part.digests[shard] = scan.shard(header)
+                reader.release()
+                source_reader.release()
+            if finished is not None:
+                finished(shard, part)
+            found.add(part)
+        for shard in result.unreadable:
+            path = result.folder / shard
+            if path.is_file():
+                with around(shard):
+                    found.digests[shard], found.unreadable_bytes[shard] = file_digest(path), path.stat().st_size
+    return found
+
+
+def _targets(result: Result) -> dict[tuple[str, str], _Target]:
+    targets: dict[tuple[str, str], _Target] = {}
+    problems = {module.name: shape_problems(result, module) for module in result.converted}
+    for name, tensor in result.tensors.items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name in problems:
+            readable = parameter not in problems[module_name]
+            targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
+            continue
+        before = None
+        if result.source is not None:
+            before = result.source.tensors.get(name)
+        if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            before = None
+        module = result.modules.get(module_name)
+        exponents = None
+        if module is not None:
+            exponents = result.scaling.of_copy(replace(module.parts, parameter=parameter), family=result.family)
+        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before, exponents)
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    result: Result
+    targets: dict[tuple[str, str], _Target]
+    reader: ShardReader
+    source_reader: ShardReader
+    found: ScanResult
+    ahead: ThreadPoolExecutor
+    shard_visitor: ShardBytes | None
+    tensor_visitor: TensorBytes | None
+    events: Events
+
+    def shard(self, header: ShardHeader) -> str:
+        """Scan one shard; return the blake3 of the whole file."""
+        digest = blake3(self._read(header.shard, 0, header.data_begin).data)
+        batches = list(self._batches(header))
+        reading = None
+        if batches:
+            reading = self.ahead.submit(self._read_batch, batches[0])
+        for number, batch in enumerate(batches):
+            assert reading is not None
+            data = reading.result()
+            if number + 1 < len(batches):
+                reading = self.ahead.submit(self._read_batch, batches[number + 1])
+            digest.update(data.data)
+            offset = 0
+            for tensor, begin, end in batch:
+                self._check(tensor, begin, data[offset : offset + end - begin])
+                offset += end - begin
+            self.events.progress(bytes_in=len(data))
+        return digest.hexdigest()
+
+    def _read_batch(self, batch: list[Piece]) -> Bytes:
+        first, begin, _ = batch[0]
+        last, _, end = batch[-1]
+        return self._read(first.shard, first.begin + begin, last.begin + end)
+
+    def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
+        """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split."""
+        batch: list[Piece] = []
+        filled = 0
+        position = 0
+        for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
+            target = self.targets.get((tensor.shard, tensor.name))
+            stays_whole = target is not None and target.module is not None
+            size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
+            for begin in range(0, max(tensor.num_bytes, 1), size):
+                end = min(begin + size, tensor.num_bytes)
+                if batch and (position != tensor.begin + begin or filled + end - begin > BATCH_BYTES):
+                    yield batch
+                    batch = []
+                    filled = 0
+                batch.append((tensor, begin, end))
+                filled += end - begin
+                position = tensor.begin + end
+        if batch:
+            yield batch
+
+    def _read(self, shard: str, begin: int, end: int) -> Bytes:
+        data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
+        if self.shard_visitor is not None:
+            self.shard_visitor(shard, data)
+        return data
+
+    def _check(self, tensor: TensorInfo, begin: int, data: Bytes) -> None:
+        target = self.targets.get((tensor.shard, tensor.name))
+        if target is None:
+            return
+        if target.module is None:
+            if not is_finite(data, tensor.dtype):
+                self.found.not_finite.add(target.name)
+            if data.size and is_weight(target.name):  # its parts come in order
+                if not is_zero(data):
+                    self.found.all_zero.discard(target.name)
+                elif begin == 0:
+                    self.found.all_zero.add(target.name)
+        if target.source is not None:
+            self._compare(target, target.source, begin, data)
+        elif target.module is not None:
+            names = self.result.names
+            if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
+                self.found.scalars[target.name] = data.tobytes().hex()
+            is_scale = target.is_readable and target.parameter == names.block_scale and data.size
+            has_zero_start = is_zero(data[:BLOCK_SIZE] & _MAGNITUDES)  # most weights are answered by it
+            if target.parameter == names.weight and has_zero_start and is_zero(data & _MAGNITUDES):
+                self.found.all_zero.add(target.module.name)
+            if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
+                self._count_scales(target, target.module, data)
+            if self.tensor_visitor is not None:
+                self.tensor_visitor(target.module.name, target.parameter, data)
+
+    def _compare(self, target: _Target, source: TensorInfo, begin: int, data: Bytes) -> None:
+        found = self.found
+        before = self._read_source(source, begin, begin + data.size)
+        found.compared.add(target.name)
+        if target.exponents is None:
+            if not same_bytes(before, data):
+                changed = int(np.count_nonzero(before != data))
+                found.different[target.name] = found.different.get(target.name, 0) + changed
+            return
+        found.scaled.add(target.name)
+        if target.name in found.misscaled:
+            return
+        if source.dtype not in SCALED_DTYPES or source.shape[-1:] != target.exponents.shape:
+            problem = f"{source.dtype} {list(source.shape)}, but smoothing has {target.exponents.size:,} channels"
+        else:
+            problem = misfit(before, data, dtype=source.dtype, begin=begin, exponents=target.exponents)
+        if problem:
+            found.misscaled[target.name] = problem
+
+    def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
+        """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
+        if tensor.rows is None:
+            return self.source_reader.read(tensor, begin=begin, end=end)
+        whole = tensor.end - tensor.begin
+        width = tensor.num_bytes // len(tensor.rows)
+        data = self.source_reader.read(tensor._replace(rows=None), end=whole).tobytes()
+        kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
+        return np.frombuffer(kept[begin:end], dtype=np.uint8)
+
+    def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
+        """Count the scales outside 2^-6 .. 448. Called only if there are any."""
+        counts = np.bincount(scales, minlength=256)
+        if invalid := int(counts[LARGEST_FINITE + 1 :].sum()):
+            self.found.invalid_scales[target.name] = invalid
+        if subnormal := int(counts[1 : SUBNORMAL_LAST + 1].sum()):
+            self.found.subnormal_scales[target.name] = subnormal
+        weight = module.parameters.get(self.result.names.weight)
+        if counts[0] and weight is not None and not shape_problems(self.result, module):
+            zero = np.flatnonzero(scales == 0)
+            begin = int(zero[0]) * _CODE_BYTES_A_BLOCK
+            end = (int(zero[-1]) + 1) * _CODE_BYTES_A_BLOCK
+            codes = self.reader.read(weight, begin=begin, end=end).reshape(-1, _CODE_BYTES_A_BLOCK)
+            dirty = int(np.count_nonzero(codes[zero - zero[0]].any(axis=1)))
+            if dirty:
+                self.found.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty

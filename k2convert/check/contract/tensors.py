@@ -1,0 +1,273 @@
+"""Rules 1, 2, 3, 8, 9 and 10: tensor names, shapes and counts, from headers and config.json.
+
+Rule 8 names the tensors that no other rule reports. Where others report why the totals differ, it gives the totals.
+"""
+
+import re
+
+from k2convert.check.contract.result import PRUNING_PLACE, Module, Result
+from k2convert.check.results import Findings
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import PlanError
+from k2convert.models.config import EXPERTS_KEY, DescribedModel, Fault, expert_columns_key, key_of, text_config
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
+from k2convert.models.projections import find_experts, format_of, span
+
+HIDDEN_ALIGNMENT = 256
+WIDTH_ALIGNMENT = 16
+WIDTH_ALIGNMENT_FAST = 64
+_TP_SIZE = re.compile(r"(?:--tensor-parallel-size|--tp-size|--tp_size|--tp|(?<!\w)-tp)[\s=]+(\d+)")
+
+
+def check_names(result: Result) -> Findings:
+    """Rule 1. vLLM stops at an unknown name but not at a missing one. SGLang silently skips unknown expert tensors."""
+    found = Findings(1)
+    expected = set(result.expected_parameters)
+    allowed = {parts.module for parts in result.source_names.values()}
+    for module in result.converted:
+        if module.parts.role not in CONVERTIBLE_ROLES:
+            found.error(module.name, f"no engine loads the role {module.parts.role} in NVFP4")
+            continue
+        if not result.is_in_source(module) and module.parts.role is not Role.EXPERTS:  # rule 9 reports experts
+            found.error(module.name, "a new module, not in the source")
+            continue
+        for parameter in sorted(expected - set(module.parameters)):
+            found.error(f"{module.name}.{parameter}", "missing")
+        for parameter in sorted(set(module.parameters) - expected):
+            found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
+    experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()}
+    for parts in result.source_names.values():
+        is_lost_expert = parts.role is Role.EXPERTS and (parts.layer, parts.expert) not in experts  # rule 9 reports it
+        if parts.module in result.int4_modules and not is_lost_expert:
+            missing.add(parts.module)
+    for name in sorted(missing - result.modules.keys()):
+        found.error(name, "missing")
+    for name in result.unknown:
+        if result.source is None or name not in result.source.tensors:
+            found.error(name, f"not part of a {result.family.title} model")
+    for module in result.modules.values():
+        if result.source is None or module.is_converted:
+            continue
+        for parameter, tensor in module.parameters.items():
+            if f"{module.name}.{parameter}" not in result.source.tensors:
+                new = "a new name" if module.name in allowed else "a new module"
+                found.error(f"{module.name}.{parameter}", f"{new} ({tensor.shard}), not in the source")
+    return found
+
+
+def check_prefix(result: Result) -> Findings:
+    """Rule 2. Engines refuse names with a wrong prefix, or leave the weights random."""
+    found = Findings(2)
+    for name, expected in result.renamed.items():
+        refused = result.family.refused_prefixes.items()
+        reason = next((f" ({reason})" for prefix, reason in refused if name.startswith(prefix)), "")
+        found.error(name, f"should be {expected}{reason}")
+    return found
+
+
+def check_shapes(result: Result) -> Findings:
+    """Rule 3: codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], scalars F32 [] or [1], K a multiple of 16."""
+    found = Findings(3)
+    for module in result.converted:
+        for parameter, problem in shape_problems(result, module).items():
+            found.error(f"{module.name}.{parameter}", problem)
+    return found
+
+
+def shape_problems(result: Result, module: Module) -> dict[str, str]:
+    """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
+    names = result.names
+    problems = dict[str, str]()
+    weight = module.parameters.get(names.weight)
+    scale = module.parameters.get(names.block_scale)
+    size = _source_size(result, module) or _own_size(weight, scale)
+    for parameter, tensor, dtype, columns_a_byte in (
+        (names.weight, weight, "U8", 2),
+        (names.block_scale, scale, "F8_E4M3", BLOCK_SIZE),
+    ):
+        if tensor is None:
+            continue
+        expected = None
+        if size is not None:
+            expected = (size[0], size[1] // columns_a_byte)
+        if tensor.dtype != dtype or len(tensor.shape) != 2 or (expected is not None and tensor.shape != expected):
+            wanted = "with two dimensions"
+            if expected is not None:
+                wanted = list(expected)
+            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {wanted}"
+    if size is not None and size[1] % BLOCK_SIZE and weight is not None and names.weight not in problems:
+        problems[names.weight] = f"{size[1]} input columns are not a multiple of {BLOCK_SIZE}"
+    for parameter in (names.global_scale, names.input_scale):
+        tensor = module.parameters.get(parameter)
+        if tensor is not None and (tensor.dtype != "F32" or tensor.shape not in ((), (1,))):
+            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected F32 [] or [1]"
+    return problems
+
+
+def _source_size(result: Result, module: Module) -> tuple[int, int] | None:
+    if result.source is None:
+        return None
+    packed = result.source.tensors.get(f"{module.name}.{WEIGHT_PACKED}")
+    if packed is not None and len(packed.shape) == 2:
+        return packed.shape[0], packed.shape[1] * format_of(packed).columns_per_element
+    weight = result.source.tensors.get(f"{module.name}.{WEIGHT}")
+    if weight is not None and len(weight.shape) == 2:
+        return (weight.shape[0], weight.shape[1])
+    return None
+
+
+def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int, int] | None:
+    """Return N and K by the codes, or by the block scales if the codes have a wrong number of dimensions."""
+    if weight is not None and len(weight.shape) == 2:
+        return weight.shape[0], weight.shape[1] * 2
+    if scale is not None and len(scale.shape) == 2:
+        return (scale.shape[0], scale.shape[1] * BLOCK_SIZE)
+    return None
+
+
+def check_totals(result: Result) -> Findings:
+    """Rule 8. Experts-only W4A4 keeps the bytes of an INT4 source: three tensors become four of the same total size."""
+    found = Findings(8)
+    if result.source is None:
+        return found.skip(result.no_source)
+    count = 0
+    size = 0
+    done: set[str] = set()
+    converted = result.int4_modules | {module.name for module in result.converted}
+    for name, tensor in result.source.tensors.items():
+        parts = result.source_names.get(name)
+        if parts is None or parts.module not in converted:
+            count += 1
+            size += tensor.num_bytes
+        elif parts.module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
+            done.add(parts.module)
+            is_packed = parts.parameter == WEIGHT_PACKED
+            tensors = result.names.tensors(
+                num_rows=tensor.shape[0],
+                num_columns=tensor.shape[1] * (format_of(tensor).columns_per_element if is_packed else 1),
+                has_input_scale=result.has_input_scale,
+            )
+            count += len(tensors)
+            size += sum(t[3] for t in tensors)
+    actual = sum(tensor.num_bytes for tensor in result.tensors.values())
+    found.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
+    for name, parts in result.source_names.items():
+        # Rule 9 reports missing experts and router rows, rule 1 missing projections.
+        if parts.module not in converted and parts.role is not Role.ROUTER and name not in result.tensors:
+            found.error(name, f"missing; it has {result.source.tensors[name].num_bytes:,} bytes in the source")
+    if not found.errors and (len(result.tensors), actual) != (count, size):
+        problem = f"{len(result.tensors):,} tensors with {actual:,} bytes, expected {count:,} with {size:,}"
+        found.error(str(result.folder), problem)
+    return found
+
+
+def check_expert_counts(result: Result) -> Findings:
+    """Rule 9: every MoE layer has the experts 0..k-1, and every tensor is as config.json says. Pruned models too."""
+    found = Findings(9)
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    try:
+        architecture = result.family.read_architecture(result.config, str(result.folder))
+    except PlanError as error:
+        return found.error(CONFIG_NAME, str(error))
+    count = architecture.num_experts
+    family = result.family
+    experts = find_experts(module.parts for module in result.modules.values())
+    found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
+    _check_list(result, architecture, found)
+    for layer in sorted({*architecture.moe_layers, *experts}):
+        experts_name = family.experts.format(layer=layer)
+        wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
+        for expert in sorted(wanted ^ set(experts.get(layer, ()))):
+            problem = "missing"
+            if expert not in wanted:
+                problem = f"config.json says the experts are 0..{len(wanted) - 1}"
+            found.error(f"{experts_name}.{expert}", problem)
+    model = DescribedModel(family, architecture, result.config, str(result.folder))
+    for fault in model.find_faults(result.tensors, experts):
+        if not _is_reported(result, fault):
+            found.error(fault.name, model.problem(fault))
+    if not found.errors and result.pruning is None and result.source is not None:
+        total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
+        if total != count:
+            problem = f"the result has {count} experts per layer, the source {total}, and the ledger has no list of "
+            problem += "kept experts. Pass the source that it was converted from, or restore the ledger"
+            found.error(LEDGER_NAME, problem)
+    return found
+
+
+def _is_reported(result: Result, fault: Fault) -> bool:
+    """Return whether rule 1, 3, 7 or 8 reports a fault. Routers are this rule's too."""
+    name = fault.name.rpartition(".")[0]
+    module = result.modules.get(name)
+    before = None
+    if result.source is not None:
+        before = result.source.tensors.get(fault.name)
+    if module is not None and module.is_converted:
+        is_complete = set(result.expected_parameters) <= set(module.parameters)
+        is_named = module.parts.role not in CONVERTIBLE_ROLES or not is_complete or shape_problems(result, module)
+        return fault.expected is None or bool(is_named)
+    if fault.expected is None:
+        return before is None and (module is None or result.source is not None)
+    place = result.family.classify(name)
+    if place is not None and place.role is Role.ROUTER:
+        return False
+    if fault.found is None:
+        return before is not None or not fault.expected.dtypes
+    return before is not None and (before.dtype, before.shape) != (fault.found.dtype, fault.found.shape)
+
+
+def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
+    pruning = result.pruning
+    if pruning is None:
+        return
+    kept = pruning.kept.num_experts
+    layers = tuple(pruning.kept.layers)
+    key = key_of(result.config or {}, EXPERTS_KEY)
+    found.note += f", {kept} of {pruning.num_source_experts} kept"
+    if kept != architecture.num_experts:
+        found.error(PRUNING_PLACE, f"keeps {kept} experts, but {key} is {architecture.num_experts}")
+    if layers != architecture.moe_layers:
+        found.error(PRUNING_PLACE, f"has {span(layers)}, but the MoE layers are {span(architecture.moe_layers)}")
+    if result.list_problem and not found.errors:
+        found.error(PRUNING_PLACE, result.list_problem)
+
+
+def check_alignment(result: Result) -> Findings:
+    """Rule 10: what an expert reads is a multiple of 256, the expert width per GPU one of 16, better 64.
+
+    The tensor-parallel sizes are those named on the card, or else the one that `validate` recommends at the end.
+    """
+    from k2convert.fit.serving import usual_parallelism
+
+    found = Findings(10)
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    text = text_config(result.config)
+    allowed = result.family.tensor_parallel_sizes
+    columns = expert_columns_key(result.config)
+    hidden = text.get(columns)
+    width = text.get("moe_intermediate_size")
+    if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
+        found.error(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
+    recommended = usual_parallelism(result.config).tensor
+    card = result.folder / CARD_NAME
+    sizes = [recommended]
+    if card.is_file():
+        stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
+        sizes = sorted({int(size) for size in stated if int(size) > 0}) or [recommended]
+    found.note = f"tensor-parallel size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
+    for size in sizes:
+        if allowed and size not in allowed:
+            found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
+            continue
+        name = f"moe_intermediate_size at tensor-parallel size {size}"
+        if not isinstance(width, int) or width % (size * WIDTH_ALIGNMENT):
+            found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
+        elif width % (size * WIDTH_ALIGNMENT_FAST):
+            found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
+    return found

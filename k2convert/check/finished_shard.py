@@ -1,0 +1,170 @@
+"""A shard that was just written, validated before it is sent, by the pass over the shards; and the findings joined.
+
+The headers of its source shards are read again, and what the list of kept experts makes of them is derived here without
+the view that the conversion reads (plan/pruning), so a plan or a view that is wrong is found.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from k2convert.check.contract.result import Result, open_shard
+from k2convert.check.decode import differing_totals
+from k2convert.check.scaling import Scaling
+from k2convert.check.shards import ShardsFound, validate_shards
+from k2convert.check.weights import CheckedWeight
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
+from k2convert.models.names import Family, Role
+from k2convert.plan.pruning import KeptExperts
+from k2convert.plan.recipe import Recipe
+from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven, summarize
+
+if TYPE_CHECKING:
+    from k2convert.calibration.channels import Calibration
+
+_REMEDY: Final = (
+    "The shard was not uploaded. Run the same command again: the shard is converted again. If this happens twice, "
+    "check the memory, or choose a different --device."
+)
+
+
+def check_finished_shard(
+    path: Path,
+    record: ShardRecord,
+    *,
+    source_folder: Path,
+    recipe: Recipe,
+    calibration: "Calibration | None",
+    kept: KeptExperts | None,
+    family: Family,
+) -> ShardFindings:
+    """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
+
+    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
+    of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
+    the source changed.
+    """
+    source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
+    result = open_shard(path, family=family, source=source, recipe=recipe)
+    if calibration is not None:
+        layers = {parts.layer for parts in result.source_names.values()} & set(calibration.statistics.layers)
+        exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
+        scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
+        result = replace(result, calibration=calibration, scaling=scaling)
+    recorded = {projection.module: projection for projection in record.projections}
+    rule = recipe.rule if recipe.quantizer == "native" else None
+    found = validate_shards(result, rule=rule, recorded=recorded)
+    scan = found.scan
+    if scan.digests[path.name] != record.blake3:
+        raise ChangedFileError(path)
+    problems = list(_problems(result, found, record))
+    if problems:
+        (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
+    return ShardFindings(
+        blake3=record.blake3,
+        copied=tuple(sorted(scan.compared)),
+        scaled=tuple(sorted(scan.scaled)),
+        decoded=found.errors,
+        sampled_blocks={module: checked.sampled_blocks for module, checked in found.checked.items()},
+        invalid_scales=scan.invalid_scales,
+        subnormal_scales=scan.subnormal_scales,
+        zero_blocks_with_codes=scan.zero_blocks_with_codes,
+        scalars=scan.scalars,
+    )
+
+
+def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
+    for module, checked in found.checked.items():
+        if checked.problems:
+            yield module, "; ".join(checked.problems)
+    for name, count in found.scan.different.items():
+        yield name, f"{count:,} bytes are not the source's"
+    yield from found.scan.misscaled.items()
+    for name in result.tensors:
+        module, _, parameter = name.rpartition(".")
+        is_measured = module in found.checked and parameter in result.expected_parameters
+        if name not in found.scan.compared and not is_measured:
+            yield name, "could not be compared with the source"
+    if all(projection.metrics is not None for projection in record.projections):
+        yield from differing_totals(summarize([record]), found.figures(result) if found.checked else {})
+
+
+def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
+    """Return what the passes over single shards found, as one pass over all of them would; see `check_finished_shard`.
+
+    The figures that a record states were those of its bytes.
+    """
+    recorded: dict[str, ProjectionRecord] = {}
+    joined = ShardsFound(recorded=recorded)
+    for record in records:
+        recorded.update((projection.module, projection) for projection in record.projections)
+        checked = record.checked
+        scan = joined.scan
+        if checked is None or checked.blake3 != record.blake3:
+            continue
+        scan.digests[record.shard] = record.blake3
+        scan.compared.update(checked.copied)
+        scan.scaled.update(checked.scaled)
+        scan.all_zero.update(record.zero_copies)
+        scan.invalid_scales.update(checked.invalid_scales)
+        scan.subnormal_scales.update(checked.subnormal_scales)
+        scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
+        scan.scalars.update(checked.scalars)
+        for projection in record.projections:
+            module = projection.module
+            error = checked.decoded[module]
+            sampled = checked.sampled_blocks[module]
+            num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
+            metrics = None
+            doubt = ""
+            if projection.metrics is not None:
+                metrics = proven(projection.metrics, error)
+                doubt = doubt_of(projection.metrics)
+            joined.totals.add(projection.role, metrics, has_exact_scale=True)
+            joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
+            if error.energy == 0.0:
+                scan.all_zero.add(module)
+    return joined
+
+
+def read_source_shards(
+    folder: Path, digests: Mapping[str, str], *, family: Family, kept: KeptExperts | None
+) -> Checkpoint:
+    """Return the source shards that one shard of a result comes from, as a source of their own.
+
+    `digests` are those of the headers at the plan; CheckpointError if one changed. `kept` are the experts of a pruned
+    result.
+    """
+    headers = dict[str, ShardHeader]()
+    tensors = dict[str, TensorInfo]()
+    for shard, digest in digests.items():
+        headers[shard] = read_header(folder / shard)
+        if headers[shard].digest != digest:
+            raise CheckpointError(f"{folder / shard}: its header changed since planning. Run the same command again.")
+        for tensor in headers[shard].tensors.values():
+            if (seen := tensor if kept is None else _kept(tensor, kept, family)) is not None:
+                tensors[seen.name] = seen
+    return Checkpoint(folder, "{}", headers, tensors, {}, ())
+
+
+def _kept(tensor: TensorInfo, kept: KeptExperts, family: Family) -> TensorInfo | None:
+    """Return a tensor as a pruned result has it: under the expert's new number, or with the router's kept rows."""
+    module, _, parameter = tensor.name.rpartition(".")
+    place = family.classify(module)
+    experts = None if place is None or place.layer is None else kept.layers.get(place.layer)
+    if place is None or experts is None:
+        return tensor
+    if place.role is Role.ROUTER:
+        return tensor._replace(shape=(len(experts), *tensor.shape[1:]), rows=experts)
+    if place.expert is None:
+        return tensor
+    if place.expert not in experts:
+        return None
+    stem = f"{family.experts.format(layer=place.layer)}."
+    _, _, projection = module.removeprefix(stem).partition(".")
+    return tensor._replace(name=f"{stem}{experts.index(place.expert)}.{projection}.{parameter}")

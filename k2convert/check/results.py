@@ -1,0 +1,289 @@
+"""Findings of a validation, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from k2convert.check.decode import total_errors
+from k2convert.check.layers.result import LayersReport
+from k2convert.records.document import shown
+from k2convert.records.ledger import DecodedError
+
+MAX_OFFENDERS = 8
+NO_SOURCE = "needs --source"
+
+
+class Verdict(StrEnum):
+    """The outcome of a rule. `skipped` always has a reason."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+CONTRACT: dict[int, str] = {
+    1: "every converted projection has exactly its tensors, and there are no other new names",
+    2: "tensor names keep the source's prefix",
+    3: "converted tensors have the right dtypes and shapes",
+    4: "block scales are non-negative numbers, and blocks of scale zero have zero codes",
+    5: "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)",
+    6: "global and input scales are finite, positive, shared by gate and up, and the recipe's",
+    7: "every other tensor is byte-identical to the source",
+    8: "tensor count and tensor bytes match the source and the layout",
+    9: "every expert and every other tensor is as config.json describes the model",
+    10: "hidden and expert sizes fit the kernels' alignment",
+    11: "config.json has one quantization config, at the top level, and it describes the tensors",
+    12: "the rest of config.json equals the source's",
+    13: "hf_quant_config.json agrees with config.json",
+    14: "every engine's matcher excludes the BF16 layers and no converted layer",
+    15: "a KV cache scheme is declared only if the recipe asks for it",
+    16: "index, headers and shards are complete and consistent, without leftover files",
+    17: "tokenizer, template, processor and code files are byte-identical copies",
+    18: "the weight error of every converted tensor is within the budget",
+    19: "the ledger is present, and shards, measured weights and evaluation have the hashes and totals it states",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offender:
+    """A tensor, module, file or config field that breaks a rule, and what is wrong with it."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """One rule's outcome. `count` is of all offenders, `offenders` has the first few, `note` is a reason or figure."""
+
+    number: int
+    title: str
+    verdict: Verdict
+    count: int
+    offenders: tuple[Offender, ...]
+    note: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects what one rule finds. All offenders are counted, the first few are kept.
+
+    `title` replaces the rule's own where the ledger allows more than the rule says.
+    """
+
+    number: int
+    errors: int = 0
+    warnings: int = 0
+    note: str = ""
+    skip_reason: str = ""
+    title: str = ""
+    _first_errors: list[Offender] = field(default_factory=list[Offender])
+    _first_warnings: list[Offender] = field(default_factory=list[Offender])
+
+    def error(self, name: str, problem: str, *, count: int = 1) -> "Findings":
+        """Count an offender that fails the rule; return these findings."""
+        self.errors += count
+        if len(self._first_errors) < MAX_OFFENDERS:
+            self._first_errors.append(Offender(name, problem))
+        return self
+
+    def warn(self, name: str, problem: str, *, count: int = 1) -> None:
+        """Count an offender that does not fail the rule."""
+        self.warnings += count
+        if len(self._first_warnings) < MAX_OFFENDERS:
+            self._first_warnings.append(Offender(name, problem))
+
+    def skip(self, reason: str) -> "Findings":
+        """Keep why the rule could not be checked; return these findings. Errors found before still count."""
+        self.skip_reason = reason
+        return self
+
+    def result(self) -> RuleResult:
+        """Return the outcome: fail, else warn, else skipped, else pass."""
+        title = self.title or CONTRACT[self.number]
+        if self.errors:
+            verdict = Verdict.FAIL
+            count = self.errors
+            offenders = self._first_errors
+        elif self.warnings:
+            verdict = Verdict.WARN
+            count = self.warnings
+            offenders = self._first_warnings
+        else:
+            verdict = Verdict.SKIPPED if self.skip_reason else Verdict.PASS
+            count = 0
+            offenders = []
+        note = "; ".join(text for text in (self.note, self.skip_reason) if text)
+        return RuleResult(self.number, title, verdict, count, tuple(offenders), note)
+
+
+@dataclass(frozen=True, slots=True)
+class ContractReport:
+    """All nineteen outcomes for one folder, in order. `layout` and `activations` are as found in the tensors."""
+
+    folder: str
+    layout: str
+    activations: str
+    rules: tuple[RuleResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Return whether no rule failed. Warnings and skipped rules do not fail a checkpoint."""
+        return all(rule.verdict is not Verdict.FAIL for rule in self.rules)
+
+    @property
+    def failed(self) -> list[int]:
+        """The numbers of the rules that failed."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.FAIL]
+
+    @property
+    def unchecked(self) -> list[int]:
+        """The numbers of the rules that were skipped."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+
+    @property
+    def summary(self) -> str:
+        """Return how many rules were checked, with what, and which ones were not."""
+        total = len(self.rules)
+        skipped = [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+        if not skipped:
+            return f"{total} of {total} rules of the servable contract were checked, with the source."
+        why = "; ".join(sorted({rule.note for rule in skipped}))
+        if why == NO_SOURCE:
+            why = "they compare with the source, and none was given"
+        return (
+            f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "
+            f"{', '.join(map(str, self.unchecked))} ({why})."
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data for --json."""
+        return {"passed": self.passed, "failed": self.failed, "summary": self.summary, **shown(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleReport:
+    """Check whether the converted tensors are what the recipe's rule makes of the source.
+
+    `rule` is None if they could not be regenerated, for the `skip_reason`. `measured` tensors were chosen by a
+    calibration, so they were measured but not regenerated. `blocks` were regenerated by the kernels,
+    `sampled_blocks` of them by the reference arithmetic too; for a rule without a kernel, none are, because `blocks`
+    were made by it. `mismatches` maps modules to what differs.
+    """
+
+    rule: str | None
+    skip_reason: str
+    tensors: int
+    measured: int
+    blocks: int
+    sampled_blocks: int
+    mismatches: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """The measured error of every converted tensor, by module, and where rule, journal or a library disagree."""
+
+    errors: dict[str, DecodedError]
+    roles: dict[str, str]
+    rule: RuleReport
+    journal_mismatches: tuple[str, ...]
+    journal_compared: int
+    decoder_mismatches: tuple[str, ...]
+    decoder_compared: int
+
+    @property
+    def passed(self) -> bool:
+        return not (self.rule.mismatches or self.journal_mismatches or self.decoder_mismatches)
+
+    def totals(self) -> dict[str, DecodedError]:
+        """Return the errors added up by role and under "total"; empty if nothing was measured."""
+        return total_errors(self.errors, self.roles)
+
+    def worst(self, count: int) -> list[tuple[str, DecodedError]]:
+        """Return the `count` tensors with the lowest SQNR, lowest first."""
+        return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same.
+
+    `note` is why weights are the wrong measure, if one of the results is calibrated; None otherwise.
+    """
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport
+    better_here: int
+    better_there: int
+    equal: int
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Everything that `validate` found. `passed` decides the exit code.
+
+    `layers_skipped` is why reference layers that were asked for are missing.
+    """
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport | None
+    layers: LayersReport | None
+    comparison: Comparison | None
+    layers_skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        parts = (self.weights, self.layers)
+        return self.contract.passed and all(part.passed for part in parts if part is not None)
+
+
+def validation_document(report: ValidationReport) -> dict[str, object]:
+    """Return a validation as plain data, for --json and the report."""
+    document: dict[str, object] = {
+        "folder": report.folder,
+        "passed": report.passed,
+        "contract": report.contract.to_dict(),
+        "weights": None if report.weights is None else _weights_document(report.weights),
+        "layers": None if report.layers is None else report.layers.to_dict(),
+        "layers_skipped": report.layers_skipped or None,
+        "against": None,
+    }
+    if (other := report.comparison) is not None:
+        counts = {key: getattr(other, key) for key in ("folder", "better_here", "better_there", "equal", "note")}
+        parts = {"contract": other.contract.to_dict(), "weights": _weights_document(other.weights)}
+        document["against"] = counts | parts
+    return document
+
+
+def _weights_document(weights: WeightsReport) -> dict[str, object]:
+    return {
+        "passed": weights.passed,
+        "totals": {role: _error_document(error) for role, error in weights.totals().items()},
+        "worst": {module: _error_document(error) for module, error in weights.worst(8)},
+        "verdicts": {
+            "rule": _verdict(weights.rule.tensors, weights.rule.mismatches),
+            "journal": _verdict(weights.journal_compared, weights.journal_mismatches),
+            "library_decoder": _verdict(weights.decoder_compared, weights.decoder_mismatches),
+        },
+        "rule": shown(weights.rule),
+        "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
+        "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
+    }
+
+
+def _verdict(compared: int, mismatches: Sized) -> Verdict:
+    if not compared:
+        return Verdict.SKIPPED
+    return Verdict.FAIL if mismatches else Verdict.PASS
+
+
+def _error_document(error: DecodedError) -> dict[str, object]:
+    """Return the figures of a tensor or total; ratios that are not finite become None."""
+    names = ("num_weights", "num_nonzero", "equal_nonzero", "energy", "max_error_steps", "sqnr_db", "relative_mse")
+    weighted = () if error.weighted_error is None else ("weighted_sqnr_db",)
+    return shown({name: getattr(error, name) for name in (*names, "squared_error", *weighted)})

@@ -1,0 +1,116 @@
+"""The calibration of a result: its statistics, and the exponents of its norms, compared with ledger and statistics."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from k2convert.calibration.channels import Calibration, digest_of_exponents
+from k2convert.calibration.statistics import Statistics
+from k2convert.check.contract.result import Result
+from k2convert.check.remote import Shards
+from k2convert.check.results import Offender
+from k2convert.check.scaling import NO_SCALING, SCALED_DTYPES, Exponents, Scaling, derive_exponents
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.names import LEDGER_NAME
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import CalibrationError
+from k2convert.models.names import WEIGHT, Role
+from k2convert.records.calibration import CalibrationRecord
+
+
+def calibration_of(result: Result, statistics: Statistics) -> Calibration:
+    """Return what the conversion took from its statistics; CalibrationError if these are not its statistics."""
+    record = result.calibration_record
+    if record is None:
+        raise CalibrationError(f"{result.folder}: was converted without any, by its ledger. Leave out --statistics.")
+    if record.statistics != statistics.digest:
+        raise CalibrationError(
+            f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "
+            f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
+        )
+    return Calibration(statistics.keep_experts(result.pruning), weighted=record.imatrix, smoothing=record.smoothing)
+
+
+def read_scaling(result: Result, *, shards: Shards) -> Scaling:
+    """Derive the exponents of every MoE layer from the norms of result and source.
+
+    Without a source, or if the ledger does not state smoothing, there are none, so every change is an error. With a
+    calibration, its exponents are what the norms and all that reads them must have.
+    """
+    calibration = result.calibration
+    record = result.calibration_record
+    if result.source is None or record is None or record.exponents_digest is None:
+        return NO_SCALING
+    derived, problems = _derive(result, shards)
+    if calibration is not None:
+        stated = {layer: calibration.exponents(layer) for layer in derived}
+        expected = {n: derived[n] * 0 if found is None else found for n, found in stated.items()}
+        differences: dict[int | None, Offender] = {}
+        for layer, exponents in derived.items():
+            differing = (exponents != expected[layer]).nonzero()[0]
+            if differing.size:
+                channel = int(differing[0])
+                problem = (
+                    f"{differing.size:,} channels are not scaled as the statistics say, first channel {channel}: "
+                    f"2^{exponents[channel]}, the statistics say 2^{expected[layer][channel]}"
+                )
+                differences[layer] = Offender(_norm(result, layer), problem)
+        problems = problems or differences
+        derived = expected
+    problems = problems or _ledger_problems(result, record, derived)
+    return Scaling(derived, problems)
+
+
+def _norm(result: Result, layer: int) -> str:
+    return f"{result.family.mlp_norm.format(layer=layer)}.{WEIGHT}"
+
+
+def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], dict[int | None, Offender]]:
+    derived = dict[int, Exponents]()
+    problems = dict[int | None, Offender]()
+    source = result.source
+    assert source is not None
+    norms: dict[int, tuple[TensorInfo, TensorInfo]] = {}  # in source and result; rules 7 and 8 report missing ones
+    layers = {parts.layer for parts in result.source_names.values() if parts.role is Role.EXPERTS}
+    for layer in sorted(layer for layer in layers if layer is not None):
+        name = _norm(result, layer)
+        before = source.tensors.get(name)
+        after = result.tensors.get(name)
+        if before is None or after is None or before.dtype not in SCALED_DTYPES:
+            continue
+        if (before.dtype, before.shape) == (after.dtype, after.shape):
+            norms[layer] = before, after
+    of_source, of_result = ([pair[side] for pair in norms.values()] for side in (0, 1))
+    with (
+        shards.around_tensors(of_result, of_source),
+        ShardReader(source.path) as reader,
+        ShardReader(lambda shard: result.folder / shard) as written,
+    ):
+        for layer, (before, after) in norms.items():
+            derived[layer], problem = derive_exponents(reader.read(before), written.read(after), dtype=before.dtype)
+            if problem:
+                problems[layer] = Offender(_norm(result, layer), problem)
+    return derived, problems
+
+
+def _ledger_problems(
+    result: Result, record: CalibrationRecord, exponents: Mapping[int, Exponents]
+) -> dict[int | None, Offender]:
+    """Compare the exponents with the ledger's digest, and its counts, which tell the layer that differs."""
+    if digest_of_exponents(exponents) == record.exponents_digest:
+        return {}
+    problems: dict[int | None, Offender] = {}
+    for layer, found in exponents.items():
+        counts: Counter[int] = Counter(found.tolist())
+        stated = record.layers.get(layer)
+        if stated is None or +Counter(stated.exponents) != counts:
+            problem = f"scales channels by {_listed(counts)}, but the ledger states "
+            problem += "nothing" if stated is None else _listed(stated.exponents)
+            problems[layer] = Offender(_norm(result, layer), problem)
+    if problems:
+        return problems
+    problem = "is not the digest of the powers of two that the norms have"
+    return {None: Offender(f"{LEDGER_NAME}: calibration.exponents_digest", problem)}
+
+
+def _listed(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"2^{exponent} ({count:,} channels)" for exponent, count in sorted(counts.items()) if count)

@@ -1,0 +1,195 @@
+"""Rules 16, 17 and 19 find their own faults in the folder, and no other rule does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted import Converted, check, only, seal, validate
+from safetensors.torch import save_file
+
+from k2convert.check.results import Verdict
+from scripts.fixture_maker import damage
+from scripts.fixture_maker.shards import INDEX_NAME
+
+
+def shard_of(converted: Converted, number: int) -> Path:
+    return sorted(converted.folder.glob("*.safetensors"))[number]
+
+
+@pytest.mark.parametrize("total", [0, 1, None, "7"])
+def test_rule_16_total_size(breakable: Converted, total: object) -> None:
+    damage.edit_json(breakable.folder / INDEX_NAME, lambda index: index["metadata"].update(total_size=total))
+    assert "total_size" in only(breakable.check(), 16).offenders[0].name
+
+
+def test_rule_16_a_tensor_that_the_index_does_not_name(breakable: Converted) -> None:
+    name = breakable.layers.removesuffix("layers") + "norm.weight"
+    damage.edit_index(breakable.folder, lambda weight_map: weight_map.pop(name))
+    rule = only(breakable.check(), 16)
+    assert (rule.count, rule.offenders[0].name) == (1, name)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_rule_16_a_tensor_that_is_not_where_the_index_says(breakable: Converted, shard: int) -> None:
+    name = f"{breakable.layers}.2.input_layernorm.weight" if shard == 0 else "nothing.here"
+    damage.edit_index(breakable.folder, lambda w: w.update({name: shard_of(breakable, shard).name}))
+    assert only(breakable.check(), 16).offenders[0].name == name
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"metadata": {}}'])
+def test_rule_16_no_index_to_read(breakable: Converted, text: str | None) -> None:
+    (breakable.folder / INDEX_NAME).unlink()
+    if text is not None:
+        (breakable.folder / INDEX_NAME).write_text(text)
+    assert only(breakable.check(), 16).offenders[0].name.startswith(INDEX_NAME)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-extra.safetensors", "model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete"],
+)
+def test_rule_16_a_stray_shard_or_a_temporary_file(breakable: Converted, name: str) -> None:
+    path = breakable.folder / name
+    path.parent.mkdir(exist_ok=True)
+    save_file({"x": torch.zeros(4)}, path)
+    assert only(breakable.check(), 16).offenders[0].name == name
+
+
+def test_journal_hidden_folders_card_and_report_are_no_part_of_the_package(breakable: Converted) -> None:
+    (breakable.folder / "README.md").write_text("# Card")
+    (breakable.folder / "report.html").write_text("<p>Report")
+    (breakable.folder / ".cache" / "huggingface").mkdir(parents=True)
+    (breakable.folder / ".cache" / "huggingface" / "x.incomplete").write_bytes(b"")
+    assert (breakable.folder / ".k2convert").is_dir()
+    assert breakable.check().passed
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "k2convert.json", INDEX_NAME, "shard"])
+def test_a_link_to_a_file_is_followed_and_one_to_nothing_is_not(
+    breakable: Converted, name: str, tmp_path: Path
+) -> None:
+    path = shard_of(breakable, 1) if name == "shard" else breakable.folder / name
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert breakable.check().passed
+    elsewhere.unlink()
+    assert not breakable.check().passed
+
+
+@pytest.mark.parametrize("kind", ["longer", "truncated", "gap", "no header", "missing"])
+def test_rule_16_a_shard_that_is_not_whole(breakable: Converted, kind: str) -> None:
+    path = shard_of(breakable, 2)
+    raw = path.read_bytes()
+    if kind == "gap":
+        header, data = damage.split_shard(path)
+        last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
+        header[last]["data_offsets"] = [offset + 16 for offset in header[last]["data_offsets"]]
+        damage.write_raw(path, json.dumps(header).encode(), data + bytes(16))
+    elif kind == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"longer": raw + b"\0", "truncated": raw[:-100], "no header": b"\xff" * 8 + raw[8:]}[kind])
+    seal(breakable.folder)
+    report = breakable.check()
+    rule = only(report, 16)
+    assert rule.offenders[0].name == path.name
+    # What cannot be said about the tensors is not said.
+    for number in (1, 3, 4, 7, 8, 9, 14):
+        assert report.rules[number - 1].verdict is Verdict.SKIPPED
+        assert path.name in report.rules[number - 1].note
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-2] + b"!\n")),
+        ("tokenizer_config.json", Path.unlink),
+        ("generation_config.json", lambda path: path.write_bytes(path.read_bytes() + b"\n")),
+        ("modeling_surprise.py", lambda path: path.write_text("raise SystemExit")),
+    ],
+)
+def test_rule_17_a_sidecar(breakable: Converted, name: str, change: Callable[[Path], object]) -> None:
+    change(breakable.folder / name)
+    assert only(breakable.check(), 17).offenders[0].name == name
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda ledger: ledger.pop("recipe"),
+        lambda ledger: (
+            ledger["shards"].pop("model-00002-of-000005.safetensors", None)
+            or ledger["shards"].pop("model-00002-of-000007.safetensors")
+        ),
+        lambda ledger: ledger["shards"].update({"model-9.safetensors": {"blake3": "00", "bytes": 1}}),
+        lambda ledger: next(iter(ledger["shards"].values())).update(blake3="0" * 64),
+        lambda ledger: next(iter(ledger["shards"].values())).update(bytes=1),
+    ],
+    ids=["recipe", "one less", "one more", "hash", "size"],
+)
+def test_rule_19_what_the_ledger_must_say(breakable: Converted, apply: Callable[[dict[str, Any]], object]) -> None:
+    damage.edit_json(breakable.folder / "k2convert.json", apply)
+    only(breakable.check(), 19)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]"])
+def test_rule_19_no_ledger(breakable: Converted, text: str | None) -> None:
+    path = breakable.folder / "k2convert.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert only(breakable.check(), 19).offenders[0].name == "k2convert.json"
+
+
+@pytest.mark.parametrize("where", ["codes", "block scales", "header"])
+def test_rule_19_any_single_bit(breakable: Converted, where: str) -> None:
+    path = shard_of(breakable, 1)
+    raw = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header, _ = damage.split_shard(path)
+    module = breakable.expert(1, 2, "down")
+    if where == "header":
+        position = begin - 1  # padding: the JSON stays what it is
+        assert raw[position] == ord(" ")
+        raw[position] = ord("\t")
+    else:
+        parameter = breakable.names.weight if where == "codes" else breakable.names.block_scale
+        position = begin + header[f"{module}.{parameter}"]["data_offsets"][0] + 77
+        raw[position] ^= 1
+    path.write_bytes(raw)
+    # Codes and scales stay valid numbers: without the hash, only their error would tell.
+    assert only(breakable.check(), 19).offenders[0].name == path.name
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "no header"])
+def test_rule_19_compares_no_totals_if_a_shard_cannot_be_read(modelopt: Converted, kind: str) -> None:
+    path = shard_of(modelopt, 2)
+    raw = path.read_bytes()
+    path.unlink()
+    if kind != "missing":
+        path.write_bytes({"empty": b"", "no header": b"\xff" * 8 + raw[8:]}[kind])
+    rule = validate(modelopt).contract.rules[18]
+    assert rule.note == "totals were not compared: not every converted weight was measured"
+    assert all(offender.name == path.name for offender in rule.offenders)
+
+
+def test_rule_19_warns_of_another_source(breakable: Converted) -> None:
+    other = {"revision": "0" * 40, "headers": {"other.safetensors": "00"}}
+    damage.edit_json(breakable.folder / "k2convert.json", lambda ledger: ledger["source"].update(other))
+    only(breakable.check(), 19, Verdict.WARN)
+
+
+def test_a_folder_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        check(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert {11, 16} <= set(check(tmp_path / "empty").failed)
+
+
+def test_the_int4_source_itself_is_no_nvfp4_checkpoint(breakable: Converted) -> None:
+    report = check(breakable.source)
+    assert {1, 11} <= set(report.failed)

@@ -1,0 +1,245 @@
+"""A result that the recipe's rule does not give fails, although its hashes and totals fit and its journal is gone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import convert as convert_source
+from converted import Converted, Kind, change, change_tensor, copy_of, next_number, on_all, set_byte, validate
+
+from k2convert.check.results import ValidationReport, Verdict, validation_document
+from k2convert.check.validate import validate_checkpoint
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError
+from scripts.fixture_maker import damage
+
+MSE = Kind("modelopt", "thinking", "w4a4", "mse")
+KINDS = [
+    MSE,
+    Kind("modelopt", "thinking", "w4a4"),
+    Kind("compressed-tensors", "k2.5", "w4a4"),
+    Kind("compressed-tensors", "thinking", "w4a16"),
+]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def converted(request: pytest.FixtureRequest, convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good result without its journal, to break."""
+    return without_journal(convert(request.param), tmp_path)
+
+
+@pytest.fixture
+def mse(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """The same, by the rule `mse`."""
+    return without_journal(convert(MSE), tmp_path)
+
+
+def without_journal(converted: Converted, folder: Path) -> Converted:
+    copy = copy_of(converted, folder / "copy")
+    shutil.rmtree(copy.folder / ".k2convert")
+    return copy
+
+
+def fit_totals(converted: Converted, report: ValidationReport) -> None:
+    """Write the figures of the changed bytes into the ledger's totals."""
+    totals = validation_document(report)["weights"]["totals"]
+    keys = ("squared_error", "energy", "num_nonzero", "equal_nonzero", "max_error_steps")
+
+    def fit(ledger: dict[str, Any]) -> None:
+        for role, metrics in ledger["totals"].items():
+            metrics.update({key: totals[role][key] for key in keys})
+
+    damage.edit_json(converted.folder / "k2convert.json", fit)
+
+
+def found_by_rule_alone(converted: Converted) -> dict[str, str]:
+    """Validate with fitting totals; return what the check by the rule found, the only one that may find something."""
+    fit_totals(converted, validate(converted))
+    report = validate(converted)
+    assert report.contract.passed, report.contract.failed
+    assert not report.passed
+    assert (report.weights.journal_compared, report.weights.rule.tensors) == (0, 36)
+    assert validation_document(report)["weights"]["verdicts"]["rule"] == Verdict.FAIL
+    return report.weights.rule.mismatches
+
+
+def step(by: int) -> Change:
+    """Move every E4M3 byte by one step, within the normal numbers."""
+
+    def apply(scales: torch.Tensor) -> torch.Tensor:
+        moved = scales.view(torch.uint8).to(torch.int16) + by
+        return moved.clamp(0x08, 0x7E).to(torch.uint8).view(scales.dtype)
+
+    return apply
+
+
+def one_block(scales: torch.Tensor) -> torch.Tensor:
+    byte = int(scales.view(torch.uint8).view(-1)[100])
+    return set_byte(scales, 100, byte + 1 if byte < 0x7E else byte - 1)
+
+
+def one_code(packed: torch.Tensor) -> torch.Tensor:
+    return set_byte(packed, 100, int(packed.view(-1)[100]) ^ 0x10)
+
+
+def one_sign(packed: torch.Tensor) -> torch.Tensor:
+    place = int((packed.view(-1) & 7).nonzero()[0])
+    return set_byte(packed, place, int(packed.view(-1)[place]) ^ 0x08)
+
+
+def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
+    packed[17] = 0
+    return packed
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> None:
+    change(mse, on_all(step(by), f".{mse.names.block_scale}"))
+    assert len(found_by_rule_alone(mse)) == 36
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("parameter", "apply", "words"),
+    [
+        ("block_scale", one_block, "1 of 2,048 block scales and 0 of 32,768 codes differ"),
+        ("weight", one_code, "0 of 2,048 block scales and 1 of 32,768 codes differ"),
+        ("weight", one_sign, "0 of 2,048 block scales and 1 of 32,768 codes differ"),
+        ("weight", row_of_zeros, "0 of 2,048 block scales and"),
+    ],
+)
+def test_scales_and_codes_that_are_not_the_best(
+    converted: Converted, parameter: str, apply: Change, words: str
+) -> None:
+    module = converted.expert(3, 2, "gate")
+    change_tensor(converted, f"{module}.{getattr(converted.names, parameter)}", apply)
+    found = found_by_rule_alone(converted)
+    assert list(found) == [module]
+    assert words in found[module]
+
+
+def test_a_global_scale_one_step_of_fp32_away(converted: Converted) -> None:
+    modules = [converted.expert(1, 1, projection) for projection in ("gate", "up")]
+    for module in modules:
+        change_tensor(converted, f"{module}.{converted.names.global_scale}", next_number)
+    found = found_by_rule_alone(converted)
+    assert sorted(found) == modules
+    assert all(converted.names.global_scale in problem and "the rule gives" in problem for problem in found.values())
+
+
+def test_another_power_of_two_with_block_scales_that_make_up_for_it(mse: Converted) -> None:
+    """The weights are the same numbers, but the rule gives other bytes."""
+    module = mse.expert(1, 1, "down")
+    change_tensor(mse, f"{module}.{mse.names.global_scale}", lambda g: g * 2)
+    change_tensor(mse, f"{module}.{mse.names.block_scale}", lambda s: (s.view(torch.uint8) - 8).view(s.dtype))
+    assert list(found_by_rule_alone(mse)) == [module]
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("squared_error", lambda value: value * 0.9),
+        ("energy", lambda value: value * 1.0001),
+        ("num_weights", lambda value: value + 1),
+        ("equal_nonzero", lambda value: value - 1),
+        ("recoverable_codes", lambda value: value + 1),
+        ("num_minus_eight", lambda value: value + 1),
+        ("sampled_error_max", lambda value: value * 2),
+        ("scale_histogram", lambda value: value | {min(value): value[min(value)] + 1}),
+    ],
+)
+def test_totals_of_the_ledger_that_are_not_the_measured_ones(
+    mse: Converted, key: str, changed: Callable[[Any], Any]
+) -> None:
+    figures: dict[str, tuple[Any, Any]] = {}
+
+    def edit(ledger: dict[str, Any]) -> None:
+        for role in ("experts", "total"):
+            measured = ledger["totals"][role][key]
+            ledger["totals"][role][key] = changed(measured)
+            figures[f"totals.{role}.{key}"] = changed(measured), measured
+
+    damage.edit_json(mse.folder / "k2convert.json", edit)
+    report = validate(mse)
+    assert report.contract.failed == [19]
+    found = {offender.name.rpartition(" ")[2]: offender.problem for offender in report.contract.rules[18].offenders}
+    for name, (stated, measured) in figures.items():
+        problem = next(problem for place, problem in found.items() if place.startswith(name))
+        assert not key.startswith("num") or problem == f"{stated}, but {measured} was measured"
+
+
+def test_totals_that_are_missing(mse: Converted) -> None:
+    found = validation_document(validate(mse))["weights"]
+    assert found["verdicts"] == {"rule": "pass", "journal": "skipped", "library_decoder": "skipped"}
+    assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (36, 36 * 2048)
+    damage.edit_json(mse.folder / "k2convert.json", lambda ledger: ledger["totals"].pop("experts"))
+    rule = validate(mse).contract.rules[18]
+    assert [offender.name for offender in rule.offenders] == ["k2convert.json: totals.experts"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda ledger: ledger["recipe"].update(rule="imatrix"), "imatrix"),
+        (lambda ledger: ledger["recipe"].update(rule="max", quantizer="reference"), "reference"),
+        (lambda ledger: ledger["fingerprint"].update(arithmetic=99), "arithmetic 99"),
+        (None, "no ledger"),
+    ],
+    ids=["unknown rule", "reference quantizer", "other arithmetic", "no ledger"],
+)
+def test_what_cannot_be_made_again_is_skipped(
+    mse: Converted, edit: Callable[[dict[str, Any]], Any] | None, reason: str
+) -> None:
+    if edit is None:
+        (mse.folder / "k2convert.json").unlink()
+    else:
+        damage.edit_json(mse.folder / "k2convert.json", edit)
+    found = validation_document(validate(mse))["weights"]
+    assert found["verdicts"]["rule"] == "skipped"
+    assert reason in found["rule"]["skip_reason"]
+    assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "mse")])
+def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
+    made = request.getfixturevalue(source)
+    roles = ("experts", "shared_experts", "dense_mlp")
+    out = convert_source(made, tmp_path / "out", layout="compressed-tensors", rule=rule, roles=roles)
+    shutil.rmtree(out / ".k2convert")
+    result = Converted(Kind("compressed-tensors", source, "w4a4", rule), out, made)
+    report = validate(result)
+    assert report.passed, report.weights
+    modules = [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")] + ["model.layers.1.mlp.shared_experts.down_proj"]
+    for module in modules[:2]:
+        change_tensor(result, f"{module}.weight_global_scale", next_number)
+    change_tensor(result, f"{modules[2]}.weight_packed", one_sign)
+    report = validate(result)
+    assert sorted(report.weights.rule.mismatches) == modules
+
+
+def test_a_source_as_the_result_and_a_result_as_the_source_are_refused(mse: Converted) -> None:
+    with pytest.raises(CheckpointError, match="Swap them"):
+        validate_checkpoint(folder=mse.source, source=open_checkpoint(mse.folder))
+    for other in (None, open_checkpoint(mse.source)):
+        with pytest.raises(CheckpointError, match="it is a source, not a result"):
+            validate_checkpoint(folder=mse.source, source=other)
+    with pytest.raises(CheckpointError, match="it is not the source"):
+        validate_checkpoint(folder=mse.folder, source=open_checkpoint(mse.folder))
+
+
+def test_the_totals_of_tensors_and_bytes_are_compared(mse: Converted) -> None:
+    module = mse.expert(1, 0, "down")
+    change_tensor(mse, f"{module}.{mse.names.input_scale}", lambda scale: scale.view(1, 1).expand(1, 2).clone())
+    rule = validate(mse).contract.rules[7]
+    assert rule.verdict is Verdict.FAIL
+    stated = json.loads((mse.folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert f"{stated:,} bytes" in rule.offenders[0].problem
+    assert f"with {stated - 4:,}" in rule.offenders[0].problem

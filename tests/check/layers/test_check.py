@@ -1,0 +1,214 @@
+"""A layer check passes good layers, fails damaged ones, names the expert, and gives the same result in every layout."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from k2convert.check.layers.check import check_layers
+from k2convert.check.layers.result import W4A4_VARIANTS, LayersReport, Variant
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.plan.recipe import Budget
+from scripts.fixture_maker.damage import edit_tensor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def check(source: Path, converted: Path, **fields: Any) -> LayersReport:
+    fields = {"layers": (2,), "tokens": 64, "budget": Budget()} | fields
+    return check_layers(source=open_checkpoint(source), converted=open_checkpoint(converted), **fields)
+
+
+def expert(layer: int, number: int, parameter: str, projection: str = "down") -> str:
+    return f"model.layers.{layer}.mlp.experts.{number}.{projection}_proj.{parameter}"
+
+
+def damaged(folder: Path, copy: Path, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    shutil.copytree(folder, copy)
+    edit_tensor(copy, tensor, change)
+    return copy
+
+
+def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path) -> None:
+    report = check(tiny, mse, layers=(1, 2, 3))
+    assert report.passed
+    for layer in report.layers:
+        ours = layer.error(Variant.CONVERTED)
+        usual = layer.error(Variant.MAX)
+        assert layer.router_unchanged
+        assert layer.num_experts == layer.num_reached == 16
+        assert 19.5 < ours.sqnr_db < 21.5
+        assert ours.sqnr_db - usual.sqnr_db > 2.0
+        assert ours.cosine > 0.995 > usual.cosine
+        assert ours.worst_cosine < ours.cosine
+        assert ours.shared_experts_sqnr_db == math.inf
+
+
+def test_four_bit_activations_cost_more_than_the_conversion(tiny: Path, mse: Path) -> None:
+    (layer,) = check(tiny, mse).layers
+    weights = layer.error(Variant.CONVERTED)
+    both = layer.error(Variant.CONVERTED_W4A4)
+    alone = layer.error(Variant.ACTIVATIONS_ONLY)
+    usual = layer.error(Variant.MAX_W4A4)
+    assert usual.sqnr_db < both.sqnr_db < alone.sqnr_db < weights.sqnr_db
+    # Two independent errors add up by energy.
+    expected = -10 * math.log10(10 ** (-weights.sqnr_db / 10) + 10 ** (-alone.sqnr_db / 10))
+    assert both.sqnr_db == pytest.approx(expected, abs=0.3)
+
+
+def test_plain_computed_on_the_fly_is_what_the_pipeline_writes(tiny: Path, by_max: Path, mse: Path) -> None:
+    (written,), (on_the_fly,) = check(tiny, by_max).layers, check(tiny, mse).layers
+    for variant, same in ((Variant.CONVERTED, Variant.MAX), (Variant.CONVERTED_W4A4, Variant.MAX_W4A4)):
+        figures = [written.error(variant), written.error(same), on_the_fly.error(same)]
+        assert len({(f.sqnr_db, f.cosine, f.worst_expert, f.worst_expert_sqnr_db) for f in figures}) == 1
+
+
+def test_a_damaged_expert_fails_and_is_named(tiny: Path, mse: Path, tmp_path: Path) -> None:
+    folder = damaged(mse, tmp_path / "d", expert(2, 7, "weight_scale_2"), lambda scale: scale * 2)
+    report = check(tiny, folder, layers=(1, 2, 3))
+    assert [bool(layer.failures) for layer in report.layers] == [False, True, False]
+    layer = report.layers[1]
+    assert layer.error(Variant.CONVERTED).worst_expert == 7
+    assert any("expert 7: SQNR" in failure for failure in layer.failures)
+    assert not any(f"expert {other}:" in failure for other in range(16) if other != 7 for failure in layer.failures)
+
+
+def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_path: Path) -> None:
+    (layer,) = check(tiny, mse, tokens=1).layers
+    assert layer.num_reached == 4
+    for number in (0, 6, 11, 15):
+        folder = damaged(mse, tmp_path / str(number), expert(2, number, "weight_scale_2"), torch.zeros_like)
+        (found,) = check(tiny, folder, tokens=1).layers
+        assert found.error(Variant.CONVERTED).worst_expert == number
+        assert found.failures
+
+
+def test_nibbles_in_the_wrong_order_and_values_that_are_no_numbers_fail(tiny: Path, mse: Path, tmp_path: Path) -> None:
+    def poison(scales: torch.Tensor) -> torch.Tensor:
+        scales.view(torch.uint8)[0, 0] = 0x7F
+        return scales
+
+    report = check(tiny, damaged(mse, tmp_path / "n", expert(2, 0, "weight", "gate"), lambda t: (t >> 4) | (t << 4)))
+    assert report.layers[0].error(Variant.CONVERTED).worst_expert == 0
+    assert not report.passed
+    report = check(tiny, damaged(mse, tmp_path / "d", expert(2, 3, "weight_scale"), poison))
+    assert report.layers[0].error(Variant.CONVERTED).sqnr_db == -math.inf
+    assert not report.passed
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert document["layers"][0]["errors"][0]["sqnr_db"] is None
+
+
+def test_an_input_scale_of_infinity_fails(tiny: Path, mse: Path, tmp_path: Path) -> None:
+    folder = damaged(mse, tmp_path / "d", expert(2, 3, "input_scale"), lambda s: s * torch.inf)
+    (layer,) = check(tiny, folder).layers
+    assert any("this result as served (W4A4): the output is not finite" in failure for failure in layer.failures)
+
+
+@pytest.mark.parametrize("parameter", ["weight", "e_score_correction_bias"])
+def test_one_changed_bit_of_the_router_fails(tiny: Path, mse: Path, tmp_path: Path, parameter: str) -> None:
+    def flip(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.uint8).view(-1)[0] ^= 1
+        return tensor
+
+    (layer,) = check(tiny, damaged(mse, tmp_path / "d", f"model.layers.2.mlp.gate.{parameter}", flip)).layers
+    assert not layer.router_unchanged
+    assert any("router" in failure for failure in layer.failures)
+
+
+def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None:
+    assert check(tiny, by_max).passed
+    assert check(tiny, by_max) == check(tiny, by_max), "synthetic states are always the same"
+    (layer,) = check(tiny, by_max, budget=Budget(layer_sqnr_db=19.0)).layers
+    assert layer.failures == (
+        f"output SQNR {layer.error(Variant.CONVERTED).sqnr_db:.2f} dB, under the budget of 19 dB",
+    )
+
+
+@pytest.mark.slow
+def test_both_layouts_and_name_styles_give_the_same_figures(
+    tiny: Path, k25: Path, mse: Path, by_max: Path, convert_source: Callable[..., Path]
+) -> None:
+    other = convert_source(tiny, rule="mse", layout="compressed-tensors")
+    assert check(tiny, other).layers == check(tiny, mse).layers
+    assert check(k25, convert_source(k25, rule="max")).layers == check(tiny, by_max).layers
+
+
+def test_weight_only_checkpoints_have_no_w4a4_figures(
+    tiny: Path, by_max: Path, convert_source: Callable[..., Path]
+) -> None:
+    (layer,) = check(tiny, convert_source(tiny, rule="max", activations="w4a16")).layers
+    assert all(layer.error(variant) is None for variant in W4A4_VARIANTS)
+    same = check(tiny, by_max).layers[0].error(Variant.CONVERTED)
+    assert layer.error(Variant.CONVERTED).sqnr_db == pytest.approx(same.sqnr_db, abs=1e-4)
+
+
+def test_converted_shared_experts_are_judged_too(tiny: Path, convert_source: Callable[..., Path]) -> None:
+    folder = convert_source(tiny, rule="max", roles=("experts", "shared_experts"))
+    (layer,) = check(tiny, folder).layers
+    for variant in (Variant.CONVERTED, Variant.CONVERTED_W4A4):
+        shared = layer.error(variant).shared_experts_sqnr_db
+        assert 10 < shared < 20
+    assert layer.error(Variant.CONVERTED).shared_experts_sqnr_db == layer.error(Variant.MAX).shared_experts_sqnr_db
+
+
+def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert_source: Callable[..., Path]) -> None:
+    report = check(reap, convert_source(reap, rule="max"))
+    assert report.passed
+    assert report.layers[0].num_experts == 10
+
+
+def test_captured_hidden_states_are_used(tiny: Path, by_max: Path, tmp_path: Path) -> None:
+    states = torch.randn(40, 256)
+    path = tmp_path / "states.safetensors"
+    save_file({"layers.2.mlp.input": states.bfloat16(), "layers.3.mlp.input": states[:, :128].contiguous()}, path)
+    report = check(tiny, by_max, hidden_states=path, tokens=32)
+    assert report.layers[0].tokens == 32
+    assert report.hidden_states == "captured: states.safetensors"
+    assert report.layers != check(tiny, by_max, tokens=32).layers
+    with pytest.raises(CheckpointError, match=r"no tensor layers\.1\.mlp\.input"):
+        check(tiny, by_max, hidden_states=path, layers=(1,))
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.input has shape \[40, 128\]"):
+        check(tiny, by_max, hidden_states=path, layers=(3,))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_states_that_are_no_numbers_are_refused_by_row(
+    value: float, tiny: Path, by_max: Path, tmp_path: Path
+) -> None:
+    states = torch.randn(40, 256)
+    states[7, 3] = states[9, 0] = value
+    path = tmp_path / "states.safetensors"
+    save_file({"layers.2.mlp.input": states}, path)
+    with pytest.raises(
+        CheckpointError, match=r"states\.safetensors: layers\.2\..* in 2 of 32 rows, the first is row 7\."
+    ):
+        check(tiny, by_max, hidden_states=path, tokens=32)
+    assert check(tiny, by_max, hidden_states=path, tokens=7).layers[0].tokens == 7
+
+
+def test_progress_counts_experts(tiny: Path, by_max: Path) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    class Listener:
+        def experts_computed(self, layer: int, done: int, total: int) -> None:
+            seen.append((layer, done, total))
+
+    check(tiny, by_max, layers=(1, 3), events=Listener())
+    assert seen == [(layer, done, 16) for layer in (1, 3) for done in range(1, 17)]
+
+
+def test_what_cannot_be_computed_is_refused(tiny: Path, by_max: Path, reap: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"layer 0 has no MoE block. Layers that have: 1\.\.3"):
+        check(tiny, by_max, layers=(0,))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight is missing"):
+        check(tiny, tiny)
+    narrow = damaged(by_max, tmp_path / "d", expert(2, 1, "weight"), lambda packed: packed[:, :-8].contiguous())
+    with pytest.raises(CheckpointError, match="does not fit codes"):
+        check(tiny, narrow)

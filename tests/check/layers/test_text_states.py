@@ -1,0 +1,90 @@
+"""`validate --layers --text`: a layer is checked on what the model itself computes from a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import run_here
+from torch import Tensor
+
+from k2convert.calibration.text import Windows, read_windows
+from k2convert.check.layers.check import check_layers, states_of_text
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli.tally import Tally
+from k2convert.plan.recipe import Budget
+from k2convert.records.events import SILENT, Extent
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def windows_of(tiny: Path, tokens: int) -> Windows:
+    return read_windows([tiny / "eval.txt"], tokenizer=tiny, vocab_size=2048, tokens=tokens, window=64, seed=0)
+
+
+def inputs_of_transformers(folder: Path, ids: Tensor) -> dict[int, Tensor]:
+    """The input f32 [tokens, hidden] of every layer's MLP in the built network."""
+    from whole_models import whole_model
+
+    model = whole_model(folder)
+    network: Any = model.network
+    found: dict[int, Tensor] = {}
+    for number, layer in enumerate(network.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda _m, args, number=number: found.update({number: args[0]}))
+    with torch.inference_mode():
+        model.logits(ids)
+    return {number: states.flatten(0, 1) for number, states in found.items()}
+
+
+def test_the_states_are_those_of_transformers(tiny: Path) -> None:
+    ids = windows_of(tiny, 128).ids
+    expected = inputs_of_transformers(tiny, torch.as_tensor(ids))
+    tally = Tally(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
+    found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=tally))
+    assert [layer for layer, _ in found] == [1, 3]
+    for layer, states in found:
+        assert torch.allclose(states, expected[layer], rtol=1e-4, atol=2e-6 * float(expected[layer].abs().max()))
+    assert tally.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
+
+
+def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> None:
+    """The figures are those of the same states captured in a file."""
+    from safetensors.torch import save_file
+
+    source = open_checkpoint(tiny)
+    converted = open_checkpoint(mse)
+    windows = windows_of(tiny, 64)
+    states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
+    save_file(states, tmp_path / "states.safetensors")
+    options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": Budget()}
+    real = check_layers(**options, hidden_states=windows, tokens=64)
+    captured = check_layers(**options, hidden_states=tmp_path / "states.safetensors", tokens=64)
+    assert real.layers == captured.layers
+    assert real.hidden_states == "text: eval.txt"
+
+
+def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
+    options = ["--layers", "1,2", "--tokens", "64", "--text", str(tiny / "eval.txt"), "--json"]
+    shown = run_here("validate", mse, "--source", tiny, *options, code=0)
+    assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.stderr
+    layers = json.loads(shown.stdout)["layers"]
+    assert layers["hidden_states"] == "text: eval.txt"
+    assert [(layer["layer"], layer["tokens"]) for layer in layers["layers"]] == [(1, 64), (2, 64)]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--layers", "1", "--text", "nope.txt"], 1, "nope.txt: there is no such file"),
+        (["--text", "nope.txt"], 2, "pass --layers"),
+        (["--layers", "1", "--text", "nope.txt", "--hidden-states", "x"], 2, "leave out --hidden-states"),
+        (["--layers", "1", "--text", "nope.txt", "--source", "hf://a/b"], 2, "must be folders, not hf://"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused_at_once(
+    options: list[str], code: int, words: str, tiny: Path, mse: Path
+) -> None:
+    done = run_here("validate", mse, "--source", tiny, *options, code=code)
+    assert words in " ".join(done.stderr.replace("│", " ").split())

@@ -1,0 +1,277 @@
+"""A finished shard of a job for the Hub is validated by the pass of `validate`: alone, and joined with the others."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from conversions import plan_job
+from statistics_makers import random_statistics
+
+from k2convert.calibration.statistics import open_statistics
+from k2convert.check.finished_shard import check_finished_shard
+from k2convert.check.results import ValidationReport
+from k2convert.check.validate import validate_checkpoint, validate_sent
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
+from k2convert.job.assemble import assemble
+from k2convert.job.prepare import Job
+from k2convert.job.resources import output_headers
+from k2convert.job.shard import ShardTask, convert_shard
+from k2convert.models import find_family
+from k2convert.plan.plan import CopyStep, plan_conversion
+from k2convert.plan.pruning import KeptExperts, keep_experts
+from k2convert.plan.recipe import load_recipe
+from k2convert.records.document import encode, parse
+from k2convert.records.ledger import ShardFindings, ShardRecord
+from scripts.fixture_maker import damage
+
+SHARD = "model-00003-of-000005.safetensors"
+CUT_SHARD = "model-00002-of-000005.safetensors"
+ROUTER = "model.layers.1.mlp.gate.weight"
+GATE = "model.layers.1.mlp.experts.0.gate_proj"
+
+
+def tasks(job: Job) -> dict[str, ShardTask]:
+    headers = job.source.checkpoint.headers
+    job.destination.folder.mkdir(exist_ok=True)
+    return {
+        shard.name: ShardTask(
+            shard=shard,
+            recipe=job.plan.recipe,
+            source_folder=job.source.checkpoint.folder,
+            destination=job.destination.folder,
+            fingerprint=job.digest,
+            header_digests={name: headers[name].digest for name in shard.source_shards},
+            inflight_bytes=1 << 26,
+            calibration=job.calibration,
+            family=job.plan.family,
+        )
+        for shard in job.plan.jobs
+    }
+
+
+def check(task: ShardTask, record: ShardRecord, **other: Any) -> ShardFindings:
+    options = {"source_folder": task.source_folder, "recipe": task.recipe, "calibration": task.calibration}
+    options |= {"family": find_family(task.family)}
+    return check_finished_shard(task.destination / record.shard, record, **options | {"kept": task.kept} | other)
+
+
+@pytest.fixture
+def task(tiny: Path, tmp_path: Path) -> ShardTask:
+    return tasks(plan_job(tiny, tmp_path / "out"))[SHARD]
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
+def test_every_tensor_of_a_good_shard_is_compared(tiny: Path, tmp_path: Path, layout: str, rule: str) -> None:
+    task = tasks(plan_job(tiny, tmp_path / "out", layout=layout, rule=rule))[SHARD]
+    assert convert_shard(task).checked is None, "a local result is validated as a whole"
+    record = convert_shard(replace(task, for_upload=True))
+    assert record.checked.decoded.keys() == {p.module for p in record.projections}
+    names = set(read_header(tmp_path / "out" / SHARD).tensors)
+    assert names == set(record.checked.copied) | {n for n in names if n.rpartition(".")[0] in record.checked.decoded}
+    assert parse(ShardRecord, encode(record).decode(), where="record") == record
+
+
+def tampered(task: ShardTask, change: Callable[[bytearray], object]) -> ShardRecord:
+    """Convert a shard and change its file; the record has the hash of the changed one."""
+    record = convert_shard(task)
+    path = task.destination / task.shard.name
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    return replace(record, blake3=blake3(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (".weight", "codes differ"),
+        (".weight_scale", "block scales"),
+        (".weight_scale_2", "the rule gives"),
+        ("layernorm.weight", "not the source's"),
+    ],
+)
+def test_one_wrong_byte_is_found(task: ShardTask, part: str, words: str) -> None:
+    def change(data: bytearray) -> None:
+        tensors = read_header(task.destination / SHARD).tensors.values()
+        is_copy = part.startswith("layernorm")
+        tensor = next(t for t in tensors if t.name.endswith(part) and (is_copy or ".experts." in t.name))
+        data[tensor.begin + tensor.num_bytes // 2] ^= 1
+
+    with pytest.raises(InvalidCheckpointError, match=rf"^{SHARD}: .*{words}.*Run the same command"):
+        check(task, tampered(task, change))
+
+
+def test_tensors_that_changed_places_in_the_header_are_found(task: ShardTask) -> None:
+    """Only the names are swapped: dtypes, shapes and places stay."""
+
+    def change(data: bytearray) -> None:
+        one, other = (f'model.layers.2.mlp.experts.{e}.down_proj.weight_scale"'.encode() for e in (0, 1))
+        first, second = sorted((data.index(one), data.index(other)))
+        data[first : first + len(one)], data[second : second + len(one)] = (
+            data[second : second + len(one)],
+            data[first : first + len(one)],
+        )
+
+    with pytest.raises(InvalidCheckpointError, match="differ"):
+        check(task, tampered(task, change))
+
+
+def test_another_file_and_figures_that_are_not_those_of_the_bytes_are_found(task: ShardTask) -> None:
+    record = convert_shard(task)
+    with pytest.raises(ChangedFileError):
+        check(task, replace(record, blake3="0" * 64))
+    first = record.projections[0]
+    wrong = replace(first, metrics=replace(first.metrics, squared_error=first.metrics.squared_error * 0.9))
+    with pytest.raises(InvalidCheckpointError, match="squared_error"):
+        check(task, replace(record, projections=(wrong, *record.projections[1:])))
+
+
+def test_a_plan_that_reads_the_wrong_place_is_found_and_the_shard_is_removed(task: ShardTask) -> None:
+    """A tensor is copied from the place of another one of the same form."""
+    copies = [step for step in task.shard.steps if isinstance(step, CopyStep)]
+    one, other = next((a, b) for a in copies for b in copies if a is not b and a.tensor.shape == b.tensor.shape)
+    wrong = replace(one, tensor=one.tensor._replace(begin=other.tensor.begin, end=other.tensor.end))
+    steps = tuple(wrong if step is one else step for step in task.shard.steps)
+    with pytest.raises(InvalidCheckpointError, match=f"{one.tensor.name}: .* bytes are not the source's"):
+        convert_shard(replace(task, shard=replace(task.shard, steps=steps), for_upload=True))
+    assert not (task.destination / SHARD).exists()
+
+
+def test_a_source_whose_header_changed_is_refused(task: ShardTask) -> None:
+    changed = replace(task, header_digests=dict.fromkeys(task.header_digests, "0" * 64), for_upload=True)
+    with pytest.raises(CheckpointError, match=r"its header changed since planning\. Run the same command again"):
+        convert_shard(changed)
+
+
+def test_a_shard_with_statistics_is_compared_with_them(cut: Path, tmp_path: Path) -> None:
+    statistics = open_statistics(random_statistics(tmp_path / "cut.stats", cut))
+    task = tasks(plan_job(cut, tmp_path / "out", statistics=statistics, rule="imatrix"))[CUT_SHARD]
+    record = convert_shard(replace(task, for_upload=True))
+    assert ROUTER in record.checked.scaled
+    assert (record.checked.decoded[GATE].weighted_error or 0) > 0
+    assert parse(ShardRecord, encode(record).decode(), where="record") == record
+    for other, words in (({"weighted": False}, "differ"), ({"smoothing": False}, "not the source's|differ")):
+        with pytest.raises(InvalidCheckpointError, match=words):
+            check(task, record, calibration=replace(task.calibration, **other))
+
+
+KEPT = KeptExperts({1: (0, 3)})
+
+
+def pruned_task(source: Path, folder: Path, view_of: KeptExperts) -> ShardTask:
+    """Plan the source with the experts of `view_of`."""
+    whole = open_checkpoint(source)
+    whole = replace(whole, config_text=json.dumps(whole.config | {"num_experts_per_tok": 2}))
+    found = plan_conversion(source=keep_experts(whole, view_of), recipe=load_recipe("kimi-k2-thinking-nvfp4"))
+    shard = next(shard for shard in found.jobs if shard.name == CUT_SHARD)
+    digests = {name: whole.headers[name].digest for name in shard.source_shards}
+    return ShardTask(shard, found.recipe, source, folder, "0" * 64, digests, 1 << 26, found.family, kept=KEPT)
+
+
+def test_every_tensor_of_a_pruned_shard_is_compared(cut: Path, tmp_path: Path) -> None:
+    """Gate and up of expert 0 lie in different shards of the source, those of expert 3 in one."""
+    task = pruned_task(cut, tmp_path, KEPT)
+    record = convert_shard(replace(task, for_upload=True))
+    compared = {*record.checked.copied, *record.checked.decoded}
+    assert all({o.name, o.name.rpartition(".")[0]} & compared for o in task.shard.outputs)
+    assert f"{ROUTER.removesuffix('weight')}e_score_correction_bias" in compared
+
+
+@pytest.mark.parametrize("view_of", [(0, 2), (1, 3)])
+def test_another_expert_is_found(cut: Path, tmp_path: Path, view_of: tuple[int, int]) -> None:
+    """Its source shards are those of the right one, or the pass does not find its tensors."""
+    task = pruned_task(cut, tmp_path, KeptExperts({1: view_of}))
+    with pytest.raises(InvalidCheckpointError, match=r"model\.layers\.1\.mlp\.(experts|gate)"):
+        convert_shard(replace(task, for_upload=True))
+    assert not (tmp_path / CUT_SHARD).exists()
+
+
+def test_wrong_rows_of_the_router_are_found(cut: Path, tmp_path: Path) -> None:
+    task = pruned_task(cut, tmp_path, KEPT)
+    steps = tuple(
+        replace(step, tensor=step.tensor._replace(rows=(0, 1)))
+        if isinstance(step, CopyStep) and step.tensor.rows is not None
+        else step
+        for step in task.shard.steps
+    )
+    with pytest.raises(InvalidCheckpointError, match=r"model\.layers\.1\.mlp\.gate\.\w+: .* not the source's"):
+        convert_shard(replace(task, shard=replace(task.shard, steps=steps), for_upload=True))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A whole local result, the records of its shards as a job for the Hub has them, and what stays on the disk."""
+
+    job: Job
+    records: list[ShardRecord]
+    left: Path
+
+    def validate(self, *changed: ShardRecord) -> ValidationReport:
+        """Validate with some records replaced."""
+        found = {record.shard: record for record in (*self.records, *changed)}
+        headers = output_headers(self.job.plan)
+        source = self.job.source.checkpoint
+        return validate_sent(self.left, headers=headers, source=source, records=list(found.values()))
+
+
+@pytest.fixture(scope="module")
+def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[ShardRecord]]:
+    job = plan_job(tiny, tmp_path_factory.mktemp("sent") / "out")
+    records = [convert_shard(replace(task, for_upload=True)) for task in tasks(job).values()]
+    assemble(job, {record.shard: record for record in records})
+    return job, [parse(ShardRecord, encode(record).decode(), where="record") for record in records]
+
+
+@pytest.fixture
+def sent(converted: tuple[Job, list[ShardRecord]], tmp_path: Path) -> Sent:
+    job, records = converted
+    shards = shutil.ignore_patterns("*.safetensors")
+    return Sent(job, records, shutil.copytree(job.destination.folder, tmp_path / "left", ignore=shards))
+
+
+def test_findings_on_single_shards_give_the_verdict_on_the_whole_folder(sent: Sent) -> None:
+    found = sent.validate()
+    whole = validate_checkpoint(folder=sent.job.destination.folder, source=sent.job.source.checkpoint)
+    assert found.passed
+    assert found.contract.unchecked == []
+    assert found.contract.rules == whole.contract.rules
+    assert replace(found.weights, journal_compared=0) == replace(whole.weights, journal_compared=0)
+
+
+def test_a_shard_that_was_not_validated_fails(sent: Sent) -> None:
+    for record in sent.records:
+        expected = [*([7] if record.checked.copied else []), *([18] if record.checked.decoded else []), 19]
+        for other in (replace(record, checked=None), replace(record, blake3="0" * 64)):
+            assert sent.validate(other).contract.failed == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda c: {"invalid_scales": {next(iter(c.scalars)): 3}}, 4),
+        (lambda c: {"zero_blocks_with_codes": {next(iter(c.scalars)): 3}}, 4),
+        (lambda c: {"scalars": dict.fromkeys(c.scalars, "00000000")}, 6),
+        (lambda c: {"copied": c.copied[1:]}, 7),
+        (lambda c: {"blake3": "0" * 64}, 19),
+    ],
+)
+def test_what_was_found_on_a_shard_decides(
+    sent: Sent, change: Callable[[ShardFindings], Mapping[str, Any]], rule: int
+) -> None:
+    record = next(record for record in sent.records if record.shard == SHARD)
+    wrong = replace(record, checked=replace(record.checked, **change(record.checked)))
+    assert rule in sent.validate(wrong).contract.failed
+
+
+def test_figures_and_side_files_on_the_disk_are_checked_too(sent: Sent) -> None:
+    damage.edit_json(sent.left / "k2convert.json", lambda d: d["totals"]["total"].update(squared_error=1.0))
+    (sent.left / "tokenizer_config.json").write_text("{}")
+    assert sent.validate().contract.failed == [17, 19]

@@ -1,0 +1,50 @@
+"""How many files a reader enters to follow a command, and how many modules a local run loads: see structure.py."""
+
+from pathlib import Path
+
+import pytest
+from structure import ROOT, TINY, frames, num_lines, traced
+
+BUDGET = {"k2convert": 43_347, "tests": 34_660, "scripts": 8_066}
+"""The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
+
+
+@pytest.mark.parametrize("subpackage", BUDGET)
+def test_code_stays_within_its_budget(subpackage: str) -> None:
+    assert num_lines(ROOT / subpackage) <= BUDGET[subpackage]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """A local run on k2-tiny, and what it entered and loaded."""
+    out = tmp_path_factory.mktemp("structure") / "out"
+    return out, traced("run", TINY, out, "--quiet")
+
+
+def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dict[str, list[str]]]) -> None:
+    _, found = converted
+    assert len(found["entered"]) <= 50, found["entered"]
+    assert len(found["loaded"]) <= 88, found["loaded"]
+    assert not {"torch", "ray"} & set(found["loaded"]), "importing one takes seconds, and memory"
+    unused = ("calibration", "evaluation", "fit", "forward", "report", "check")
+    assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
+
+
+def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
+    found = frames("run", TINY, tmp_path / "out", "--quiet")
+    assert len(found) <= 15, found
+    names = [name for frame in found if (name := frame.split()[-1].split(".")[-1]).startswith("_")]
+    assert len(set(names)) == len(names), "each has a name of its own"
+
+
+def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
+    found = traced("validate", converted[0], "--source", TINY, "--quiet")
+    assert len(found["entered"]) <= 53, found["entered"]
+    assert "torch" not in found["loaded"]
+
+
+@pytest.mark.slow
+def test_a_run_that_calibrates_enters_few_files(cut: Path, text: Path, tmp_path: Path) -> None:
+    size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
+    found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
+    assert len(found["entered"]) <= 80, found["entered"]
