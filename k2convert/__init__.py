@@ -53,23 +53,34 @@ A subclass of Events gets the progress. Its methods are called from several thre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing this package takes no time: the command has to catch signals first
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+    from typing import Literal
 
-from k2convert.errors import K2ConvertError as K2ConvertError
-from k2convert.records.events import Events as Events
-
-if TYPE_CHECKING:
     from k2convert.calibration.statistics import StatisticsHeader
     from k2convert.check.results import ValidationReport
+    from k2convert.errors import K2ConvertError as K2ConvertError
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
     from k2convert.records.evaluation import Evaluation
+    from k2convert.records.events import Events as Events
 
 __version__ = "0.3.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import the classes of this package's interface on use."""
+    if name == "K2ConvertError":
+        from k2convert.errors import K2ConvertError
+
+        return K2ConvertError
+    if name == "Events":
+        from k2convert.records.events import Events
+
+        return Events
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def convert(
@@ -98,6 +109,8 @@ def convert(
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
     """
+    from typing import get_args
+
     from k2convert.choices import Device
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
@@ -130,6 +143,8 @@ def convert(
         ) as job,
     ):
         if job.target is not None and job.is_published:
+            from dataclasses import replace
+
             from k2convert.job.publish import settle_published
 
             published = outcome_of(job, job.finished.only(()), job.finished)
@@ -157,6 +172,8 @@ def calibrate(
     `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
     again after a failure, it resumes. Raises any K2ConvertError.
     """
+    from pathlib import Path
+
     from k2convert.errors import read_size
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_place, read_places
@@ -201,6 +218,8 @@ def validate(
     `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
     other K2ConvertError.
     """
+    from pathlib import Path
+
     from k2convert.check.validate import validate_checkpoint
     from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
@@ -257,6 +276,9 @@ def evaluate(
     is replaced. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called again
     after a failure, it resumes. Raises any K2ConvertError.
     """
+    from pathlib import Path
+    from typing import get_args
+
     from k2convert.choices import AskedActivations, ComputedKvCache
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -95,7 +94,6 @@ def run(*args: object) -> int:
     """Run the command in this process and return its exit code."""
     from k2convert.cli.app import main
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     words = [str(argument) for argument in args]
     before = sys.argv
     sys.argv = ["k2convert", *words]
@@ -105,5 +103,3 @@ def run(*args: object) -> int:
         return int(stopped.code or 0)
     finally:
         sys.argv = before
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,30 @@ from k2convert.errors import DestinationError, DestinationWriteError
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # the last file then wins
 _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems of networks and of user space
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+unfinished: Final[set[Path]] = set()
+"""The temporary files and folders of this process that it removes when it ends in any way but by SIGKILL."""
+
+
+def discard_unfinished() -> None:
+    """Remove the temporary files and folders that are in use. The process is about to end."""
+    for path in tuple(unfinished):
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def temporary_folder() -> Generator[Path]:
+    """Make a temporary folder for the block; returns its path."""
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as name:
+        folder = Path(name)
+        unfinished.add(folder)
+        try:
+            yield folder
+        finally:
+            unfinished.discard(folder)
 
 
 def check_no_link(path: Path) -> None:

@@ -20,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_all, writing
-from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
+from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file, unfinished
 from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
 from k2convert.machine import BUFFERS
@@ -29,15 +29,6 @@ ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
 STAGING_BYTES_CACHED = 4 << 20  # large writes gain nothing with the page cache
 NUM_STAGING = 4
-
-
-_unfinished: set["ShardWriter"] = set()
-
-
-def discard_unfinished() -> None:
-    """Remove the temporary file of every shard that is being written. The process is about to end."""
-    for writer in tuple(_unfinished):
-        writer.discard()
 
 
 class ShardWriter:
@@ -73,16 +64,12 @@ class ShardWriter:
                     os.close(self._descriptor)
                     remove_file(self._temporary, self._folder)
                     raise
-                _unfinished.add(self)
+                unfinished.add(self._temporary)
         except Exception:
             self._opened.close()
             self._pool.shutdown()
             self._hasher.shutdown()
             raise
-
-    def discard(self) -> None:
-        with suppress(OSError, DestinationError):
-            remove_file(self._temporary, self._folder)
 
     def write(self, data: "bytes | memoryview") -> None:
         """Append bytes. The caller may reuse them when this returns. Raises DiskFullError or DestinationWriteError."""
@@ -166,8 +153,9 @@ class ShardWriter:
         if self._descriptor >= 0:
             self._close()
         if not self._is_committed:
-            self.discard()
-        _unfinished.discard(self)
+            with suppress(OSError, DestinationError):
+                remove_file(self._temporary, self._folder)
+        unfinished.discard(self._temporary)
         self._opened.close()
 
 

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from k2convert import __version__
 from k2convert.cli import verbs
-from k2convert.cli.interrupts import Interrupted, catch_interrupts, end_interrupted, forget_signals, is_resumable
+from k2convert.cli.interrupts import is_resumable, wait_for_end
 from k2convert.cli.options import verb
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, explain, visible
 
@@ -149,10 +149,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        catch_interrupts()
-        code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
-    except Interrupted:
-        end_interrupted()
+        try:
+            code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
+        finally:
+            wait_for_end()
     except K2ConvertError as error:
         _say(str(error))
         sys.exit(3 if isinstance(error, InvalidCheckpointError) else 1)
@@ -167,8 +167,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         _say(line)
         sys.exit(1)
-    finally:
-        forget_signals()
     sys.exit(code or 0)
 
 

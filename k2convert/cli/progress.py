@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from k2convert.cli import console
 from k2convert.cli.console import format_rate, format_seconds
+from k2convert.cli.interrupts import displays
 from k2convert.cli.tally import LAYER_PHASES, Meter, Tally
 from k2convert.errors import counted, format_bytes, visible
 from k2convert.records.events import Extent
@@ -55,9 +57,16 @@ class Display:
             self._live = Live(self.rows, console=console.ERRORS, refresh_per_second=4, transient=True)
             self._live.start()
         self._thread.start()
+        displays.append(self._end)
         return self.tally
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        displays.remove(self._end)
+        self._end(has_failed=kind is not None)
+
+    def _end(self, *, has_failed: bool = True) -> None:
+        if self._ended.is_set():
+            return
         self._ended.set()
         self._thread.join()
         if self._live is not None:
@@ -65,7 +74,7 @@ class Display:
                 self._live.stop()
                 if self.tally.has_worked:
                     console.ERRORS.print(self.rows)
-        elif not self._quiet and self.tally.has_worked and (kind is None or self._lines.has_printed):
+        elif not self._quiet and self.tally.has_worked and (not has_failed or self._lines.has_printed):
             self._lines.print_last()
 
     def _tick(self) -> None:
@@ -233,7 +242,10 @@ def waiting(text: str) -> ExitStack:
     if console.ERRORS.is_terminal:
         status = Status(Text(visible(text), no_wrap=True, overflow="ellipsis"), console=console.ERRORS)
         status.start()
-        shown.callback(_stop, status)
+        stop = partial(_stop, status)
+        displays.append(stop)
+        shown.callback(stop)
+        shown.callback(displays.remove, stop)
     else:
         timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
         timer.daemon = True

@@ -12,7 +12,6 @@ to keep.
 """
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 
 from k2convert.checkpoint.files import parse_json_object, read_small_file
+from k2convert.checkpoint.folders import temporary_folder
 from k2convert.errors import CalibrationError, MalformedFileError, PlanError, SourceReadError, remedy
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards, ranges_of
@@ -185,6 +185,6 @@ def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)
         return
     ranges = ranges_of(norm_tensors(found, source.checkpoint).values())
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        RemoteShards(hub, source.remote, Path(temporary)).bring(ranges)
-        check_norms(found, source.checkpoint, folder=Path(temporary))
+    with temporary_folder() as temporary:
+        RemoteShards(hub, source.remote, temporary).bring(ranges)
+        check_norms(found, source.checkpoint, folder=temporary)

@@ -6,7 +6,6 @@ run can tell what was done.
 """
 
 import os
-import tempfile
 from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, mode_of, walk_folder
-from k2convert.checkpoint.folders import check_no_link
+from k2convert.checkpoint.folders import check_no_link, temporary_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
@@ -77,8 +76,8 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
         return
     from k2convert.hub.source import open_remote
 
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        folder = Path(temporary) / ref.repo
+    with temporary_folder() as temporary:
+        folder = temporary / ref.repo
         folder.mkdir(parents=True)
         remote = _resolve(hub, ref, pinned)
         with shown_as(text, folder):
@@ -109,8 +108,8 @@ def open_result(text: str, *, hub: Hub) -> "Generator[tuple[Path, RemoteRepo | N
     remote = resolve_source(hub, ref)
     if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
         raise HubError(f"{text}: has no shards, so it holds no result. Check the name and the revision.")
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        folder = Path(temporary) / ref.repo
+    with temporary_folder() as temporary:
+        folder = temporary / ref.repo
         folder.mkdir(parents=True)
         fetch_small_files(hub, remote, folder=folder)
         mark_other_files(remote, folder=folder)
@@ -252,8 +251,8 @@ def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistic
     if not text.startswith(SCHEME):
         yield open_statistics(Path(text))
         return
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        path, origin = fetch_named_file(hub, text, suffix=_STATISTICS_SUFFIX, folder=Path(temporary))
+    with temporary_folder() as temporary:
+        path, origin = fetch_named_file(hub, text, suffix=_STATISTICS_SUFFIX, folder=temporary)
         with shown_as(origin, path):
             found = open_statistics(path)
             found.origin = origin

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from command import python, start_cli
 
-from k2convert.cli.interrupts import STOPPING
-
 CAUGHT = 1 << (signal.SIGTERM - 1)
 
 
@@ -43,41 +41,9 @@ def test_an_interrupt_during_the_start_is_one_line(seconds: float, number: int, 
 def test_signals_are_caught_before_the_command_line_is_imported() -> None:
     code = (
         "import sys, k2convert.__main__ as entry\n"
-        "assert not {'typer', 'rich', 'k2convert.cli.app'} & set(sys.modules)\n"
-        "entry.catch_interrupts(); import signal; print(signal.getsignal(signal.SIGINT).__name__)"
+        "slow = {'typing', 'dataclasses', 'typer', 'k2convert.errors', 'k2convert.cli.app'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+        "entry.catch_interrupts(); import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
     )
     done = python(code)
-    assert (done.returncode, done.stdout) == (0, "_interrupt\n"), done.stderr
-
-
-def test_an_interrupt_while_a_condition_takes_its_lock_back_leaves_the_lock_right() -> None:
-    code = """
-import os, signal, threading, time
-from k2convert.cli.interrupts import Interrupted, catch_interrupts
-
-catch_interrupts()
-changed = threading.Condition(threading.Lock())  # as in queue.Queue
-errors = []
-
-def interrupt_the_waiting_thread() -> None:
-    try:
-        with changed:
-            changed.notify()
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
-    except RuntimeError as error:
-        errors.append(error)
-
-thread = threading.Thread(target=interrupt_the_waiting_thread)
-try:
-    with changed:
-        thread.start()
-        changed.wait()
-        time.sleep(10)
-except Interrupted:
-    thread.join()
-    print("interrupted", errors, changed.acquire(blocking=False))
-"""
-    done = python(code)
-    assert (done.stdout, done.stderr) == ("interrupted [] True\n", f"{STOPPING}\n")
+    assert (done.returncode, done.stderr) == (143, "interrupted.\n")

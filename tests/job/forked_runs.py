@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from k2convert.cli.app import main
+from k2convert.cli.interrupts import catch_interrupts
 
 # A server that has imported everything and forks one real process a run: runs start in milliseconds, so that kills
 # fall into the work and not into the imports.
@@ -19,6 +20,7 @@ _processes.set_forkserver_preload(
 
 
 def _run(arguments: list[str], environment: dict[str, str]) -> None:
+    catch_interrupts()
     os.environ.update(environment)
     with Path(os.devnull).open("w") as nothing:
         sys.stdout = sys.stderr = nothing

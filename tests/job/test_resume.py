@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -76,36 +74,6 @@ def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, local_result: Path, tmp_pa
     assert not list(destination.glob("*.tmp"))
     assert finish("run", tiny, destination) == 0
     assert contents(destination) == contents(local_result)
-
-
-_SWALLOWS = """
-import importlib, os, signal, sys
-from k2convert.cli.app import main
-
-class Swallows:
-    '''Imports numpy as compiled modules do: whatever ends the import is cleared.'''
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "numpy":
-            sys.meta_path.remove(self)
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                importlib.import_module("numpy")
-            except BaseException:
-                pass
-
-sys.meta_path.insert(0, Swallows())
-main(sys.argv[1:])
-"""
-
-
-def test_an_interrupt_during_an_import_waits_for_its_end(tiny: Path, tmp_path: Path) -> None:
-    """Torch, for one, imports numpy from C++ and goes on with half of it when an exception ends that."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SWALLOWS, "run", tiny, tmp_path / "out"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "The same command resumes" in done.stderr) == (143, True), done.stderr
-    assert not (tmp_path / "out" / CONFIG_NAME).exists()
 
 
 def test_what_a_complete_folder_lost_is_restored(tiny: Path, destination: Path) -> None:
