@@ -157,6 +157,35 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path.suffix != ".pyi"]
 
 
+def imported_by(package: Path) -> dict[str, set[str]]:
+    """Return who imports each module of a package, by dotted names; the functions of `__init__` files do not count."""
+    modules = {path: _module(path, package) for path in _files(package) if path.suffix == ".py"}
+    importers: dict[str, set[str]] = {name: set() for name in modules.values()}
+    for path, name in modules.items():
+        if path.name == "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for imported in {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}:
+                    importers.get(imported, set()).add(name)
+    return importers
+
+
+def _module(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def num_options() -> int:
+    """Return the number of options and arguments of all verbs, without --help."""
+    code = (
+        "import json, sys, typer, k2convert.cli.app as a;"
+        "c = typer.main.get_command(a.app);"
+        "print(sum(p.name != 'help' for v in c.commands.values() for p in v.params))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
 def main() -> None:
     """Print every figure."""
     with tempfile.TemporaryDirectory() as name:
@@ -179,6 +208,8 @@ def main() -> None:
         ("files of the package", sum(path.suffix in CODE for path in _files(package))),
         ("lines of the tests", num_lines(tests)),
         ("lines of the scripts", num_lines(ROOT / "scripts")),
+        ("options and arguments of the command line", num_options()),
+        ("modules with one importer", sum(len(by) == 1 for by in imported_by(package).values())),
         ("lines of the README", (ROOT / "README.md").read_text().count("\n")),
         *density(package).items(),
     ):
