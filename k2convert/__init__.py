@@ -15,7 +15,7 @@ The package from the ground up. A subpackage imports itself and what is above it
     forward     one forward pass, and the walk: the loop over the layers of a model
     calibration statistics of activations, what a conversion uses of them, conversion with gptq
     check       the servable contract, weight error, reference layers
-    evaluation  the whole model: from checkpoints, layer by layer, and from two servers
+    evaluation  the whole model, layer by layer
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
     cli         the command line

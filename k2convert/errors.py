@@ -87,10 +87,6 @@ class FitError(K2ConvertError, ValueError):
     """A GPU that is not known, or a layout over GPUs that the model cannot have."""
 
 
-class EndpointError(K2ConvertError, OSError):
-    """A server that does not answer, or whose answer is not what was asked for."""
-
-
 class DestinationError(K2ConvertError, ValueError):
     """The destination cannot be used: it is the source, or it holds files that k2convert did not write."""
 

@@ -12,6 +12,7 @@ from k2convert.evaluation.scores import TokenScores, summarize, worst_tokens
 from k2convert.records.document import encode
 from k2convert.records.evaluation import (
     FORMAT,
+    KIND,
     EvaluatedModel,
     Evaluation,
     EvaluationRow,
@@ -72,7 +73,7 @@ def evaluation_of(folder: Path) -> Evaluation:
     models = [EvaluatedModel(f"/home/someone/{folder.name}", weights, mode) for mode in ("w4a16", "w4a4")]
     return Evaluation(
         format=FORMAT,
-        kind="evaluate",
+        kind=KIND,
         tool_version="0.2.0",
         reference=EvaluatedModel("hf://moon/K2", "1" * 64),
         text=TEXT,
@@ -80,8 +81,8 @@ def evaluation_of(folder: Path) -> Evaluation:
     )
 
 
-def comparison() -> Evaluation:
-    """A comparison of two servers, which has neither layers nor digests of weights."""
+def of_servers() -> Evaluation:
+    """An evaluation as releases 0.2 and 0.3 wrote it of two servers, without layers and digests of weights."""
     model = EvaluatedModel("http://b:8000/v1")
     return Evaluation(
         format=FORMAT,

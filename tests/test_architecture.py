@@ -23,7 +23,8 @@ ORDER = re.findall(r"^    (\w+)", k2convert.__doc__ or "", flags=re.MULTILINE)
 OWNERS = {
     "rich": {"cli/console.py", "cli/progress.py"},
     "huggingface_hub": {"hub"},
-    "http": {"evaluation/connection.py"},
+    "http": set(),
+    "httpx": set(),
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
     "triton": {"quantize/gptq/panel_kernels.py"},

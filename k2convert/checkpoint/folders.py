@@ -146,9 +146,3 @@ def remove_folder(folder: Path, *, root: Path) -> None:
     """Remove a folder of this program with all that is in it, as far as that is possible. Links are not followed."""
     with suppress(OSError), opened_folder(folder.parent, root=root) as parent:
         shutil.rmtree(folder.name, ignore_errors=True, dir_fd=parent)
-
-
-def remove_empty_folder(folder: Path, *, root: Path) -> None:
-    """Remove a folder if nothing is in it. Links are not followed."""
-    with suppress(OSError), opened_folder(folder.parent, root=root) as parent:
-        os.rmdir(folder.name, dir_fd=parent)

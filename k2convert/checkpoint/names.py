@@ -21,7 +21,6 @@ CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
 
 LEDGER_NAME: Final = "k2convert.json"
 EVALUATION_NAME: Final = "evaluation.json"
-ANSWERS_NAME: Final = "answers.json"
 REPORT_PAGE_NAME: Final = "report.html"
 REPORT_TEXT_NAME: Final = "report.md"
 REPORT_PICTURE_NAME: Final = "report.png"

@@ -107,11 +107,6 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
     ),
     (
-        verbs.CompareOptions,
-        "compare http://HOST:8000/v1 http://HOST:8001/v1 --text prompts.jsonl --tokenizer Kimi-K2-Thinking",
-        "compare http://HOST:8000/v1 --text ids.npy --save before.answers",
-    ),
-    (
         verbs.EvaluateOptions,
         "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
         "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",

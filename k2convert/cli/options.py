@@ -38,7 +38,7 @@ _SHOWN: Final = "shown"
 NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
 _RESUMES: Final = "finished work is kept. The same command resumes"
 _INTERRUPTED: Final[dict[str, str]] = {
-    **dict.fromkeys(("run", "calibrate", "evaluate", "compare"), _RESUMES),
+    **dict.fromkeys(("run", "calibrate", "evaluate"), _RESUMES),
     "publish": "what was uploaded is kept. The same command resumes",
     "validate": NOTHING_KEPT,
 }
@@ -106,14 +106,6 @@ def check_statistics(text: str) -> None:
         from k2convert.hub.client import parse_file_address
 
         parse_file_address(text)
-
-
-def check_server(text: str) -> None:
-    """Refuse what is neither a server's address without a password nor a path; raises EndpointError."""
-    from k2convert.evaluation.connection import is_address, parse_address
-
-    if is_address(text):
-        parse_address(text)
 
 
 def check_size(text: str) -> None:

@@ -26,7 +26,6 @@ from k2convert.cli.options import (
     check_folder,
     check_new_place,
     check_not_address,
-    check_server,
     check_size,
     check_source,
     check_statistics,
@@ -316,35 +315,5 @@ class EvaluateOptions:
     long: bool = long_option()
     any_text: bool = any_text_option()
     dry_run: bool = dry_run_option()
-    json: bool = json_option()
-    quiet: bool = quiet_option()
-
-
-@dataclass(frozen=True, slots=True)
-class CompareOptions:
-    """Compare the models of two servers. Both are asked for the log-probabilities of a text. Running it again resumes.
-
-    A is the reference. vLLM must be started with --max-logprobs K; SGLang needs no option. The API key is read from
-    K2CONVERT_API_KEY, and that of B from K2CONVERT_API_KEY_B if it has its own.
-    """
-
-    reference: str = argument(
-        "A", "Address of a server, http://HOST:PORT/v1, or a folder that --save wrote.", check_server
-    )
-    model: str | None = argument("[B]", "Address of the other server.", check_server, default=None)
-    text: list[Path] | None = option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")
-    tokenizer: str | None = option(
-        f"Tokenizer of a text: folder of the checkpoint, or {ADDRESS}.", "CHECKPOINT", check=check_source
-    )
-    tokens: int = option("Tokens to ask for.", "N", min=2, default=8192)
-    window: int = option("Tokens that are seen together; the servers must have room.", "N", min=2, default=2048)
-    seed: int = seed_option()
-    top_k: int = option("Log-probabilities of each token. More give a better bound.", "K", min=5, max=1024, default=64)
-    save: Path | None = option(
-        "Folder to keep A's answers in, to compare with a B that is served later.", "FOLDER", check=check_folder
-    )
-    model_a: str | None = option("Which model of A, if it serves several.", "NAME")
-    model_b: str | None = option("Which model of B, if it serves several.", "NAME")
-    requests: int = option("Requests at a time.", "N", min=1, max=256, default=4)
     json: bool = json_option()
     quiet: bool = quiet_option()

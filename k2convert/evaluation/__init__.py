@@ -5,11 +5,6 @@
     streamed     models computed from checkpoints, layer by layer (`k2convert evaluate`)
     comparison   one layer of every model against the reference's
     head         the output matrix in tiles
-    served       models asked through two servers (`k2convert compare`)
-    connection   requests to one server; its API key
-    endpoints    how vLLM and SGLang are asked, and how they answer
-    answers      what a server answered, and the folder that keeps it
-    bound        a lower bound of the divergence, from the most likely tokens
 
 The document is that of records/evaluation.py.
 """

@@ -32,6 +32,7 @@ from k2convert.errors import DestinationError, K2ConvertError, MalformedFileErro
 from k2convert.evaluation.scores import compare_models
 from k2convert.records.document import Digest, encode, read_sealed, seal
 from k2convert.records.evaluation import (
+    KIND,
     MAX_ROWS,
     EvaluatedModel,
     Evaluation,
@@ -133,7 +134,7 @@ class Made:
 
 def _check_lost(path: Path, document: Evaluation, lost: Sequence[EvaluationRow]) -> None:
     """Refuse to lose rows (DestinationError)."""
-    if lost or document.kind != "evaluate":
+    if lost or document.kind != KIND:
         modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
         texts = ", ".join(shortened(name) for name, _ in document.text.texts)
         raise DestinationError(
@@ -156,7 +157,7 @@ def read_replaced(path: Path) -> Evaluation | None:
 def check_text(path: Path, text: EvaluationText) -> None:
     """Refuse to write an evaluation on a text into a file that holds one on a different text (DestinationError)."""
     found = read_replaced(path)
-    if found is not None and not (found.kind == "evaluate" and _text_of(found.text) == _text_of(text)):
+    if found is not None and not (found.kind == KIND and _text_of(found.text) == _text_of(text)):
         _check_lost(path, found, found.rows)
 
 

@@ -39,7 +39,7 @@ from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import CLAIM, HIDDEN
 from k2convert.records.command import JobCommand
-from k2convert.records.evaluation import FORMAT, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
+from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
 from k2convert.records.events import SILENT, Events
 
 _STATE_BYTES: Final = 4
@@ -285,7 +285,7 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
         rows.append(EvaluationRow(planned.model, figures, compared, worst))
     return Evaluation(
         format=FORMAT,
-        kind="evaluate",
+        kind=KIND,
         tool_version=__version__,
         reference=plan.models[0].model,
         text=replace(plan.walk.text.windows.described(), dropped=int(np.count_nonzero(~kept))),

@@ -1,7 +1,7 @@
 """The document of an evaluation: how far whole models are from a reference on a text.
 
-`k2convert evaluate` computes the models from their checkpoints and writes RESULT/evaluation.json. `k2convert compare`
-asks two servers and writes the same form. Divergences are KL(reference || model) of the next token, in nats.
+`k2convert evaluate` computes the models from their checkpoints and writes RESULT/evaluation.json. Divergences are
+KL(reference || model) of the next token, in nats.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from k2convert.errors import CheckpointError, remedy
 from k2convert.records.document import Count, Digest, Real, Share, read_document
 
 FORMAT: Final = 1
+KIND: Final = "evaluate"
 MAX_ROWS: Final = 64
 MAX_WINDOWS: Final = 1 << 16  # means by window are kept of at most so many
 _REMEDY: Final = "Delete the file, or run `k2convert evaluate` again."
@@ -101,10 +102,10 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """A model that was computed from a checkpoint, or served."""
+    """A model that was computed from a checkpoint."""
 
-    name: Text  # of a folder, an address, or an endpoint
-    weights: Digest | None = None  # their digest; None if served
+    name: Text  # of a folder, or an address
+    weights: Digest | None = None  # their digest; None in the file of another kind
     activations: Activations | None = None  # None if the weights are not NVFP4
     kv_cache: ServedKvCache | None = None  # None for FP32
     config: Digest | None = None  # digest of config.json, None in an older file
@@ -120,7 +121,7 @@ class EvaluatedModel:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One model against the reference. `layers` is empty for a served model."""
+    """One model against the reference."""
 
     model: EvaluatedModel
     figures: Figures
@@ -158,26 +159,21 @@ class EvaluationText:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The content of evaluation.json, and what `evaluate --json` and `compare --json` print."""
+    """The content of evaluation.json, and what `evaluate --json` prints.
+
+    Files of another kind are of releases 0.2 and 0.3, of two servers, and measure no weights. Nothing reads their
+    figures, and `top_k` and `noise` are in them alone.
+    """
 
     format: Literal[1]
-    kind: Literal["evaluate", "compare"]
+    kind: Annotated[Text, Field(pattern="^[a-z]+$")]
     tool_version: Annotated[Text, Field(alias="k2convert")]
     reference: EvaluatedModel
     text: EvaluationText
     rows: Annotated[tuple[EvaluationRow, ...], Field(max_length=MAX_ROWS)]
-    top_k: Count | None = None  # log-probabilities of each token by servers: divergences are lower bounds
-    noise: Real | None = None  # mean divergence of the reference's server from itself, asked twice
+    top_k: Count | None = None
+    noise: Real | None = None
     verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_ROWS * MAX_ROWS)] = ()  # of one mode
-
-
-NOISE_FACTOR: Final = 2.0
-"""Divergences up to so many times the noise are not told apart from it: both are means over a few windows."""
-
-
-def is_noise(evaluation: Evaluation, row: EvaluationRow) -> bool:
-    """Return whether a model's divergence is none that the reference's server does not show from itself."""
-    return evaluation.noise is not None and row.figures.divergence.mean <= NOISE_FACTOR * evaluation.noise
 
 
 def find_evaluation(path: Path) -> Evaluation | None:
@@ -192,17 +188,16 @@ def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     """Read a result's evaluation.json if there is one; raises CheckpointError if its weights or config differ."""
     with remedy(_REMEDY):
         found = find_evaluation(folder)
-    if found is None:
+    if found is None or found.kind != KIND:
         return None
     where = folder / EVALUATION_NAME
-    is_evaluated = found.kind == "evaluate"
     if not found.rows:
         raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
     config = None
-    if is_evaluated and (folder / CONFIG_NAME).is_file():
+    if (folder / CONFIG_NAME).is_file():
         config = file_digest(folder / CONFIG_NAME)
-    if any(row.model.config not in (None, config) for row in found.rows if is_evaluated):
+    if any(row.model.config not in (None, config) for row in found.rows):
         raise CheckpointError(f"{where}: measures a different {CONFIG_NAME} than this result has. {_REMEDY}")
-    if any(row.model.weights != weights for row in found.rows if is_evaluated or row.model.weights is not None):
+    if any(row.model.weights != weights for row in found.rows):
         raise CheckpointError(f"{where}: measures other weights than this result has. {_REMEDY}")
     return found

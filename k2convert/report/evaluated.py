@@ -10,7 +10,7 @@ from typing import Final
 
 from k2convert.errors import counted, shortened
 from k2convert.plan.recipe import Recipe
-from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken, is_noise
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken
 from k2convert.report.wording import Section, Table, joined, last_part, with_error
 
 _MOST_BEFORE: Final = 60  # characters of the text before a token
@@ -28,8 +28,6 @@ def mode_rows(evaluation: Evaluation, recipe: Recipe) -> list[tuple[str, Evaluat
         return model.activations != recipe.activations, (model.kv_cache == "fp8") != (recipe.kv_cache == "fp8")
 
     def mode(model: EvaluatedModel) -> str:
-        if evaluation.kind == "compare":
-            return "served"
         computed = "as stored"
         if model.activations is not None:
             computed = model.activations.upper()
@@ -52,10 +50,8 @@ def headline_words(evaluation: Evaluation, recipe: Recipe) -> tuple[str, str, st
     error = ""
     if found.standard_error is not None:
         error = f"± {found.standard_error:.2g}, "
-    what = "of a server's answers, a lower bound"
-    if evaluation.kind != "compare":
-        what = f"of the next token, {mode}"
-    return f"{found.mean:.3g}", "KL divergence", f"{error}{what}, from {_called(evaluation.reference)}"
+    detail = f"{error}of the next token, {mode}, from {_called(evaluation.reference)}"
+    return f"{found.mean:.3g}", "KL divergence", detail
 
 
 def evaluation_section(evaluation: Evaluation, recipe: Recipe) -> Section:
@@ -104,10 +100,7 @@ def detail_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]
         if row.worst
     ]
     if tables:
-        which = "of the server"
-        if evaluation.kind == "evaluate":
-            which = rows[0][0]
-        sentence = f"The largest KL of single tokens, {which}. ␣ is a space at the edge of a token."
+        sentence = f"The largest KL of single tokens, {rows[0][0]}. ␣ is a space at the edge of a token."
         yield Section("Tokens that differ most", (sentence,), tables)
 
 
@@ -116,22 +109,8 @@ def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]
     reference = _called(evaluation.reference)
     names = joined([shortened(last_part(name)) for name, _ in text.texts]) or "a text"
     where = f"on {counted(text.tokens, 'token')} of {names} ({counted(text.windows, 'window')} of {text.window:,})"
-    is_served = evaluation.kind == "compare"
-    if is_served:
-        found = "; ".join(f"{_called(row.model)} has a KL of at least {_divergence(row)}" for _, row in rows)
-        yield f"Two servers were asked {where}. Against {reference}, {found}."
-        yield (
-            f"The servers gave {evaluation.top_k or 0:,} log-probabilities of each token, so every KL is a lower bound."
-        )
-    else:
-        found = ", ".join(f"{_divergence(row)} ({mode})" for mode, row in rows)
-        yield f"Measured {where} against {reference}: KL {found}."
-    if evaluation.noise is not None:
-        same = [_called(row.model) for _, row in rows if is_noise(evaluation, row)]
-        verdict = "The difference is larger than that"
-        if same:
-            verdict = f"That of {joined(same)} is no difference"
-        yield f"Asked twice, {reference} has a KL of {evaluation.noise:.3g} from itself. {verdict}."
+    found = ", ".join(f"{_divergence(row)} ({mode})" for mode, row in rows)
+    yield f"Measured {where} against {reference}: KL {found}."
     if text.dropped:
         yield f"Windows left out because their hidden states were not finite: {text.dropped:,}."
     yield (

@@ -5,13 +5,11 @@ engines' own classes. The model is a function from token ids [T] to log-probabil
 """
 
 import json
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,8 +54,7 @@ class ModelServer:
     max_model_len: int = 4096
     key: str | None = None
     spoil: Spoil | None = None
-    decode: Callable[[int], str] = lambda token: f" w{token}"
-    certificate: Path | None = None
+    encode: Callable[[str], list[int]] = lambda text: [int(word[1:]) for word in text.split()]
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     _server: Any = None
@@ -65,10 +62,6 @@ class ModelServer:
     def __enter__(self) -> "ModelServer":
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.owner = self
-        if self.certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self.certificate)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -78,7 +71,7 @@ class ModelServer:
 
     @property
     def url(self) -> str:
-        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self._server.server_port}/v1"
+        return f"http://127.0.0.1:{self._server.server_port}/v1"
 
     @property
     def questions(self) -> list[list[int]]:
@@ -104,7 +97,7 @@ class ModelServer:
             rank = {int(i): at + 1 for at, i in enumerate(order)}
             rows.append(
                 {
-                    str(i): {"logprob": float(np.float32(log_p[i])), "rank": rank[i], "decoded_token": self.decode(i)}
+                    str(i): {"logprob": float(np.float32(log_p[i])), "rank": rank[i], "decoded_token": f" w{i}"}
                     for i in dict.fromkeys([token, *map(int, order[:count])])
                 }
             )
@@ -121,12 +114,12 @@ class ModelServer:
         """The answer of SGLang's /generate."""
         ids = request["input_ids"]
         count = request["top_logprobs_num"]
-        tokens: list[Any] = [[None, ids[0], self.decode(ids[0])]]
+        tokens: list[Any] = [[None, ids[0], None]]
         tops: list[Any] = [None]
         for token, log_p in zip(ids[1:], self.model(ids), strict=False):
             order = np.argsort(-log_p, kind="stable")[:count]
-            tokens.append([float(np.float32(log_p[token])), token, self.decode(token)])
-            tops.append([[float(np.float32(log_p[i])), int(i), self.decode(int(i))] for i in order])
+            tokens.append([float(np.float32(log_p[token])), token, None])
+            tops.append([[float(np.float32(log_p[i])), int(i), None] for i in order])
         information = {"id": "1", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids)}
         information |= {"completion_tokens": 1, "cached_tokens": 0, "weight_version": "default", "e2e_latency": 0.1}
         logprobs = {"input_token_logprobs": tokens, "input_top_logprobs": tops}
@@ -163,6 +156,9 @@ class Handler(BaseHTTPRequestHandler):
         owner.headers.append(dict(self.headers))
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self._is_refused():
+            return
+        if self.path == "/tokenize":
+            self.send({"tokens": owner.encode(request["prompt"])})
             return
         ids = request["prompt"] if owner.engine == "vllm" else request["input_ids"]
         owner.requests.append(request)

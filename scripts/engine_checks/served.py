@@ -1,4 +1,4 @@
-"""`compare` against real servers: vLLM over HTTP on a CPU, next to the KL divergence that scripts/eval computes.
+"""scripts/compare_servers.py against real servers: vLLM over HTTP on a CPU, next to the KL divergence that scripts/eval computes.
 
 The source is served as BF16, and both kinds of result. And the wire formats of the tests' servers (model_server) are
 compared with the engines' own classes.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from k2convert.calibration.text import Windows, read_windows
+from scripts.compare_servers import Server, compare
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import python_of
 from scripts.engine_checks.model_server import ModelServer, markov
@@ -66,22 +67,24 @@ def report(rows: list[Served]) -> str:
 def check_served(work: Path, tokens: int, say: Callable[[str], None]) -> tuple[list[Served], list[str]]:
     """Return the figures of vLLM and what is wrong; the results must be in work/checkpoints."""
     source = work / "checkpoints" / "bf16"
-    _run(["run", str(TINY), str(source), "--to", "bf16", "--json"])
+    _convert_to_bf16(source)
     windows = read_windows([TINY / "eval.txt"], tokenizer=TINY, vocab_size=2048, tokens=tokens, window=WINDOW, seed=0)
-    text = ["--text", str(TINY / "eval.txt"), "--tokenizer", str(TINY)]
-    text += ["--window", str(WINDOW), "--tokens", str(tokens)]
+    ids = windows.ids.astype(np.int64)
     rows: list[Served] = []
+    problems: list[str] = []
     with served(source, work) as reference:
-        problems = [*_against_itself(reference, text), *_killed(reference, text, windows)]
+        own = compare([reference, reference], ids, min(TOP_KS))
+        if own["kl_at_least"] > 2 * own["kl_of_a_from_itself"]:
+            problems.append(f"vLLM differs from itself: {own}")
         for variant in VARIANTS:
             folder = work / "checkpoints" / variant.name
             truth = true_divergence(folder, windows)
             with served(folder, work) as result:
                 for top_k in TOP_KS:
-                    found = _compare(reference.url, result.url, *text, "--top-k", str(top_k))
-                    mean = found["rows"][0]["figures"]["divergence"]["mean"]
-                    rows.append(Served(variant.name, top_k, mean, truth, found.get("noise", 0.0)))
-                    say(f"vllm, served, {variant.name}: K {top_k}, {mean:.6f} of {truth:.6f}")
+                    figures = compare([reference, result], ids, top_k)
+                    bound = figures["kl_at_least"]
+                    rows.append(Served(variant.name, top_k, bound, truth, figures["kl_of_a_from_itself"]))
+                    say(f"vllm, served, {variant.name}: K {top_k}, {bound:.6f} of {truth:.6f}")
     problems += [f"{row.name}: the bound {row.bound} is above {row.truth}" for row in rows if row.bound > row.truth]
     problems += [
         f"{row.name}: the bound is {row.bound / row.truth:.3f} of the KL"
@@ -103,21 +106,8 @@ def true_divergence(folder: Path, windows: Windows) -> float:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A vLLM server: its address, and the log in which every request is a line."""
-
-    url: str
-    log: Path
-
-    @property
-    def num_answered(self) -> int:
-        """Questions that were answered so far."""
-        return self.log.read_text(errors="replace").count('"POST /v1/completions HTTP/1.1" 200')
-
-
 @contextmanager
-def served(checkpoint: Path, work: Path) -> Generator[Running]:
+def served(checkpoint: Path, work: Path) -> Generator[Server]:
     """Serve a checkpoint for the block; raises RuntimeError if vLLM does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -131,7 +121,7 @@ def served(checkpoint: Path, work: Path) -> Generator[Running]:
         process = subprocess.Popen(command, env=ENGINES["vllm"].variables(work), cwd=log.parent, **options)
         try:
             _wait_for(f"http://127.0.0.1:{port}/health", process, log)
-            yield Running(f"http://127.0.0.1:{port}/v1", log)
+            yield Server(f"http://127.0.0.1:{port}/v1", "", None)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -148,60 +138,22 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"vLLM did not start, see {log}")
 
 
-def _run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "k2convert", *words]
+def _convert_to_bf16(source: Path) -> None:
+    command = [sys.executable, "-m", "k2convert", "run", str(TINY), str(source), "--to", "bf16", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, **options)
-
-
-def _compare(*words: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return json.loads(_run(["compare", *words, "--json", "--quiet"], cwd=folder).stdout)
-
-
-def _against_itself(server: Running, text: list[str]) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        shown = _run(["compare", server.url, server.url, *text, "--quiet"], cwd=folder).stdout
-    if "no difference" not in shown:
-        yield f"vLLM differs from itself: {shown}"
-
-
-def _killed(server: Running, text: list[str], windows: Windows) -> Iterator[str]:
-    """Kill a comparison after its first answer; the same command must ask for the others only, with the same result."""
-    words = ["compare", server.url, server.url, *text, "--requests", "1", "--json", "--quiet"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        before = server.num_answered
-        process = subprocess.Popen(
-            [sys.executable, "-m", "k2convert", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
-        while process.poll() is None and not list(folder.glob("compare-*/b/window-000.json")):
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
-        resumed = _run(words, cwd=folder).stdout
-        asked = server.num_answered - before
-        at_once = _run(words, cwd=folder).stdout
-    count = len(windows.ids)
-    if resumed != at_once:
-        yield "the result after a kill differs"
-    if asked > 2 * count + min(count, 8) + 1:  # one may have been under way
-        yield f"{asked} questions after a kill"
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
 
 
 def check_wire(engine: str, work: Path) -> list[str]:
-    """Return where the tests' server, or a question of `compare`, is not in the engine's format."""
+    """Return where the tests' server, or a question of compare_servers, is not in the engine's format."""
     with tempfile.TemporaryDirectory() as name, ModelServer(markov(1), engine=engine) as server:
-        folder = Path(name)
-        np.save(folder / "ids.npy", np.arange(24))
-        options = "--save kept --text ids.npy --window 12 --top-k 8 --quiet"
-        _run(["compare", server.url, *options.split()], cwd=folder)
+        Server(server.url, "", None).ask(list(range(12)), 8)
         question = server.requests[0]
         answer = server.vllm_answer(question) if engine == "vllm" else server.sglang_answer(question)
-        documents = folder / "documents.json"
+        documents = Path(name) / "documents.json"
         documents.write_text(json.dumps({"question": question, "answer": answer, "models": server.listing()}))
         command = [str(python_of(engine, work)), "-m", f"scripts.engine_checks.clients.wire_{engine}", str(documents)]
-        done = subprocess.run(command, env=ENGINES[engine].variables(work), capture_output=True, text=True, cwd=folder)
+        done = subprocess.run(command, env=ENGINES[engine].variables(work), capture_output=True, text=True, cwd=name)
     if done.returncode == 0:
         return []
     return done.stdout.split("\n") if done.stdout.strip() else [done.stderr.strip().splitlines()[-1]]

@@ -45,8 +45,8 @@ OTHERS = {
 VERBS = {
     **{f"cli/{verb}.py": {verb} for verb in OWN},
     "calibration/": {"calibrate", "run"},
-    "calibration/text.py": {"calibrate", "run", "evaluate", "compare"},
-    "evaluation/": {"evaluate", "compare"},
+    "calibration/text.py": {"calibrate", "run", "evaluate"},
+    "evaluation/": {"evaluate"},
     "fit/": {"fit"},
     "plan/": {"run"},
 }
@@ -89,7 +89,7 @@ def test_every_option_that_is_named_exists_where_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("file", "planted"),
     [
-        ("evaluation/answers.py", "Requests at a time: --concurrency."),
+        ("evaluation/head.py", "Requests at a time: --concurrency."),
         ("calibration/text.py", "error: pass --gpu b200."),
         ("guide/serve.md", "Pass `--concurrency 8`."),
         ("report/card.md.jinja", "Made with --input-scale."),

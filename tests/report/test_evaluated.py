@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluation_makers import comparison, evaluation_of, token_scores, write_evaluation
+from evaluation_makers import evaluation_of, of_servers, token_scores, write_evaluation
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
@@ -30,22 +30,18 @@ from k2convert.report.evaluated import mode_rows
 from k2convert.report.wording import joined, with_error
 from scripts.fixture_maker.damage import edit_json
 
-KINDS: dict[str, Callable[[Path], Evaluation]] = {"evaluate": evaluation_of, "compare": lambda _folder: comparison()}
 CHARTS = ("Histogram of KL over the tokens", "KL by position in the window")
 DRAW_LAYERS = (partial(draw_layers, is_routing=False), partial(draw_layers, is_routing=True))
 LAYER_CHARTS = ("Relative error after each layer", "Share of the same experts by layer")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def shown(
-    request: pytest.FixtureRequest,
-    local_result: Path,
-    validation: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
+    local_result: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Evaluation, Path, ReportFiles]:
-    """The conversion with an evaluation of each kind, and a report on it."""
-    folder = Path(shutil.copytree(local_result, tmp_path_factory.mktemp(request.param) / "out"))
-    found = KINDS[request.param](folder)
+    """The conversion with an evaluation, and a report on it."""
+    folder = Path(shutil.copytree(local_result, tmp_path_factory.mktemp("evaluated") / "out"))
+    found = evaluation_of(folder)
     write_evaluation(folder, found)
     tensors = open_checkpoint(folder).tensors.values()
     return found, folder, write_report(folder=folder, out=folder.parent, validation=validation, tensors=tensors)
@@ -69,12 +65,8 @@ def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluati
     found, folder, files = shown
     page = files.page.read_text()
     markdown = files.markdown.read_text()
-    words = {
-        "evaluate": "Measured on 1,542 tokens of emma.txt (6 windows of 257) against hf://moon/K2: KL ",
-        "compare": "Against http://a:8000/v1, http://b:8000/v1 has a KL of at least ",
-    }[found.kind]
     for text in map(as_read, (page, markdown, model_card(folder))):
-        assert words in text
+        assert "Measured on 1,542 tokens of emma.txt (6 windows of 257) against hf://moon/K2: KL " in text
         for row in found.rows:
             figures = row.figures
             for figure in (figures.divergence, figures.log_likelihood):
@@ -83,25 +75,22 @@ def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluati
                 assert f"{value:.3g}" in text
             assert f"{100 * figures.top1_agreement:.2f} %" in text
             assert f"{figures.perplexity:.6g}" in text
-        assert ("a KL of 0.00012 from itself" in text) == ("64 log-probabilities" in text) == (found.kind == "compare")
-        assert ("from itself. The difference is larger than that." in text) == (found.kind == "compare")
         assert "/home/someone" not in text
     for text in map(as_read, (page, markdown)):
-        assert ("Hidden states after each layer" in text) == (found.kind == "evaluate")
+        assert "Hidden states after each layer" in text
         assert "␣the" in text
     for row in found.rows:
         for number, layer in enumerate(row.layers):
             assert f"| {layer.relative_error:.3g} |" in markdown
             assert number == 0 or f"{100 * (layer.routing_agreement or 0):.2f} %" in markdown
-    charts = CHARTS + (LAYER_CHARTS if found.kind == "evaluate" else ())
-    assert [label for label in CHARTS + LAYER_CHARTS if f'aria-label="{label}"' in page] == list(charts)
+    assert all(f'aria-label="{label}"' in page for label in CHARTS + LAYER_CHARTS)
     assert figures_document(files.report)["evaluation"] == json.loads((folder / "evaluation.json").read_text())
 
 
 def test_figures_are_those_of_the_tokens(shown: tuple[Evaluation, Path, ReportFiles]) -> None:
     """Computed again from the scores, in other words than the package's."""
-    found, _, files = shown
-    scores = token_scores(0.3 if found.kind == "compare" else 0.35)
+    _, _, files = shown
+    scores = token_scores(0.35)
     windows = scores.divergence.mean(axis=1)
     error = np.sqrt(((windows - windows.mean()) ** 2).sum() / (len(windows) - 1) / len(windows))
     tile = headline(files.report, None)[0]
@@ -170,11 +159,9 @@ def test_the_picture_has_the_distribution(shown: tuple[Evaluation, Path, ReportF
 
 
 @pytest.mark.usefixtures("quick_pictures")
-def test_two_servers_that_differ_by_noise_are_said_to_be_the_same(records_only: Path) -> None:
-    found = comparison()
-    write_evaluation(records_only, replace(found, noise=found.rows[0].figures.divergence.mean))
-    text = as_read(write_report(folder=records_only).page.read_text())
-    assert "from itself. That of http://b:8000/v1 is no difference." in text
+def test_an_evaluation_of_servers_is_not_shown(records_only: Path) -> None:
+    write_evaluation(records_only, of_servers())
+    assert "evaluation" not in figures_document(write_report(folder=records_only).report)
 
 
 def test_without_an_evaluation_nothing_is_said_of_one(reported: ReportFiles) -> None:

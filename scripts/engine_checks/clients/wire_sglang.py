@@ -1,4 +1,4 @@
-"""Reads the questions of `compare` with SGLang's own class, and writes the answer that SGLang's own code makes of the
+"""Reads the questions of compare_servers with SGLang's own class, and writes the answer that SGLang's own code makes of the
 log-probabilities of model_server's, which must be the same: `wire_sglang DOCUMENTS`.
 """
 
@@ -42,9 +42,7 @@ def meta_information(question: Any, wanted: dict[str, Any]) -> dict[str, Any]:
 
     tokens = wanted["input_token_logprobs"]
     tops = [row or [] for row in wanted["input_top_logprobs"]]
-    words = {token[1]: token[2] for token in (*tokens, *(entry for row in tops for entry in row))}
     manager = TokenizerManager.__new__(TokenizerManager)
-    manager.tokenizer = SimpleNamespace(batch_decode=lambda lists: [words[ids[0]] for ids in lists])
     kinds = [f"{side}_{name}" for side in ("input", "output") for name in ("token_logprobs", "top_logprobs")]
     empty: dict[str, list[Any]] = {f"{kind}{part}": [] for kind in kinds for part in ("", "_val", "_idx")}
     state = SimpleNamespace(**empty, obj=question)
