@@ -62,7 +62,7 @@ class OpenWalk:
         if plan.walk.text.saved is not None:
             write_atomically(plan.walk.text.saved, path)
         statistics = open_statistics(path)
-        calibration = Calibration(statistics, weighted=True, smoothing=self.smoothing)
+        calibration = Calibration(statistics, weighted=False, smoothing=self.smoothing)
         record = calibration_record(statistics, calibration, plan.architecture)
         layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
         return replace(record, held_out_windows=plan.held_out_windows, layers=layers)
@@ -130,7 +130,7 @@ class ShardWalk:
 
     def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
         self.calibration = Calibration(
-            LayerFiles(opened.plan.walk.work), weighted=True, smoothing=opened.smoothing, codes=codes
+            LayerFiles(opened.plan.walk.work), weighted=False, smoothing=opened.smoothing, codes=codes
         )
         self.failure: BaseException | None = None
         self._opened = opened

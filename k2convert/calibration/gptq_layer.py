@@ -315,8 +315,12 @@ class LayerConverter:
         return found
 
     def _without_data(self, weights: list[tuple[SourceProjection, float]], device: str) -> list[Codes]:
-        """Convert projections with one input by rule `mse`; on a GPU with the scales that rule gptq tries."""
-        if device == "cpu":
+        """Convert projections with one input without data: INT4 as it is by rule `mse`, smoothed with gptq's scales.
+
+        A GPU has gptq's scales for both.
+        """
+        is_smoothed = any(weight.source.channel_exponents is not None for weight, _ in weights)
+        if device == "cpu" and not is_smoothed:
             return [by_mse(*weight) for weight in weights]
         columns = weights[0][0].values.shape[1]
         return round_together(weights, even_curvature(columns, device=device), self._kernel(device), sweeps=0)

@@ -7,8 +7,8 @@ multiplied by s = 2^a and what reads its output is divided by it, so the functio
     sum_c mean(W_c^2) / s_c^2 * E(s x - fp4(s x))_c^2  +  0.6 * sum_c E[x_c^2] * s_c^2 * mean((W/s - nvfp4(W/s))_c^2)
 
 by coordinate descent: each of the 16 positions in turn takes the best of the factors 1/2, 2, 1/4 and 4, if that removes
-more than 1 / 2000 of the sum. x are inputs times the roots of their token weights, W rows of gate and up; nvfp4 is rule
-`imatrix` with the importance E[x^2] s^2.
+more than 1 / 2000 of the sum. x are inputs times the roots of their token weights, W rows of gate and up, rounded to
+BF16; nvfp4 is rule `mse`.
 
 Of the tensors that it changes the search reads, in bounded memory:
 
@@ -32,7 +32,7 @@ show that the model will be asked something else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,7 +56,6 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
-from k2convert.quantize.rules.search_bf16 import block_importance
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE, mse_global_scale
 
 READ_ROWS: Final = 16384
@@ -110,25 +109,23 @@ def find_scaled_tensors(source: Checkpoint, layer: int) -> ScaledTensors:
     )
 
 
-def read_gate_up(
-    reader: ShardReader, tensors: ScaledTensors, *, seed: int
-) -> tuple[NDArray[np.float64], list[SourceWeight]]:
+def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> tuple[NDArray[np.float64], Bf16Weight]:
     """Read READ_ROWS rows of the experts' gate and up, as many of each, at places drawn by `seed`.
 
-    Returns the mean squares of their columns f64 [K], and sampled rows [n, K] of each kind.
+    Returns the mean squares of their columns f64 [K], and sampled rows [n, K], INT4 ones rounded to BF16.
     """
     projections = tensors.experts
     generator = np.random.RandomState(zlib.crc32(f"rows/{seed}/{tensors.norm.name}".encode()))
     count = min(projections[0].num_rows, max(1, READ_ROWS // len(projections)))
-    kept = set(generator.permutation(count * len(projections))[:SAMPLED_ROWS].tolist())
+    retained = set(generator.permutation(count * len(projections))[:SAMPLED_ROWS].tolist())
     squares = np.zeros(projections[0].num_columns)
-    found: list[SourceWeight] = []
+    sampled: list[NDArray[np.uint16]] = []
     for number, projection in enumerate(projections):
         weight = _read_rows(reader, projection, int(generator.randint(projection.num_rows - count + 1)), count)
         # NumPy adds rows in order, the same on every machine.
         squares += np.square(weight.values().astype(np.float64)).sum(axis=0)
-        found += [weight.rows(row, row + 1) for row in range(count) if number * count + row in kept]
-    return squares / (count * len(projections)), _stacked(found)
+        sampled += [weight.select(slice(row, row + 1)).bits for row in range(count) if number * count + row in retained]
+    return squares / (count * len(projections)), Bf16Weight(np.concatenate(sampled))
 
 
 def _read_rows(reader: ShardReader, projection: Projection, start: int, count: int) -> SourceWeight:
@@ -144,18 +141,6 @@ def _read_rows(reader: ShardReader, projection: Projection, start: int, count: i
         packed=read(projection.packed).reshape(count, -1),
         scale_bits=read(projection.scale).view(np.uint16).reshape(count, -1),
     )
-
-
-def _stacked(rows: list[SourceWeight]) -> list[SourceWeight]:
-    int4 = [row for row in rows if isinstance(row, Int4Weight)]
-    bf16 = [row.bits for row in rows if not isinstance(row, Int4Weight)]
-    stacked: list[SourceWeight] = []
-    if int4:
-        packed = np.concatenate([row.packed for row in int4])
-        stacked.append(Int4Weight(packed, np.concatenate([row.scale_bits for row in int4])))
-    if bf16:
-        stacked.append(Bf16Weight(np.concatenate(bf16)))
-    return stacked
 
 
 def exactly_scalable(reader: ShardReader, tensors: ScaledTensors) -> NDArray[np.bool_]:
@@ -234,7 +219,7 @@ class Proxy:
     inputs: Tensor
     mean_square: NDArray[np.float32]
     column_squares: NDArray[np.float64]
-    rows: Sequence[SourceWeight]
+    rows: Bf16Weight
 
     def errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
         """Return the error of each block of 16 channels, f64 [K/16], for exponents int8 [K]."""
@@ -242,13 +227,10 @@ class Proxy:
         inputs = self.inputs * torch.as_tensor(np.ldexp(np.float32(1), exponents))
         of_inputs = quantize_activations(inputs, _INPUT_SCALE).sub_(inputs).double().square_().mean(dim=0).numpy()
         scaled = (self.mean_square + _FLOOR_SHARE * self.mean_square.mean(dtype=np.float64)) * squares
-        importance = block_importance(scaled.astype(np.float32))
-        of_weights = np.zeros(exponents.size)
-        for weight in self.rows:
-            divided = weight.divide_columns(exponents, name="rows of gate and up")
-            result = dequantize_nvfp4(quantize_by_imatrix(divided, importance))
-            of_weights += np.square(result - np.ldexp(weight.values(), -exponents.astype(np.int32))).sum(axis=0)
-        of_weights /= sum(weight.shape[0] for weight in self.rows)
+        divided = self.rows.divide_columns(exponents, name="rows of gate and up")
+        global_scale = mse_global_scale(divided.magnitude())
+        result = dequantize_nvfp4(convert(divided, rule="mse", global_scale=global_scale).weight)
+        of_weights = np.square(result - divided.values()).mean(axis=0, dtype=np.float64)
         channels = of_inputs * self.column_squares / squares
         channels += WEIGHT_SHARE * scaled * of_weights
         return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)

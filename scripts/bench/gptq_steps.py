@@ -33,6 +33,7 @@ from k2convert.calibration.smoothing import SAMPLED_ROWS, SAMPLED_TOKENS, STEPS,
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.forward.moe import one_torch_thread
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
@@ -98,7 +99,7 @@ def pass_seconds(model: ModelSizes, size: PassSize, product: float) -> tuple[flo
     expert = seconds_of(made_up_expert(model, tokens, "cpu"))
     experts = model.num_moe(size) * model.num_experts * -(-size.num_windows // size.chunk) * expert
     inputs = torch.ones(SAMPLED_TOKENS, COLUMNS)
-    rows = (made_up_weight(SAMPLED_ROWS, COLUMNS),)
+    rows = Bf16Weight(made_up_weight(SAMPLED_ROWS, COLUMNS).bits)
     proxy = Proxy(inputs, np.ones(COLUMNS, dtype=np.float32), np.ones(COLUMNS), rows)
     search = seconds_of(lambda: proxy.errors((np.arange(COLUMNS) % 2).astype(np.int8)))
     search *= (1 + BLOCK_SIZE * len(STEPS)) * model.hidden / COLUMNS
