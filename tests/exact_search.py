@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from block_makers import codes_of, scales_of
-from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -124,27 +122,3 @@ def count_outside_normal(weight: Int4Weight, importance: Sequence[int], g: Fract
         own, *others = (errors_of(block, found) for found in (g, free, free / 64))
         count += min(min(errors.values()) * unit for errors, unit in others) < min(own[0].values()) * own[1]
     return count
-
-
-@lru_cache(maxsize=1)
-def int4_assignments() -> NDArray[np.int64]:
-    """Return every code assignment of |q| = 0..8 that a real scale can give, as doubled values int64 [57, 9]."""
-    midpoints = [(low + high) / 2 for low, high in pairwise(E2M1)]
-    breakpoints = sorted({k / midpoint for k in range(1, 9) for midpoint in midpoints})
-    inner = [(low + high) / 2 for low, high in pairwise(breakpoints)]
-    steps = [breakpoints[0] / 2, *inner, breakpoints[-1] * 2]
-    # No step is a breakpoint, so no ratio is a midpoint, and counting the midpoints below it needs no tie rule.
-    rows = [[int(2 * E2M1[sum(k / step > midpoint for midpoint in midpoints)]) for k in range(9)] for step in steps]
-    return np.unique(np.array(rows, dtype=np.int64), axis=0)
-
-
-def int4_block_bounds(histograms_Mk: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the bound of each block in units of s**2, float64 [M], from counts of |q| = 0..8, int64 [M, 9]."""
-    k = np.arange(9, dtype=np.float64)
-    values_Ak = int4_assignments().astype(np.float64)
-    counts = histograms_Mk.astype(np.float64)
-    # All sums are integers below 2**53: exact in any order.
-    inner_MA = counts @ (k * values_Ak).T
-    norm_MA = counts @ (values_Ak * values_Ak).T
-    explained_MA = np.divide(inner_MA * inner_MA, norm_MA, out=np.zeros_like(norm_MA), where=norm_MA > 0)
-    return counts @ (k * k) - explained_MA.max(axis=1)

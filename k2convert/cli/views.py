@@ -229,12 +229,11 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
             f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
             f"{m.relative_mse:.5f}",
             f"{m.achieved_to_max:.3f}" if math.isfinite(m.achieved_to_max) else "",
-            f"{m.achieved_to_bound:.3f}" if math.isfinite(m.achieved_to_bound) else "",
         )
         for role, m in totals.items()
     ]
     if rows:
-        columns = ("role", "weights", "SQNR", "relative MSE", "error / max", "error / bound")
+        columns = ("role", "weights", "SQNR", "relative MSE", "error / max")
         print_table("weight error against the source", columns, rows)
     if TOTAL in totals and (words := totals[TOTAL].cast_words) is not None:
         print_line(f"cast: {words}")

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 from blake3 import blake3
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from k2convert import __version__
 from k2convert.checkpoint.files import is_there
@@ -45,7 +45,23 @@ def _checked(metrics: WeightMetrics) -> WeightMetrics:
     return metrics
 
 
-Metrics = Annotated[WeightMetrics, AfterValidator(_checked)]
+_FIGURES: Final = frozenset(field.name for field in fields(WeightMetrics))
+_BYTES: Final = {str(byte): byte for byte in range(256)}
+
+
+def _of_this_version(stated: object) -> object:
+    """Leave out figures that only earlier versions measured, so that their results stay readable."""
+    if not isinstance(stated, dict):
+        return stated
+    figures = {name: value for name, value in cast("dict[str, Any]", stated).items() if name in _FIGURES}
+    if isinstance(histogram := figures.get("scale_histogram"), dict):
+        # Keys of JSON are text. Pydantic reads them as integers only if it sees the text of the whole document.
+        counts = cast("dict[str, Any]", histogram)
+        figures["scale_histogram"] = {_BYTES.get(key, key): count for key, count in counts.items()}
+    return figures
+
+
+Metrics = Annotated[WeightMetrics, BeforeValidator(_of_this_version), AfterValidator(_checked)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +306,7 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     """Return metrics with the derived ratios, for --json; ratios that are not finite become None."""
-    names = ("sqnr_db", "relative_mse", "achieved_to_max", "achieved_to_bound", "weighted_sqnr_db")
+    names = ("sqnr_db", "relative_mse", "achieved_to_max", "weighted_sqnr_db")
     ratios = {name: getattr(metrics, name) for name in names}
     if metrics.weighted_sqnr_db is None:
         del ratios["weighted_sqnr_db"]

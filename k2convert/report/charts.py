@@ -53,18 +53,17 @@ _EXACT_CELL = 0xFFFF
 ModeRows = Sequence[tuple[str, EvaluationRow]]
 """Rows of an evaluation with the words for their modes."""
 _MODE_STYLES: Final = (
-    ("ours", "solid", "o"), ("max", (0, (5, 2)), "s"), ("bound", (0, (1, 1.5)), "^"), ("mse", (0, (5, 2, 1, 2)), "D"),
+    ("ours", "solid", "o"), ("max", (0, (5, 2)), "s"), ("good", (0, (1, 1.5)), "^"), ("mse", (0, (5, 2, 1, 2)), "D"),
 )  # fmt: skip
 """Color, line and marker of each mode: no more modes are drawn."""
 
 
 def draw_distribution(report: Report, palette: Palette) -> Figure:
-    """Draw histograms of the tensors' SQNR: of this conversion, of `max`, and of the bound."""
+    """Draw histograms of the tensors' SQNR: of this conversion and of `max`."""
     sheet = Sheet(3.1, palette)
     known = (
         ("max", [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors], palette["max"]),
         (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], palette["ours"]),
-        ("bound", [t.sqnr_bound_db for t in report.tensors], palette["bound"]),
     )
     finite = [(label, [v for v in values if v is not None and np.isfinite(v)], color) for label, values, color in known]
     series = [(label, np.array(values), color) for label, values, color in finite if values]

@@ -32,7 +32,7 @@ _ROLE_NAMES: Final = {
     TOTAL: "all converted weights",
 }
 _ROLE_COLUMNS: Final = (
-    "role", "weights", "SQNR", "relative error", "error / max", "error / bound", "non-zero changed",
+    "role", "weights", "SQNR", "relative error", "error / max", "non-zero changed",
 )  # fmt: skip
 
 
@@ -65,9 +65,6 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
         tiles.append(Tile(f"{total.achieved_to_max:.3f} \u00d7", "max's error", "max calibration, the usual recipe"))
-    if total.sampled_error_bound > 0:
-        detail = "no choice of scales, even real-valued, can do better"
-        tiles.append(Tile(f"{total.achieved_to_bound:.3f} \u00d7", "the bound's error", detail))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
         tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
@@ -150,13 +147,12 @@ def sections(report: Report) -> Iterator[Section]:
                 f"{t.place}: {t.module}" if t.place else t.module,
                 decibels(t.sqnr_db),
                 "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
-                "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
                 "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
                 f"{100 * t.changed_share:.1f} %",
             )
             for t in report.worst
         ]
-        columns = ("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed")
+        columns = ("", "SQNR", "max", "largest error, steps", "non-zero changed")
         yield Section("Worst tensors", (), (Table(columns, rows),))
     if report.checks is not None:
         yield from _contract(report.checks)
@@ -166,19 +162,13 @@ def sections(report: Report) -> Iterator[Section]:
 
 
 def _chart_sections(report: Report) -> Iterator[Section]:
-    is_max = report.rule == "max"
     if report.has_distribution:
-        of_max = "Max is what would have been written by"
-        if is_max:
-            of_max = "Max, the rule of this conversion, is"
-        yield Section(
-            f"Every tensor, compared with {'' if is_max else 'max and '}the bound",
-            (
-                f"SQNR of {len(report.tensors):,} converted tensors. {of_max} max calibration. No choice of scales, "
-                "even real-valued, can do better than the bound. Both are measured on a sample of blocks.",
-            ),
-            charts=("distribution",),
-        )
+        title = "Every tensor"
+        sentence = f"SQNR of {len(report.tensors):,} converted tensors."
+        if report.rule != "max":
+            title += ", compared with max"
+            sentence += " Max calibration, the usual recipe, is measured on a sample of each tensor's rows."
+        yield Section(title, (sentence,), charts=("distribution",))
     if report.maps:
         sentence = "One cell per tensor, one color scale for all three projections."
         yield Section("SQNR by layer and expert", (sentence,), charts=("heat_map",))
@@ -250,7 +240,6 @@ def role_table(report: Report) -> Table:
             decibels(m.sqnr_db),
             f"{m.relative_mse:.5f}",
             f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else "",
-            f"{m.achieved_to_bound:.3f}" if m.sampled_error_bound > 0 else "",
             percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero),
             *(() if m.weighted_error is None else (decibels(m.weighted_sqnr_db),)),
             *((f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}",) if has_proof else ()),

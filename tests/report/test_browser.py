@@ -40,7 +40,7 @@ def count_mapped(pixels: NDArray[np.uint8]) -> int:
 def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
     """Return the charts that are not visible: their areas have colors that nothing else on the page has."""
     blank: list[str] = []
-    for name in ("max", "ours", "bound"):
+    for name in ("max", "ours"):
         area = ALPHA * rgb(palette[name]) + (1 - ALPHA) * rgb(palette["paper"])
         if count(pixels, area) < 250:
             blank.append(f"distribution: {name}")
@@ -66,10 +66,10 @@ def test_a_blank_chart_would_be_noticed(reported: ReportFiles, tmp_path: Path) -
     page = tmp_path / "blank.html"
     text = reported.page.read_text()
     text = re.sub(r"<image [^>]*>", "", text)
-    text = re.sub(r'<path [^>]*style="fill: var\(--(max|ours|bound)\)[^>]*>', "", text)
+    text = re.sub(r'<path [^>]*style="fill: var\(--(max|ours)\)[^>]*>', "", text)
     page.write_text(text)
     pixels = browser.screenshot(page, tmp_path, width=1200, height=2400)
-    expected = ["distribution: max", "distribution: ours", "distribution: bound", "block scales", "heat map"]
+    expected = ["distribution: max", "distribution: ours", "block scales", "heat map"]
     assert blank_charts(pixels, LIGHT) == expected
 
 

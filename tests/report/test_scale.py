@@ -26,7 +26,7 @@ def metrics(random: np.random.Generator, shape: list[int], layer: int) -> dict[s
         "num_five_or_seven": NUM_WEIGHTS // 9, "num_minus_eight": 0, "blocks_outside_normal": 0,
         "scale_spread_exceeded": 0, "min_scale_byte": 80, "max_scale_byte": 79 + len(shape),
         "scale_histogram": {str(80 + i): count for i, count in enumerate(shape)}, "sampled_blocks": NUM_BLOCKS // 64,
-        "sampled_error_achieved": error / 64, "sampled_error_max": error / 32, "sampled_error_bound": error / 72,
+        "sampled_error_achieved": error / 64, "sampled_error_max": error / 32,
     }  # fmt: skip
 
 

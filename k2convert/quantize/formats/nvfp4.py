@@ -124,9 +124,6 @@ _VALUES: Final = _all_values()
 CHUNK_ELEMENTS: Final = 1 << 20
 """Weights handled at once. Working memory is a small multiple of it, for a tensor of any size."""
 
-SAMPLE_STRIDE: Final = 64
-MIN_SAMPLED_BLOCKS: Final = 4096
-
 BLOCKS_PER_GROUP: Final = GROUP_SIZE // BLOCK_SIZE
 
 
@@ -135,12 +132,6 @@ def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
-
-
-def sampled_range(num_blocks: int, *, sample_seed: int) -> range:
-    """Return the row-major indices of the sampled blocks: one in 64, or about 4,096 of a smaller tensor."""
-    stride = min(SAMPLE_STRIDE, max(1, num_blocks // MIN_SAMPLED_BLOCKS))
-    return range(sample_seed % stride, num_blocks, stride)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Measuring quantized weights against their source: one way for every rule, element by element (cpp/measure.hpp).
 
 Nothing is known of the rule: the error is that of the written values v * b * g against the exact source, q * s or the
-BF16 value. Rows are added up in C++, and over rows with math.fsum, so the figures depend on no thread. The comparison
-with `max` and with the bound costs more than the conversion, so it is made on a sample of the blocks.
+BF16 value. Rows are added up in C++, and over rows with math.fsum, so the figures depend on no thread. Rule `max`, the
+usual recipe, converts one row in 64 too, and its error is compared with that of the same rows.
 
 A conversion of INT4 weights whose columns have no factors counts on the way what the figures follow from
 (cpp/tally.hpp): the same counts, and the same sums but for their order.
@@ -19,20 +19,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, decode_mxfp4, look_up
-from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, sampled_range
+from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, flat, tally_mxfp4
+from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, tally_mxfp4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import max_global_scale
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE, check_importance, global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
+SAMPLE_STRIDE: Final = 64
+MIN_SAMPLED_BLOCKS: Final = 4096
+"""Of a smaller tensor all rows are compared with `max`, of any tensor at least two."""
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
 SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
 """The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
@@ -51,7 +53,7 @@ def measure_quantized(
     """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
 
     `magnitude` is that of all tensors that share the global scale. `importance` uint8 [K] adds the weighted sums.
-    `converted` is what the conversion found. The name decides which blocks are sampled. `is_cast`: the rule casts MXFP4
+    `converted` is what the conversion found. The name decides which rows are sampled. `is_cast`: the rule casts MXFP4
     weights; an error of zero does not make a cast.
     """
     if result.shape != source.shape:
@@ -68,8 +70,7 @@ def measure_quantized(
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
     used = {byte: int(count) for byte, count in enumerate(histogram) if count}
-    is_exact = found.squared_error == 0.0
-    sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()), is_exact)
+    sampled, error, error_max = _sample(source, result, magnitude=magnitude, seed=zlib.crc32(name.encode()))
     return WeightMetrics(
         num_weights=2 * result.packed.size,
         num_blocks=result.block_scales.size,
@@ -89,9 +90,8 @@ def measure_quantized(
         max_scale_byte=max(used, default=None),
         scale_histogram=used,
         sampled_blocks=sampled,
-        sampled_error_achieved=achieved,
-        sampled_error_max=plain,
-        sampled_error_bound=bound,
+        sampled_error_achieved=error,
+        sampled_error_max=error_max,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
         **({} if counts is None else counts(source, result.global_scale)),
@@ -213,61 +213,23 @@ def _sum(values: NDArray[np.float64]) -> float:
     return math.nan
 
 
-def _sample_mxfp4(
-    source: Mxfp4Weight,
-    written: _Written,
-    chosen: range,
-    max_scale: float,
-    is_exact: bool,
-) -> tuple[float, float, float]:
-    """The same for MXFP4: the source's own scales, as real numbers, leave no error, so the bound is zero."""
-    blocks = slice(chosen.start, None, chosen.step)
-    scales = flat(source.scale_bytes)[np.arange(chosen.start, chosen.stop, chosen.step) // BLOCKS_PER_GROUP, None]
-    bits = flat(decode_mxfp4(flat(source.packed).reshape(-1, BLOCK_SIZE // 2)[blocks], scales))
-    codes = flat(written[0].reshape(-1, BLOCK_SIZE // 2)[blocks])
-    block_scales = flat(written[1][blocks])
-    max_codes = np.empty_like(codes)
-    max_scales = np.empty_like(block_scales)
-    sums = np.zeros((2, 4))
-    _cpu.quantize_max_bf16(bits, max_scale, max_codes, max_scales)
-    if not is_exact:
-        _cpu.measure_bf16(bits, codes, block_scales, written[2], bits.size, None, sums[0])
-    _cpu.measure_bf16(bits, max_codes, max_scales, _E4M3 * max_scale, bits.size, None, sums[1])
-    return float(sums[0, 1]), float(sums[1, 1]), 0.0
-
-
-def _sample(
-    source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int, is_exact: bool
-) -> tuple[int, float, float, float]:
-    """Return how many blocks are sampled, and on them the error, that of `max` at its own scale, and the bound.
-
-    `is_exact`: no written value differs from the source's.
-    """
-    chosen = sampled_range(result.block_scales.size, sample_seed=seed)
-    if not chosen:
-        return 0, 0.0, 0.0, 0.0
-    written = _flat((result.packed, result.block_scales, _E4M3 * result.global_scale))
-    sample = _SAMPLES.get(type(source), _sample_bf16)
-    return len(chosen), *sample(source, written, chosen, max_global_scale(magnitude), is_exact)
-
-
-def _sample_bf16(
-    source: SourceWeight, written: _Written, chosen: range, max_scale: float, _: bool
-) -> tuple[float, float, float]:
-    return _cpu.sample_bf16(flat(source.bits), *written, chosen.start, chosen.step, max_scale)
-
-
-def _sample_int4(
-    source: Int4Weight, written: _Written, chosen: range, max_scale: float, _: bool
-) -> tuple[float, float, float]:
-    codes = flat(source.packed), flat(source.scale_bits), source.channel_exponents
-    return _cpu.sample_int4(*codes, *written, chosen.start, chosen.step, max_scale)
+def _sample(source: SourceWeight, result: Nvfp4Weight, *, magnitude: Magnitude, seed: int) -> tuple[int, float, float]:
+    """Return how many blocks are sampled, and on them the squared error and that of `max` at its own global scale."""
+    stride = max(1, min(SAMPLE_STRIDE, source.shape[0] // 2, result.block_scales.size // MIN_SAMPLED_BLOCKS))
+    rows = slice(seed % stride, None, stride)
+    sample = source.select(rows)
+    if isinstance(sample, Mxfp4Weight):
+        sample = Bf16Weight(sample.bits)  # no faster way to measure groups that are not cast
+    scales = result.block_scales[rows]
+    found = add_up(sample, result.packed[rows], scales, _E4M3 * result.global_scale, None)
+    by_max = convert(sample, rule="max", global_scale=max_global_scale(magnitude))
+    sums = by_max.sums
+    if sums is None:
+        weight = by_max.weight
+        sums = add_up(sample, weight.packed, weight.block_scales, _E4M3 * weight.global_scale, None)
+    return scales.size, found.squared_error, sums.squared_error
 
 
 # A row for each format that is not measured by the BF16 bits of its weights.
 _ADD_UP: Final[dict[type, Callable[..., Sums]]] = {Int4Weight: _add_up_int4, Mxfp4Weight: _add_up_mxfp4}
-_SAMPLES: Final[dict[type, Callable[..., tuple[float, float, float]]]] = {
-    Int4Weight: _sample_int4,
-    Mxfp4Weight: _sample_mxfp4,
-}
 _CAST_COUNTS: Final[dict[type, Callable[..., dict[str, int | None]]]] = {Mxfp4Weight: _cast_counts}

@@ -58,8 +58,6 @@ class WeightMetrics:
     sampled_error_achieved: float
     sampled_error_max: float
     """Squared error of the `max` rule on the sampled blocks."""
-    sampled_error_bound: float
-    """No choice of scales, even real-valued, gives less squared error on the sampled blocks."""
     weighted_energy: float | None = None
     """Sum of importance / 255 * w**2, if the rule was given the importance of channels."""
     weighted_error: float | None = None
@@ -127,24 +125,11 @@ class WeightMetrics:
         return ratio(self.sampled_error_achieved, self.sampled_error_max)
 
     @property
-    def achieved_to_bound(self) -> float:
-        """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `mse`."""
-        return ratio(self.sampled_error_achieved, self.sampled_error_bound)
-
-    @property
     def sqnr_max_db(self) -> float | None:
         """The SQNR of `max`: this one, shifted by the ratio of errors on the sampled blocks; None if not known."""
-        return self._shifted(self.sampled_error_max)
-
-    @property
-    def sqnr_bound_db(self) -> float | None:
-        """The SQNR of the bound, in the same way."""
-        return self._shifted(self.sampled_error_bound)
-
-    def _shifted(self, other_error: float) -> float | None:
-        if not math.isfinite(self.sqnr_db) or self.sampled_error_achieved <= 0.0 or other_error <= 0.0:
+        if not math.isfinite(self.sqnr_db) or self.sampled_error_achieved <= 0.0 or self.sampled_error_max <= 0.0:
             return None
-        return self.sqnr_db + 10.0 * math.log10(self.sampled_error_achieved / other_error)
+        return self.sqnr_db + 10.0 * math.log10(self.sampled_error_achieved / self.sampled_error_max)
 
 
 class MetricsSum:

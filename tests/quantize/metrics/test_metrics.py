@@ -9,15 +9,17 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, blocks_of, codes_of, int4_weight, scales_of, trained_like
+from block_makers import any_codes, codes_of, int4_weight, scales_of, trained_like
+from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES, quantize_best
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
 from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.document import encode, parse
 
@@ -28,20 +30,34 @@ def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) 
     return measure_quantized(weight, result, name="w", magnitude=magnitude)
 
 
-def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
+def errors_of(weight: Int4Weight, result: Nvfp4Weight) -> NDArray[np.float64]:
+    """The squared error of each row."""
+    exact = codes_of(weight).double() * scales_of(weight).double().repeat_interleave(32, dim=-1)
+    return ((exact.numpy() - dequantize_nvfp4(result)) ** 2).sum(axis=1)
+
+
+def test_one_row_in_64_of_a_large_tensor_is_compared_with_max() -> None:
     weight = trained_like(1024, 4096, seed=4)
     magnitude = weight.magnitude()
     result = quantize_best(weight, mse_global_scale(magnitude))
+    by_max = quantize_max(weight, max_global_scale(magnitude))
     runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
-    assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
-    assert runs[0].sampled_error_achieved != runs[1].sampled_error_achieved
-    first = zlib.crc32(b"v") % 64
-    exact = codes_of(weight).double() * scales_of(weight).double().repeat_interleave(32, dim=-1)
-    errors = blocks_of((exact - torch.from_numpy(dequantize_nvfp4(result))) ** 2).sum(dim=-1)
-    assert runs[1].sampled_error_achieved == pytest.approx(float(errors[first::64].sum()), rel=1e-12)
-    assert runs[0].achieved_to_max == pytest.approx(0.5, abs=0.03)
-    assert runs[0].achieved_to_bound == pytest.approx(1.13, abs=0.03)
+    for name, found in zip("wv", runs, strict=False):
+        rows = slice(zlib.crc32(name.encode()) % 64, None, 64)
+        assert found.sampled_blocks == 16 * 4096 // 16
+        assert found.sampled_error_achieved == pytest.approx(errors_of(weight, result)[rows].sum(), rel=1e-12)
+        assert found.sampled_error_max == pytest.approx(errors_of(weight, by_max)[rows].sum(), rel=1e-12)
+        assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("rows", "columns", "sampled_rows"), [(64, 1024, 64), (5, 1 << 16, 3), (1, 1 << 16, 1)])
+def test_a_small_or_flat_tensor_is_compared_with_max_in_at_least_two_rows(
+    rows: int, columns: int, sampled_rows: int
+) -> None:
+    found = convert(trained_like(rows, columns, seed=2), "mse")
+    assert found.sampled_blocks == sampled_rows * columns // 16
+    assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
