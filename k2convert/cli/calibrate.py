@@ -16,7 +16,7 @@ from k2convert.cli.forecast import (
     show_start,
     text_lines,
 )
-from k2convert.cli.options import job_command
+from k2convert.cli.options import typed_command
 from k2convert.cli.progress import waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import format_bytes, read_size
@@ -69,7 +69,7 @@ def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     from k2convert.calibration.accumulate import calibrate as do_calibration
 
     with display as events:
-        header = do_calibration(plan, command=job_command("calibrate", options), events=events)
+        header = do_calibration(plan, command=typed_command(source=options.source), events=events)
     _show_result(plan, header, options)
 
 

@@ -15,7 +15,7 @@ from k2convert.cli.forecast import (
     needs_lines,
     text_document,
 )
-from k2convert.cli.options import job_command
+from k2convert.cli.options import typed_command
 from k2convert.cli.progress import waiting
 from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes, read_size
@@ -81,7 +81,7 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     with display as events, opened_decoder(plan) as decode:
-        done = do_evaluation(plan, decode=decode, command=job_command("evaluate", options), events=events)
+        done = do_evaluation(plan, decode=decode, command=typed_command(source=options.reference), events=events)
     _show_result(plan, done)
 
 

@@ -7,6 +7,7 @@ this, `hf:/me/out` and `me/out` would become folders, and a mistyped `owner/name
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from importlib import import_module
@@ -185,17 +186,12 @@ def verb(options: type) -> Callable[..., None]:
     return command
 
 
-def job_command(verb: str, options: Any) -> "JobCommand":
-    """Return the command that has these options, the first two as arguments, in this folder: it resumes the job."""
+def typed_command(*, source: str, without: str = "") -> "JobCommand":
+    """Return the command of this process as it was typed, but without one option and its value."""
     from k2convert.records.command import JobCommand  # which loads pydantic: help would be slow
 
-    words = ["k2convert", verb]
-    for number, known in enumerate(fields(options)):
-        value = getattr(options, known.name)
-        given = cast(list[object], value) if isinstance(value, list) else [value]
-        name = {"settings": "set"}.get(known.name, known.name).replace("_", "-")
-        if number < 2:
-            words += map(str, given)
-        elif value != known.default and known.name != "dry_run":
-            words += [f"--{name}"] if value is True else [word for one in given for word in (f"--{name}", str(one))]
-    return JobCommand(tuple(words), str(Path.cwd()))
+    words = ["k2convert", *sys.argv[1:]]
+    if without in words:
+        del words[words.index(without) : words.index(without) + 2]
+    words = [word for word in words if not without or not word.startswith(f"{without}=")]
+    return JobCommand(tuple(words), str(Path.cwd()), source)

@@ -23,7 +23,7 @@ from k2convert.cli.forecast import (
     text_lines,
 )
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import job_command
+from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display, waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
@@ -85,8 +85,6 @@ def run(options: RunOptions) -> None:
             text = text_files(options.evaluate, device=options.device)
             job = with_evaluation(job, text, any_text=options.any_text)
         waits.close()
-        if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
-            options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
         notices = [] if job.target is None else list(job.target.notices)
         for notice in (*notices, job.limits.shrunk):
             if notice is not None:
@@ -229,8 +227,8 @@ def _open_cluster(options: RunOptions) -> "AbstractContextManager[Cluster]":
 
 
 def _do_part(job: Job, part: Part, options: RunOptions) -> None:
-    whole = job_command("run", replace(options, part=None))
-    own = job_command("run", options)
+    whole = typed_command(source=options.source, without="--part")
+    own = typed_command(source=options.source)
     num_shards = len(part.items(job.items))
     display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
     own_process()
@@ -252,7 +250,7 @@ def _do_part(job: Job, part: Part, options: RunOptions) -> None:
 def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes)
-    command = job_command("run", options)
+    command = typed_command(source=options.source)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:

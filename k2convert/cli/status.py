@@ -88,13 +88,7 @@ class _Walk:
 
     @property
     def command(self) -> JobCommand | None:
-        found = read_command(self.work.folder)
-        if found is not None and "--out" in found.words:
-            number = found.words.index("--out") + 1
-            return replace(found, words=(*found.words[:number], str(self.place.absolute()), *found.words[number + 1 :]))
-        if found is None:
-            return None
-        return found.moved(self.place)
+        return read_command(self.work.folder)
 
     def document(self) -> dict[str, Any]:
         is_running, progress, _ = read_lock(self.work.folder)
@@ -223,10 +217,8 @@ def _show_next(folder: Path, state: JobState) -> None:
         command = state.command
         here = str(Path.cwd())
         given = list[str]()
-        if command is not None and len(command.words) >= 4:
-            given += ["--source", command.place(command.words[2], here=here)]
-            if (statistics := command.value("--statistics")) is not None:
-                given += ["--statistics", command.place(statistics, here=here)]
+        if command is not None and command.source:
+            given += ["--source", command.place(command.source, here=here)]
         console.print_next(console.command("k2convert", "validate", folder, *given))
 
 

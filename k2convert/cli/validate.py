@@ -117,7 +117,7 @@ def validate(options: ValidateOptions) -> None:
             problem = "validation failed, see above. Do not publish or serve it."
             command = read_command(opened.folder)
             if command is not None and not opened.shards.is_remote:
-                again = command.moved(opened.folder).verifying().line(here=str(Path.cwd()))
+                again = command.verifying().line(here=str(Path.cwd()))
                 problem += f" `{again}` converts missing and changed shards again."
             raise InvalidCheckpointError(f"{found.folder}: {problem}")
         if found.contract.layout != "int4":

@@ -44,9 +44,9 @@ from k2convert.records.command import say_own_command
 from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.fingerprint import (
+    IDENTITY_VERSION,
     changed_shards,
-    copied_note,
-    copied_shards,
+    check_version,
     describe_changes,
     other_instructions,
     source_error,
@@ -72,13 +72,15 @@ class WalkJob:
     """Identity of a walk. `identity` has every field that its results depend on; a resumed walk must have the same.
 
     `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
-    the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name.
+    the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name, `version`
+    the IDENTITY_VERSION of the release that began it.
     """
 
     identity: JsonObject
     chunk: Count
     source: dict[str, str]
     files: dict[str, str] = field(default_factory=dict[str, str])
+    version: Count = 1
 
 
 Purpose = Literal["calibration", "evaluation"]
@@ -145,8 +147,9 @@ class WorkFolder:
                 events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
             for path in unknown:
                 self.remove_file(path)
-            self._describe(job)
+            self._describe(replace(job, version=IDENTITY_VERSION))
             return job
+        check_version(found.version, self.folder)
         if changes := describe_changes(found.identity, job.identity):
             how = other_instructions(found.identity, job.identity)
             again = how or f"{say_own_command(self.folder)}Repeat it with the same options. "
@@ -156,8 +159,6 @@ class WorkFolder:
             )
         if changed := changed_shards(found.source, job.source):
             raise source_error(changed[0], self.folder)
-        if copied := copied_shards(found.source, job.source):
-            events.note(copied_note(copied))
         return found
 
     def path(self, kind: str, layer: int) -> Path:

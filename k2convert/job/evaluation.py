@@ -39,7 +39,7 @@ from k2convert.plan.recipe import TextUse
 from k2convert.records.document import JsonObject
 from k2convert.records.evaluation import EvaluatedModel, Evaluation
 from k2convert.records.events import SILENT, Events
-from k2convert.records.fingerprint import Source, source_digest
+from k2convert.records.fingerprint import Source, check_version, source_digest
 from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def open_evaluation(
     if place is not None:
         work_folder = path.parent / WORK_FOLDER / WORK_NAME
     begun = _work(work_folder, 1).job()
+    if begun is not None:
+        check_version(begun.version, work_folder)
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
     with ExitStack() as stack:
         places = (reference, *dict.fromkeys(checkpoints))

@@ -45,7 +45,7 @@ from k2convert.plan.plan import Plan, ShardJob, check_target, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.fingerprint import JobDescription, Source, job_fingerprint
+from k2convert.records.fingerprint import IDENTITY_VERSION, JobDescription, Source, check_version, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
@@ -118,6 +118,8 @@ class JobOptions:
 def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
     """Open both ends of a conversion and plan it for the block. Writes nothing. Raises any K2ConvertError."""
     begun = Journal(options.destination.folder).job()
+    if begun is not None:
+        check_version(begun.version, options.destination.folder)
     with (
         open_named_statistics(options.statistics, hub=hub) as statistics,
         open_source(options.source, hub=hub, pinned=begun and begun.source_revision) as source,
@@ -183,6 +185,7 @@ def prepare(
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
         source=source.identities(),
         pruning=source.pruning,
+        version=IDENTITY_VERSION,
     )
     finished = Journal(folder).finished(description.digest)
     with remedy(SOURCE_REMEDY):

@@ -23,19 +23,18 @@ from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_dige
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
-from k2convert.errors import PlanError, ResumeError, SourceReadError, counted, format_bytes, quoted
+from k2convert.errors import PlanError, SourceReadError, counted, format_bytes, quoted
 from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_job_memory, check_room
 from k2convert.job.resources import Item
-from k2convert.job.shard import convert_shard, find_difference, shard_task
+from k2convert.job.shard import convert_shard, shard_task
 from k2convert.machine import BUFFERS
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
-from k2convert.records.fingerprint import copied_note
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.lock import lock_destination, share_destination
 
@@ -235,27 +234,7 @@ def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Genera
             run.finished = journal.finished(job.digest)
             run.records = run.finished.only(run.finished)
             run.items = [item for item in run.mine if item.name not in run.finished]
-        if copied := journal.copied(job.description):
-            _check_copies(run, copied, everything=verify)
         yield run
-
-
-def _check_copies(run: _Run, copied: Sequence[str], *, everything: bool) -> None:
-    """Compare a tensor of each finished shard, or `everything`, with what a copied source gives (ResumeError)."""
-    job = run.job
-    read = [name for name, record in run.finished.items() if not record.source_headers.keys().isdisjoint(copied)]
-    what = "every tensor" if everything else "a tensor"
-    run.events.note(f"{copied_note(copied)}. Comparing {what} of each finished shard with it")
-    if everything:
-        num_bytes = sum(shard.bytes_in for shard in job.plan.jobs if shard.name in read)
-        run.events.begun(Extent({"check": (num_bytes, 0)}))
-    for name in read:
-        task = shard_task(job, name)
-        if tensor := find_difference(task, everything=everything, events=run.events):
-            raise ResumeError(
-                f"{name}: {tensor} is not what {task.source_folder} gives: this source has other bytes than the one "
-                f"that the job was begun with. Restore that source, or delete {run.journal.folder} to start over."
-            )
 
 
 def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:

@@ -153,29 +153,6 @@ def convert_shard(
     return replace(record, checked=checked)
 
 
-def find_difference(task: ShardTask, *, everything: bool, events: Events = SILENT) -> str | None:
-    """Convert a part of a finished shard again, or `everything`; return the first tensor that differs from the file."""
-    places = list[tuple[int, _Piece]]()
-    position = len(encoded_header(task.shard))
-    with (
-        _opened(replace(task, sha256=None), None, Event()) as work,
-        (task.destination / task.shard.name).open("rb") as file,
-    ):
-        for piece in work.pieces():
-            if piece.is_pure:
-                places.append((position, piece))
-            position += piece.bytes_out
-        if not everything:
-            places = places[len(places) // 2 :][:1]
-        with closing(work.ahead(piece for _, piece in places)) as results:
-            for (position, _), (piece, (buffers, _)) in zip(places, results, strict=True):
-                file.seek(position)
-                if any(file.read(buffer.nbytes) != buffer.tobytes() for buffer in buffers):
-                    return piece.reads[0][0].name
-                events.progress(bytes_in=piece.bytes_in)
-    return None
-
-
 @contextmanager
 def _opened(task: ShardTask, threads: Threads | None, stop: Event) -> Generator["_Work"]:
     """Open the source shards of a task, for a conversion by `threads`, or by threads of its own."""
@@ -198,14 +175,12 @@ _Loaded = dict[str, Bytes]  # the bytes of tensors, or parts of them, by name
 class _Piece:
     """One unit of work: what it reads, and the call that returns its buffers in file order and its records.
 
-    `is_pure` if nothing but the source and the statistics decides its bytes. `copied` is the tensor of which it is a
-    part, if it is copied.
+    `copied` is the tensor of which it is a part, if it is copied.
     """
 
     num_bytes: int
     bytes_in: int
     bytes_out: int
-    is_pure: bool
     tensors: int
     reads: tuple[tuple[TensorInfo, int, int], ...]
     call: Callable[[Future[_Loaded]], _Result]
@@ -266,7 +241,6 @@ class _Work:
 
     def pieces(self) -> Iterator[_Piece]:
         for step in self.task.shard.steps:
-            is_pure = self._is_pure(step)
             if isinstance(step, CopyStep):
                 tensor = step.tensor
                 if tensor.num_bytes == 0:
@@ -281,21 +255,13 @@ class _Work:
                     tensors = int(end == tensor.num_bytes)
                     call = partial(self._copy, step)
                     size = end - begin
-                    yield _Piece(size, size, size, is_pure, tensors, reads, call, tensor.name)
+                    yield _Piece(size, size, size, tensors, reads, call, tensor.name)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
                 call = partial(self._quantize_members, step)
-                yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, is_pure, len(step.outputs), reads, call)
-
-    def _is_pure(self, step: ConvertStep | CopyStep) -> bool:
-        recipe = self.task.recipe
-        if self.task.calibration is not None:
-            return True
-        if isinstance(step, CopyStep):
-            return step.scaling is None
-        return recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
+                yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, len(step.outputs), reads, call)
 
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
         loaded = loading.result()

@@ -1,6 +1,7 @@
 """The command of a job: it resumes an unfinished one, and says what a finished one was made from.
 
-DEST/.k2convert/command.json    the words of the command, and the folder it was given in, relative to DEST
+DEST/.k2convert/command.json    the words of the command as they were typed, the folder it was given in, relative to
+                                DEST, and its source as it was typed
 """
 
 import json
@@ -19,10 +20,11 @@ from k2convert.records.document import read_document
 
 @dataclass(frozen=True, slots=True)
 class JobCommand:
-    """The words of the command that began or last resumed a job, and the folder in which it was given (absolute)."""
+    """The command that began or last resumed a job: its words, the folder it was given in (absolute), its source."""
 
     words: tuple[str, ...]
     folder: str
+    source: str = ""
 
     def line(self, *, here: str) -> str:
         """Return what to paste into a shell whose working folder is `here`."""
@@ -31,16 +33,11 @@ class JobCommand:
             return command
         return f"cd {shell_line([self.folder])} && {command}"
 
-    def moved(self, place: Path) -> "JobCommand":
-        """Return the command for the job as it lies at `place` now: its folder may have been moved or copied."""
-        if len(self.words) < 4 or "://" in self.words[3]:
-            return self
-        if (Path(self.folder) / self.words[3]).resolve() == place.resolve():
-            return self
-        here = place
-        if self.folder != str(Path.cwd()):
-            here = place.absolute()
-        return replace(self, words=(*self.words[:3], str(here), *self.words[4:]))
+    def names(self, places: Iterable[Path]) -> bool:
+        """Return whether one of these places, which may have been moved since, is a word. hf:// is not looked for."""
+        resolved = {place.resolve() for place in places}
+        paths = (Path(self.folder, word.rpartition("=")[2]).expanduser() for word in self.words)
+        return any("://" in word for word in self.words) or any(path.resolve() in resolved for path in paths)
 
     def place(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
@@ -53,10 +50,6 @@ class JobCommand:
         if {"--verify", "--part"} & {word.partition("=")[0] for word in self.words}:
             return self
         return replace(self, words=(*self.words, "--verify"))
-
-    def value(self, option: str) -> str | None:
-        """Return what was given with an option; None without it."""
-        return dict(zip(self.words, self.words[1:], strict=False)).get(option)
 
 
 def shell_line(words: Iterable[str]) -> str:
@@ -90,24 +83,18 @@ def say_own_command(destination: Path) -> str:
     command = read_command(destination)
     if command is None:
         return ""
-    if command.words[1:2] != ("evaluate",):
-        command = command.moved(destination.with_name(destination.name.removesuffix(WORK_SUFFIX)))
     return f"Its own command is `{command.line(here=str(Path.cwd()))}`. "
 
 
 def read_command(destination: Path) -> JobCommand | None:
-    """Return the command that was kept, or None if there is none that can be shown."""
+    """Return the command that was kept; None if there is none that can be shown, or the folder was moved since."""
     try:
         kept = read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
-    # Return the words of a command with today's options: in 0.2, --yes agreed to a long calibration or evaluation.
-    is_renamed = kept.words[1:2] in (("calibrate",), ("evaluate",))
-    return replace(
-        kept,
-        words=tuple("--long" if is_renamed and word == "--yes" else word for word in kept.words),
-        folder=os.path.normpath(destination.resolve() / kept.folder),
-    )
+    command = replace(kept, folder=os.path.normpath(destination.resolve() / kept.folder))
+    places = (destination, destination.with_name(destination.name.removesuffix(WORK_SUFFIX)), destination.parent.parent)
+    return command if command.names(places) else None
 
 
 def _path(destination: Path) -> Path:

@@ -3,16 +3,16 @@
 The version of the package is not a part: every version with the same arithmetic continues the job.
 
 The fingerprint has the headers of the source. Its data is too much to hash, so the description of a job also has the
-identity of each source shard: sha256 of a file on the Hub; of a local file its size, its time of modification, and the
-blake3 of a sample of its bytes. A file with another time, but the same size and sample, is a copy.
+identity of each source shard: sha256 of a file on the Hub; of a local file its size, and the blake3 of a sample of its
+bytes. So a job goes on with a copy of its source.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 StoredRecipe = Annotated[Recipe, PlainSerializer(Recipe.document)]
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
-_SAMPLES: Final = 16  # of a shard, evenly spaced
+IDENTITY_VERSION: Final = 2  # to be raised when the files of unfinished work get another meaning
+_SAMPLES: Final = 256  # of a shard, evenly spaced
 _SAMPLE_BYTES: Final = 1 << 12
 
 
@@ -54,7 +55,7 @@ def local_identity(path: Path) -> str:
                 sample.update(os.pread(file.fileno(), _SAMPLE_BYTES, round(place * step)))
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    return f"{found.st_size} bytes, modified {found.st_mtime_ns} ns, sample {sample.hexdigest()}"
+    return f"{found.st_size} bytes, sample {sample.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,17 @@ def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards."""
+    """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards.
+
+    `version` is the IDENTITY_VERSION of the release that began it.
+    """
 
     fingerprint: JsonObject
     recipe: StoredRecipe
     shards: dict[str, Count]
     source: dict[str, str]
     pruning: PruningRecord | None = None
+    version: Count = 1
 
     @property
     def source_revision(self) -> str | None:
@@ -178,31 +183,16 @@ def other_instructions(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue
 
 def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the source shards that have other bytes."""
-    return [shard for shard in sorted(now) if _change(before.get(shard, ""), now[shard]) == "bytes"]
+    return [shard for shard in sorted(now) if before.get(shard) != now[shard]]
 
 
-def copied_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the source shards that have another time, and the same size and sample."""
-    return [shard for shard in sorted(now) if _change(before.get(shard, ""), now[shard]) == "time"]
-
-
-def _change(before: str, now: str) -> Literal["bytes", "time"] | None:
-    """Return what differs between two identities. Earlier versions kept no sample: then another time is a change."""
-    size, *rest = before.split(", ")
-    size_now, *rest_now = now.split(", ")
-    if size != size_now or (len(rest) > 1 and rest[1:] != rest_now[1:]):
-        return "bytes"
-    if rest[:1] == rest_now[:1]:
-        return None
-    return "time" if len(rest) > 1 else "bytes"
-
-
-def copied_note(copied: Sequence[str]) -> str:
-    """Return the note on source shards that were copied."""
-    shards = "source shards were"
-    if len(copied) == 1:
-        shards = "source shard was"
-    return f"{len(copied)} {shards} copied since this began: size, header and a sample of the bytes are the same"
+def check_version(version: int, folder: Path) -> None:
+    """Refuse to go on with the work in a folder that an earlier release began; raises ResumeError."""
+    if version != IDENTITY_VERSION:
+        raise ResumeError(
+            f"{folder}: holds work that was begun by release 0.3 or earlier. Finish it with that release, or start in "
+            "a new folder."
+        )
 
 
 def source_error(shard: str, work: Path) -> ResumeError:

@@ -21,7 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, is_temporary, is_there, list_folder, write_atomically, writing
+from k2convert.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    is_temporary,
+    is_there,
+    list_folder,
+    parse_json_object,
+    read_text_file,
+    write_atomically,
+    writing,
+)
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
 from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import (
@@ -41,7 +50,7 @@ from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.fingerprint import (
     JobDescription,
     changed_shards,
-    copied_shards,
+    check_version,
     describe_changes,
     other_instructions,
     source_error,
@@ -116,7 +125,7 @@ class Journal:
             write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if fingerprint and source (or a copy) are the same; raises ResumeError."""
+        """Start a job, or resume it if fingerprint and source are the same; raises ResumeError."""
         make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
@@ -146,19 +155,13 @@ class Journal:
             raise source_error(changed[0], self.folder)
 
     def _check_same(self, found: JobDescription, job: JobDescription) -> None:
+        check_version(found.version, self.destination)
         if changes := describe_changes(found.fingerprint, job.fingerprint):
             how = other_instructions(found.fingerprint, job.fingerprint) or say_own_command(self.destination)
             raise ResumeError(
                 f"{self.destination}: holds a different job: {changes}. {how}Choose a different folder, or delete this "
                 "one to start over."
             )
-
-    def copied(self, job: JobDescription) -> list[str]:
-        """Return the source shards that were copied since the job began: those with another time."""
-        found = self.job()
-        if found is None:
-            return []
-        return copied_shards(found.source, job.source)
 
     def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, encode(job), root=self.destination)
@@ -175,10 +178,18 @@ class Journal:
             return read_document(JobDescription, self._job_path)
         except MalformedFileError as error:
             check_no_link(self._job_path)
+            self._check_version()
             raise CheckpointError(
                 f"{error} It is damaged, or written by a different version. Delete it and run the same command again: "
                 "finished shards are kept."
             ) from None
+
+    def _check_version(self) -> None:
+        """Refuse the description of an earlier release, which may have fields of its own; raises ResumeError."""
+        with suppress(MalformedFileError):
+            found = parse_json_object(read_text_file(self._job_path), where=str(self._job_path))
+            if "fingerprint" in found:
+                check_version(int(found.get("version", 1)), self.destination)
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
@@ -249,7 +260,7 @@ class Journal:
             finished=finished,
             is_complete=is_assembled and finished.keys() >= job.shards.keys(),
             is_running=running,
-            command=None if command is None else command.moved(self.destination),
+            command=command,
             progress=progress,
             progress_age=age,
         )

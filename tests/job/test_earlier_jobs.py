@@ -1,0 +1,71 @@
+"""Work that an earlier release began, as that release left it, is refused by name; nothing of it changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from command import run_here
+from results import contents
+from structure import TINY
+
+JOB = {
+    "fingerprint": {
+        "arithmetic": 1,
+        "source_revision": None,
+        "source_headers": "f81061c6264d18a7a098230cf5e9e38d2fc2997510a3616bdcdfe8f9c98be143",
+        "source_config": "74267219ae8523df9e612671f7beb77b1dabaebb1482d9dc9ac677fac28f8fe2",
+        "target": "nvfp4",
+        "layout": "modelopt",
+        "rule": "mse",
+        "quantizer": "native",
+        "activations": "w4a4",
+        "roles": ["experts"],
+        "input_scale": {"gate_up": 1.0, "down": 1.0},
+        "kv_cache": None,
+    },
+    "recipe": {"name": "kimi-k2-thinking-nvfp4", "family": "kimi-k2-thinking"},
+    "shards": {"model-00001-of-000005.safetensors": 1406272, "model-00002-of-000005.safetensors": 1316608},
+    "source": {
+        "model-00001-of-000005.safetensors": "1407616 bytes, modified 1795811378429549981 ns, "
+        "sample d844b32ad3481af528ae96f9042c2485ee61e6c91d1615de322c58808705958b",
+    },
+}
+"""job.json of release 0.3 for tests/data/k2-tiny, with two of its five shards."""
+
+WALK = {
+    "identity": {"arithmetic": 1, "models": "k2-tiny, done w4a4", "layers": 4, "walk": 3, "tokens": 1024},
+    "chunk": 16,
+    "source": {},
+    "files": {"layer-000.safetensors": "a6616574e27235199d52360876d5294ab05fcf036e240bb410d0b593c382908c"},
+}
+"""The description of an evaluation that release 0.3 did not finish, with a few fields of its identity."""
+
+REFUSED = "holds work that was begun by release 0.3 or earlier. Finish it with that release, or start in a new folder."
+
+
+@pytest.mark.parametrize("unknown", [{}, {"keep_rows": 3}], ids=["", "a field of that release alone"])
+@pytest.mark.parametrize("words", [(), ("--dry-run",), ("--part", "1/2")], ids=" ".join)
+def test_an_unfinished_conversion_is_refused(words: tuple[str, ...], unknown: dict[str, int], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".k2convert" / "shards").mkdir(parents=True)
+    (out / ".k2convert" / "job.json").write_text(json.dumps(JOB | unknown, indent=2) + "\n")
+    (out / "model-00001-of-000005.safetensors").write_bytes(b"finished")
+    before = contents(tmp_path)
+    done = run_here("run", TINY, out, *words, "--quiet", code=1)
+    assert done.stderr == f"error: {out}: {REFUSED}\n"
+    assert contents(tmp_path) == before
+
+
+def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
+    work = tmp_path / "rows.json.work"
+    (work / ".k2convert").mkdir(parents=True)
+    content = json.dumps(WALK, separators=(",", ":"))
+    sealed = f'{{"checksum":"{blake3(content.encode()).hexdigest()}",{content[1:]}'
+    (work / ".k2convert" / "evaluation.json").write_text(sealed)
+    (work / "layer-000.safetensors").write_bytes(b"finished")
+    before = contents(tmp_path)
+    use = ("--tokens", "1024", "--window", "64", "--device", "cpu", "--out", tmp_path / "rows.json", "--quiet")
+    done = run_here("evaluate", TINY, TINY, "--text", TINY / "eval.txt", *use, code=1)
+    assert done.stderr == f"error: {work}: {REFUSED}\n"
+    assert contents(tmp_path) == before
