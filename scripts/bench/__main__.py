@@ -1,4 +1,4 @@
-"""`scripts/bench/run`: limits, k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
+"""`scripts/bench/run`: k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
 
 Commands that are compared take turns, because the speed of a shared machine drifts.
 """
@@ -23,7 +23,6 @@ from scripts.fixture_maker import make_token_ids
 from scripts.fixture_maker.__main__ import main as make_fixture
 
 PYTHON = sys.executable
-LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
 RULES = ("max", "mse")
 GPTQ_TOKENS = 2048
@@ -109,17 +108,13 @@ def int4_weights(source: Path) -> int:
 
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
-    """Copy and convert the same cold folder; read, write, convert and validate smaller ones."""
+    """Convert a cold folder; convert and validate smaller ones."""
     source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, ONE))
     # A conversion to validate below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
-    bench.time(*copy_and_runs(bench, source, cold=True))
-    bench.time(
-        Job("read, cold", smaller, [LIMITS, "read", smaller], cold=True),
-        Job("durable write", smaller, [LIMITS, "write", smaller, bench.out]),
-    )
+    bench.time(*both_rules(bench, source, cold=True))
     bench.time(
         *(
             Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), one_core=True)
@@ -132,11 +127,10 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
     shutil.rmtree(validated)
 
 
-def copy_and_runs(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
-    """Return the jobs that copy a folder and convert it by both rules, in one cache state."""
+def both_rules(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
+    """Return the jobs that convert a folder by both rules, in one cache state."""
     state = "cold" if cold else "warm"
-    copy = Job(f"cp + fsync, {state}", source, [LIMITS, "copy", source, bench.out], cold)
-    return [copy, *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES)]
+    return [Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES]
 
 
 def peers(bench: Bench, gigabytes: float) -> None:
@@ -148,7 +142,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
     chain = ["--rule", "max", "--set", "quantizer=reference"]
     python = quark_python()
     bench.time(
-        *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
+        *both_rules(bench, bench.sized(gigabytes), cold=False),
         Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
         Job("start-up, reference chain", nearly_empty, bench.convert(nearly_empty, *chain)),
         Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),

@@ -73,11 +73,6 @@ class ModelServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}/v1"
 
-    @property
-    def questions(self) -> list[list[int]]:
-        """The prompts it was asked for."""
-        return [request.get("prompt") or request["input_ids"] for request in self.requests]
-
     def listing(self) -> dict[str, Any]:
         """The answer of /v1/models."""
         names = self.models or (self.name,)

@@ -1,4 +1,4 @@
-"""scripts/compare_servers.py against real servers: vLLM over HTTP on a CPU, next to the KL divergence that scripts/eval computes.
+"""compare_servers on real servers: vLLM over HTTP on a CPU, next to the KL divergence that scripts/eval computes.
 
 The source is served as BF16, and both kinds of result. And the wire formats of the tests' servers (model_server) are
 compared with the engines' own classes.

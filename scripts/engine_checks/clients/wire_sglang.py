@@ -1,4 +1,4 @@
-"""Reads the questions of compare_servers with SGLang's own class, and writes the answer that SGLang's own code makes of the
+"""Reads the questions of compare_servers with SGLang's own class, and lets SGLang's own code write the answer with the
 log-probabilities of model_server's, which must be the same: `wire_sglang DOCUMENTS`.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the questions of compare_servers and the answers of model_server with vLLM's own classes: `wire_vllm DOCUMENTS`."""
+"""Reads compare_servers' questions and model_server's answers with vLLM's own classes: `wire_vllm DOCUMENTS`."""
 
 from __future__ import annotations
 

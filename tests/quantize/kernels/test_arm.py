@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import pytest
 import torch
+from arm_driver import Call, build, missing_tools, recorded, run_here, run_on_arm
 from block_makers import bf16_weight
 from channel_makers import exponents_of, hostile_columns, importance_of, some_rows
 from gptq_direct import correlated, form_of, weights
@@ -25,7 +26,6 @@ from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude, tally_mxfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.rules import RULES
-from scripts.bench.arm import Call, build, missing_tools, recorded, run_here, run_on_arm
 
 LEVELS: Final = {"neon": "avx2", "portable": "portable"}
 """Instructions of ARM, and those of x86-64 that compute the same, with fused multiply-adds in gptq or without."""

@@ -1,14 +1,11 @@
 """The CPU kernels for ARM without ARM hardware: a cross compiler builds them, qemu runs them, on recorded calls.
 
-    python -m scripts.bench.arm     instructions a weight, NEON and portable: no time, but what the compiler made
-
 The driver is kernels/cpp/module.cpp with a stand-in for nanobind (arm_driver.cpp), so it takes what the module takes.
 """
 
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,17 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 
-from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.gptq import rounding
-from k2convert.quantize.gptq.curvature import make_curvature
-from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.kernels import _cpu, cpu
 from k2convert.quantize.metrics import measure
-from k2convert.quantize.rules import RULES
-from scripts.bench.kernels import column_factors, make_weights
 
 HERE = Path(__file__).parent
 SOURCES = Path(cpu.__file__).parent / "cpp"
@@ -38,9 +28,6 @@ OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Werro
 """As in CMakeLists.txt, but a warning is an error."""
 HEADERS = ("nanobind", "ndarray", "stl/optional", "stl/string", "stl/tuple", "stl/unique_ptr")
 
-ROWS = 256
-"""Of one projection whose instructions are counted."""
-
 Call = tuple[str, tuple[Any, ...]]
 
 
@@ -48,7 +35,7 @@ def missing_tools() -> list[str]:
     return [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 
 
-def build(folder: Path, *options: str) -> Path:
+def build(folder: Path) -> Path:
     """Build the driver for ARM, and return it."""
     for header in HEADERS:
         path = folder / "nanobind" / f"{header}.h"
@@ -59,7 +46,7 @@ def build(folder: Path, *options: str) -> Path:
         objects.append(folder / f"{source.stem}.o")
         fused = ("-ffp-contract=fast",) if source.name == "vector_gptq.cpp" else ()
         includes = ("-I", SOURCES, "-isystem", folder)
-        subprocess.run([COMPILER, *OPTIONS, *options, *fused, *includes, "-c", source, "-o", objects[-1]], check=True)
+        subprocess.run([COMPILER, *OPTIONS, *fused, *includes, "-c", source, "-o", objects[-1]], check=True)
     driver = folder / "driver"
     subprocess.run([COMPILER, "-static", *objects, "-o", driver, "-pthread"], check=True)
     return driver
@@ -105,16 +92,13 @@ def run_here(calls: Sequence[Call], instructions: str) -> list[bytes]:
     return results
 
 
-def run_on_arm(driver: Path, calls: Sequence[Call], instructions: str, *, repeats: int = 1, plugin: str = "") -> bytes:
+def run_on_arm(driver: Path, calls: Sequence[Call], instructions: str) -> bytes:
     """Return the results of all calls, one after the other."""
     with tempfile.TemporaryFile() as file:
         for name, args in calls:
             file.write(_packed(name, args))
         file.seek(0)
-        emulator = [EMULATOR, *(("-plugin", plugin) if plugin else ())]
-        done = subprocess.run(
-            [*emulator, driver, instructions, str(repeats)], stdin=file, stdout=subprocess.PIPE, check=True
-        )
+        done = subprocess.run([EMULATOR, driver, instructions], stdin=file, stdout=subprocess.PIPE, check=True)
     return done.stdout
 
 
@@ -143,60 +127,3 @@ def _packed(name: str, args: Sequence[Any]) -> bytes:
         else:
             parts.append(b"n" if arg is None else b"t")
     return b"".join(parts)
-
-
-def _num_instructions(driver: Path, plugin: Path, calls: Sequence[Call], instructions: str) -> int:
-    """How many instructions one more repetition of the calls takes."""
-    totals: list[int] = []
-    for repeats in (1, 2):
-        total = plugin.with_suffix(".txt")
-        run_on_arm(driver, calls, instructions, repeats=repeats, plugin=f"{plugin},out={total}")
-        totals.append(int(total.read_text()))
-    return totals[1] - totals[0]
-
-
-def _cases() -> Iterator[tuple[str, int, list[Call]]]:
-    """Yield a name, a number of weights and the calls of a kernel."""
-    whole = make_weights(1)[0]
-    weight = Int4Weight(whole.packed[:ROWS], whole.scale_bits[:ROWS])
-    importance, exponents, usual = column_factors()
-    sources: dict[str, tuple[Rule, Int4Weight]] = {
-        "mse": ("mse", weight),
-        "max": ("max", weight),
-        "imatrix": ("imatrix", weight),
-        "imatrix, usual exponents": ("imatrix", weight.divide_columns(usual, name="w")),
-        "imatrix, exponents everywhere": ("imatrix", weight.divide_columns(exponents, name="w")),
-    }
-    for label, (rule, source) in sources.items():
-        weighted = importance if rule == "imatrix" else None
-        magnitude = cpu.measure_magnitude(source, name="w")
-        scale = RULES[rule].global_scale(magnitude)
-        with recorded() as calls:
-            result = cpu.convert(source, rule=rule, global_scale=scale, importance=weighted).weight
-            measure.measure_quantized(source, result, name="w", magnitude=magnitude, importance=weighted)
-        for kernel, name in (("convert", label), ("measure_int4", f"measuring {label}")):
-            yield name, 2 * source.packed.size, [call for call in calls if call[0].startswith(("Search", kernel))]
-    for columns, sweeps in ((1024, 0), (2048, 0), (2048, rounding.SWEEPS)):
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(2 * columns, columns, generator=generator)
-        curvature = make_curvature(inputs.T @ inputs / len(inputs), 0.2)
-        target = torch.randn(96, columns, generator=generator) * 100
-        with recorded() as calls:
-            kernel_for("cpu").round(target, curvature, sweeps=sweeps)
-        yield f"gptq, K = {columns}, {sweeps} sweeps", target.numel(), list(calls)
-
-
-def main() -> None:
-    """Print a table."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        driver, plugin = build(Path(folder)), Path(folder) / "count.so"
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", HERE / "arm_count.c", "-o", plugin], check=True)
-        print("| instructions a weight | neon | portable |\n|---|---:|---:|")
-        for label, num_weights, calls in _cases():
-            counted = [_num_instructions(driver, plugin, calls, level) for level in ("neon", "portable")]
-            print(f"| {label} |", " | ".join(f"{count / num_weights:,.1f}" for count in counted), "|", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(", ".join(missing_tools()) + ": not found" if missing_tools() else main())

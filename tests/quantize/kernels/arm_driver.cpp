@@ -1,9 +1,9 @@
-// The extension module without Python: module.cpp with a stand-in for nanobind, driven by recorded calls (see arm.py).
+// The extension module without Python: module.cpp with a stand-in for nanobind, driven by recorded calls (see arm_driver.py).
 //
-//     driver LEVEL REPEATS <calls >results
+//     driver LEVEL <calls >results
 //
 // A call is its name and its arguments. Results are, of each call, all its arrays afterwards and the numbers it returns,
-// as doubles. Each call is made REPEATS times from the same arguments, the making of tables once.
+// as doubles.
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -160,7 +160,6 @@ Argument read_argument() {
 
 int main(int, char** words) {
     if (!k2::use_instructions(words[1])) return 3;
-    const int repeats = std::atoi(words[2]);
     nanobind::Module module;
     define(module);
     for (uint64_t size; read_bytes(&size, sizeof size);) {
@@ -169,10 +168,6 @@ int main(int, char** words) {
         Arguments given(read_one<uint64_t>());
         for (Argument& argument : given) argument = read_argument();
         const Function& function = module.functions.at(name);
-        for (int i = 1; i < repeats && name != "SearchTables"; ++i) {
-            Arguments copy = given;
-            function(copy);
-        }
         const std::vector<double> numbers = function(given);
         for (const Argument& argument : given) std::fwrite(argument.words.data(), 1, argument.bytes, stdout);
         std::fwrite(numbers.data(), sizeof(double), numbers.size(), stdout);
