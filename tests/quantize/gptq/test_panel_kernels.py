@@ -89,23 +89,12 @@ CASES: Final[dict[str, Callable[[], bool]]] = {
     "factors for each row": lambda: tried_alike(targets(9, 48)),
 }
 MUTATIONS: Final = {
-    "a scale too few": ("ties", "NUM_SCALES = tl.constexpr(8)", "NUM_SCALES = tl.constexpr(4)"),
     "ties of step 2": ("ties", "25165824.0", "25165826.0"),
     "ties of step 1": ("ties", "12582912.0, 25165824.0", "12582913.0, 25165824.0"),
     "ties of step 1/2": ("ties", "6291456.0", "6291456.5"),
-    "earlier columns from the right": (
-        "two panels and two sweeps",
-        "depth = block * BLOCK + i\n",
-        "depth = block * BLOCK + 15 - i\n",
-    ),
-    "a scale for half of the loss": ("two panels and two sweeps", "tl.constexpr(0.9999)", "tl.constexpr(0.5)"),
-    "the inverse of another column": (
-        "two panels and two sweeps",
-        "tl.load(form_inverses + begin + j)",
-        "tl.load(form_inverses + begin)",
-    ),
     "the factor of other rows": ("factors for each row", "number = (first // group)", "number = (first // group * 0)"),
 }
+"""Each with the case that finds it, and what is in the place of what."""
 
 
 def interpreted(*words: str) -> str:
