@@ -27,7 +27,6 @@ if str(ROOT) not in sys.path:
 
 from statistics_makers import random_statistics  # noqa: E402
 
-from k2convert.job import estimate  # noqa: E402  (after the path is set)
 from scripts import fixture_maker as fixtures  # noqa: E402
 
 
@@ -51,14 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave all modules and tests out of every collection of garbage: a walk collects it after each layer."""
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_dry_runs() -> Iterator[None]:
-    """A dry run measures disk and kernels for a moment only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate, "MEASURE_SECONDS", 0.01)
-        yield
 
 
 @pytest.fixture(scope="module")

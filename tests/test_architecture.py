@@ -46,7 +46,6 @@ OWNERS = {
         "evaluation/streamed.py",
         "job/resources.py",
         "calibration/accumulate.py",
-        "calibration/cost.py",
         "calibration/smoothing.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",

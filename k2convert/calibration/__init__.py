@@ -11,5 +11,5 @@ layer_files                   what a walk keeps of each layer, and what it fetch
 channels                      statistics for a conversion: do they fit, importance and exponents
 gptq_walk, gptq_layer         rule `gptq`: both streams, layer by layer, and one layer's experts
 conversion                    its walk, next to the pipeline of a job
-cost                          memory and time, before it starts
+memory                        counted before it starts
 """

@@ -189,7 +189,6 @@ class ShardWalk:
             self._stop.set()
 
     def _walk(self) -> None:
-        from k2convert.calibration.cost import read_sizes, walk_shares
         from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
 
         plan = self._plan
@@ -203,8 +202,7 @@ class ShardWalk:
                     self._check_stop()
                     yield checkpoint
 
-            shares = walk_shares(read_sizes(plan.source), plan.walk.text.size(plan.walk.num_layers))
-            options = GptqOptions(plan.walk.text.windows.seed, self._opened.smoothing, self._check_stop, shares)
+            options = GptqOptions(plan.walk.text.windows.seed, self._opened.smoothing, self._check_stop)
             walk = plan.walk.walk(self._opened.chunk, around)
             walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
 

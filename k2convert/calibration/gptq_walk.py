@@ -47,15 +47,11 @@ from k2convert.records.events import Events
 
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise.
-
-    `shares` are those of a MoE layer's progress before its steps begin, as of cost.walk_shares.
-    """
+    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise."""
 
     seed: int
     smoothing: bool
     check_stop: CheckStop
-    shares: tuple[float, float, float]
 
 
 @torch.no_grad()
@@ -99,7 +95,7 @@ class _LayerConversion:
         if self._decoder.is_dense:
             self._run_dense()
             return self._accumulator.finish()
-        self._layer.progress.share = self._options.shares[0]
+        self._layer.progress.share = 1 / 3
         kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
         walk = self._walk
         collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
@@ -203,12 +199,10 @@ class _LayerConversion:
         return residual_TK
 
     def _reach(self, gates_and_ups: float, downs: float) -> None:
-        """Report the shares of the projections that are converted: down projections come last."""
+        """Report how far the layer is: a third for both streams, for gates and ups, and for downs, which come last."""
         self._options.check_stop()
-        _, prepared, rounded = self._options.shares
-        share = prepared + (rounded - prepared) * gates_and_ups + (1 - rounded) * downs
         self._layer.progress.share = 1.0
-        self._layer.progress.reach(int(self._walk.ids.size * share))
+        self._layer.progress.reach(int(self._walk.ids.size * (1 + gates_and_ups + downs) / 3))
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes [N, K] of the experts' projections in the order in which they are converted."""

@@ -36,7 +36,7 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import PassSize
+    from k2convert.calibration.memory import PassSize
     from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
@@ -84,7 +84,7 @@ class WalkText:
 
     def size(self, num_layers: int) -> "PassSize":
         """Return the size of a pass over the last `num_layers` layers."""
-        from k2convert.calibration.cost import PassSize
+        from k2convert.calibration.memory import PassSize
 
         windows, length = self.windows.ids.shape
         return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
@@ -257,11 +257,11 @@ class CalibrationPlan:
         return self.needs[shard].last
 
     def layer_costs(self) -> tuple[float, ...]:
-        """Return the operations of each layer."""
-        from k2convert.calibration.cost import layer_operations, read_sizes
+        """Return how much work each layer is."""
+        from k2convert.calibration.memory import layer_costs, read_sizes
 
         size = self.walk.text.size(self.walk.num_layers)
-        return layer_operations(read_sizes(self.source), size, is_walk=self.needs is not None)
+        return layer_costs(read_sizes(self.source), size, is_gptq=self.needs is not None)
 
     def finished_header(self) -> StatisticsHeader | None:
         """Return the header of the statistics file if this job made it; None if there is no file.

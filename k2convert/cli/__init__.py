@@ -3,7 +3,7 @@
 app              registers the verbs; verbs: their arguments and options; options: how these are defined and checked
 run, calibrate, validate, report, inspect, status, publish, fit, recipes
                  a file per verb
-forecast         what a calibration needs and found
+needs            what a calibration or an evaluation needs, and what a calibration found
 views            plans and runs
 console          stdout and stderr; progress: bars and progress lines
 interrupts       Ctrl-C and SIGTERM

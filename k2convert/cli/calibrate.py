@@ -6,10 +6,10 @@ import typer
 
 from k2convert.calibration.statistics import open_statistics
 from k2convert.cli import console
-from k2convert.cli.forecast import (
+from k2convert.cli.needs import (
+    calibration_needs,
     display_walk,
     expert_tokens_line,
-    forecast,
     may_begin,
     needs_lines,
     plan_document,
@@ -58,13 +58,13 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions) -> None:
     """Show what the rest of a calibration needs, refuse it if that is not there, and do it unless this is a dry run."""
-    found = forecast(plan)
+    needs = calibration_needs(plan)
     if options.dry_run:
         document = plan_document(plan, finished_layers=plan.walk.num_finished) | {"disk_needed": plan.walk.disk_needed}
-        console.show(document | found.document(), *text_lines(plan), *needs_lines(plan.walk, found))
-    if not may_begin(plan.walk, found, options.source, options):
+        console.show(document | needs.document(), *text_lines(plan), *needs_lines(plan.walk, needs))
+    if not may_begin(plan.walk, needs, options.source, options):
         return
-    show_start(plan, found)
+    show_start(plan)
     display = display_walk(plan, "calibrate")
     from k2convert.calibration.accumulate import calibrate as do_calibration
 

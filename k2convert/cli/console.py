@@ -255,26 +255,3 @@ def format_seconds(seconds: float) -> str:
     """Format a duration as h:mm:ss."""
     minutes, second = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
-
-
-_UNITS: Final = ((86400, "day", 48 * 3600), (3600, "hour", 5400), (60, "minute", 0))
-"""Seconds of a unit, its name, and from how many seconds on it is used."""
-
-
-def format_span(least: float, most: float) -> str:
-    """Format an estimated duration: "about 10 to 20 minutes". What is not known better is not said finer."""
-    if most < 60:
-        return "less than a minute"
-    (low, low_unit), (high, high_unit) = _rounded(least), _rounded(most)
-    if low_unit == high_unit:
-        span = high if low == high else f"{low} to {high}"
-        return f"about {span} {high_unit}{'s' if high != '1' else ''}"
-    return f"about {low} {low_unit}{'s' if low != '1' else ''} to {high} {high_unit}{'s' if high != '1' else ''}"
-
-
-def _rounded(seconds: float) -> tuple[str, str]:
-    """Return a number of two digits at most and its unit."""
-    size, name, _ = next(unit for unit in _UNITS if seconds >= unit[2])
-    count = seconds / size
-    step = 10 ** max(len(str(int(count))) - 2, 0) * (5 if count >= 20 else 1)
-    return f"{max(round(count / step) * step, 1):,}", name

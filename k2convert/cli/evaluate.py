@@ -7,10 +7,10 @@ import typer
 
 from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
-from k2convert.cli.forecast import (
-    Forecast,
+from k2convert.cli.needs import (
+    Needs,
     display_walk,
-    forecast_evaluation,
+    evaluation_needs,
     may_begin,
     needs_lines,
     text_document,
@@ -68,15 +68,15 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     walk = plan.walk
     left = max(walk.num_layers - walk.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    found = forecast_evaluation(source, walk.text, layers=left, models=len(plan.models))
+    needs = evaluation_needs(source, walk.text, layers=left, models=len(plan.models))
     line = (
         f"{counted(len(plan.models) - 1, 'model')} and the reference, {walk.num_layers} layers on {walk.text.windows}"
     )
     if options.dry_run:
-        _show_plan(plan, found, line)
-    if not may_begin(walk, found, options.reference, options):
+        _show_plan(plan, needs, line)
+    if not may_begin(walk, needs, options.reference, options):
         return
-    console.print_event(f"{line}: {found.span} (an estimate from one expert on this machine)")
+    console.print_event(line)
     display = display_walk(plan, "evaluate")
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
@@ -85,19 +85,13 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     _show_result(plan, done)
 
 
-def _show_plan(plan: "EvaluationPlan", found: Forecast, line: str) -> None:
-    from k2convert.calibration.cost import pass_flops, read_sizes
-    from k2convert.evaluation.streamed import head_flops
-
-    source = plan.checkpoints[0].checkpoint
-    flop = len(plan.models) * (pass_flops(read_sizes(source), found.size) + head_flops(source, found.size))
+def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
     document = text_document(plan.walk.text) | {
         "reference": plain(plan.models[0].model),
         "models": [plain(planned.model) for planned in plan.models[1:]],
         "layers": plan.walk.num_layers,
         "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
         "bytes_read": plan.bytes_read,
-        "flop": flop,
         "disk_needed": plan.walk.disk_needed,
     }
     fetched = sum(plan.walk.fetched)
@@ -105,11 +99,10 @@ def _show_plan(plan: "EvaluationPlan", found: Forecast, line: str) -> None:
     if fetched:
         fetches = f", fetches {format_bytes(fetched)} from the Hub"
     console.show(
-        document | found.document(),
+        document | needs.document(),
         line,
         f"reads {format_bytes(plan.bytes_read)}{fetches}",
-        f"computes about {flop:.1e} floating-point operations",
-        *needs_lines(plan.walk, found),
+        *needs_lines(plan.walk, needs),
     )
 
 

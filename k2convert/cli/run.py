@@ -12,40 +12,42 @@ import typer
 
 from k2convert.checkpoint.index import missing_sidecars
 from k2convert.cli import console
-from k2convert.cli.forecast import (
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.needs import (
+    TIME_NOTE,
+    calibration_needs,
     final_evaluation,
     final_line,
-    forecast,
     job_document,
+    layers_left,
+    memory_line,
     show_outputs,
     show_start,
-    show_walk,
     text_lines,
 )
-from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display, waiting
 from k2convert.cli.tally import Tally
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
     confirm,
-    estimate_document,
+    left_document,
     plan_document,
     run_document,
     show_commit,
-    show_estimate,
+    show_left,
     show_network,
     show_plan,
     show_run,
 )
 from k2convert.errors import UnservableError, counted, read_size, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
-from k2convert.job.estimate import estimate
 from k2convert.job.locations import read_destination
 from k2convert.job.opening import text_files
 from k2convert.job.prepare import Job, JobOptions, check_job_memory, check_room, memory_bytes, open_job
 from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, Part, execute, read_part
+from k2convert.machine import available_memory
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import parse_settings
 from k2convert.records.document import plain
@@ -170,35 +172,32 @@ def _show_plan(job: Job, options: RunOptions) -> None:
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = None if job.gptq is None else forecast(job.gptq, job)
-    needed = memory_bytes(job) if walk is None else walk.memory
-    last = None
+    needs = [] if job.gptq is None else [calibration_needs(job.gptq, job)]
+    views: list[str | Callable[[], None]] = []
+    document = plan_document(job, source=options.source)
+    if job.gptq is not None:
+        document["calibration"] = job_document(job, job.gptq) | needs[0].document()
+        smoothing = "on" if job.plan.recipe.smoothing else "off"
+        views += [*text_lines(job.gptq), f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)"]
+        views += needs[0].lines()
+        views.append(TIME_NOTE)
+    else:
+        document |= left_document(job)
+        views += [memory_line(memory_bytes(job)), partial(show_left, job)]
+    if job.uses_hub:
+        views.append(partial(show_network, job))
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
-    with waiting("measures the disk and the kernels"):
-        estimated = estimate(job, memory=needed if last is None else max(needed, last.memory))
-    document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
-    views: list[str | Callable[[], None]] = [partial(show_plan, job, document)]
-    if job.gptq is not None and walk is not None:
-        document["calibration"] = job_document(job, job.gptq) | walk.document()
-        smoothing = "on" if job.plan.recipe.smoothing else "off"
-        views += [
-            *text_lines(job.gptq),
-            f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)",
-            partial(show_walk, walk, estimated),
-        ]
-    else:
-        views.append(partial(show_estimate, estimated))
-    if last is not None:
         document["evaluation"] = last.document()
-    console.show(document, *views, partial(show_network, job, estimated))
-    if last is not None and job.evaluation is not None:
-        console.print_line(final_line(last, job.evaluation))
+        views.append(final_line(last, job.evaluation))
+        needs.append(last)
+    document["memory_needed"] = max([memory_bytes(job), *(need.memory for need in needs)])
+    document["memory_available"] = available_memory()
+    console.show(document, partial(show_plan, job, document), *views)
     check_room(job)
     check_job_memory(job)
-    for found in (walk, last):
-        if found is not None:
-            found.check(options.source, may_be_long=options.long)
+    for need in needs:
+        need.check(options.source)
     console.print_next(console.own_command())
 
 
@@ -257,7 +256,7 @@ def _do(job: Job, options: RunOptions) -> None:
         _start_walk(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
-        last.check(options.source, may_be_long=options.long)
+        last.check(options.source)
         console.print_event(final_line(last, job.evaluation))
     own_process()
     start = time.monotonic()
@@ -292,10 +291,9 @@ def _how_far(job: Job, tally: Tally) -> str:
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     check_room(job)
-    walk = forecast(plan, job)
-    if walk.size.num_layers:
-        walk.check(options.source, may_be_long=options.long)
-        show_start(plan, walk)
+    if layers_left(job, plan):
+        calibration_needs(plan, job).check(options.source)
+        show_start(plan)
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:

@@ -4,7 +4,8 @@ A walk through layers counts their operations, and how long whole layers took: n
 first steps.
 
 A rate is measured over the last WINDOW_SECONDS. Work that arrives in large lumps, such as whole shards, is measured
-over the last three lumps. Without new work for that long the rate is 0 and there is no ETA.
+over the last three lumps. Without new work for that long the rate is 0. The ETA is by all new work since it began:
+the stages of a shard take minutes and wait for each other, so the last seconds say little.
 """
 
 import json
@@ -38,6 +39,8 @@ class Meter:
     is_moving: bool = False  # after the first new work
     layers: "Layers | None" = None
     _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    _began_at: float | None = None
+    _new: int = 0  # work since then
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
         """Count work. Work that is not new raises `done`, but no rate."""
@@ -47,6 +50,10 @@ class Meter:
             self._samples = deque((at, done + amount) for at, done in self._samples)
             return
         self.is_moving = True
+        if self._began_at is None:
+            self._began_at = now
+        else:
+            self._new += amount
         if self.layers is not None:
             self.layers.reach(self.done / self.unit, now)
         if len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
@@ -60,6 +67,8 @@ class Meter:
 
     def start(self) -> None:
         """Begin to measure now, not with the first work."""
+        if self._began_at is None:
+            self._began_at = self.clock()
         if not self._samples:
             self._samples.append((self.clock(), self.done))
         if self.layers is not None:
@@ -91,15 +100,19 @@ class Meter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at this rate; 0.0 when done, None if that is not known."""
+        """Seconds that the rest takes at the mean pace since it began; 0.0 when done, None if it stands still."""
         if self.done >= self.total:
             return 0.0
+        now = self.clock()
         if self.layers is not None:
-            return self.layers.seconds_left(self.clock())
-        rate = self.rate
-        if not rate or self.clock() - self._samples[0][0] < MIN_ETA_SECONDS:
+            return self.layers.seconds_left(now)
+        if self._began_at is None or not self._new or now - self._began_at < MIN_ETA_SECONDS:
             return None
-        return (self.total - self.done) / rate
+        last_at = self._samples[-1][0]
+        if now - last_at > max(WINDOW_SECONDS, last_at - self._began_at):
+            return None
+        pace = (last_at - self._began_at) / self._new
+        return max(pace * (self.total - self.done) - (now - last_at), 0.0)
 
 
 @dataclass(slots=True)
@@ -156,7 +169,6 @@ class Tally:
         self.written = Meter(0, clock=clock)
         self.tensors = 0
         self.new_shards: list[str] = []
-        self.expected_seconds: dict[Phase, float] = {}
         self._set(extent)
 
     def _set(self, extent: Extent) -> None:
@@ -231,20 +243,13 @@ class Tally:
         """The ETA: of a job's slowest phase, or the sum for a validation, without what waits for a walk."""
         with self._lock:
             is_walking = any(m.done < m.total for phase, m in self.meters.items() if phase in LAYER_PHASES)
-            left = {phase: self._left(phase) for phase, m in self.meters.items() if not (is_walking and m.can_wait)}
+            left = {phase: m.seconds_left for phase, m in self.meters.items() if not (is_walking and m.can_wait)}
         known = [seconds for seconds in left.values() if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
             return None
         if "layers" in left:
             return sum(known)
         return max(known)
-
-    def _left(self, phase: Phase) -> float | None:
-        meter = self.meters[phase]
-        expected = self.expected_seconds.get(phase)
-        if expected is not None and meter.rate is None and meter.done < meter.total:
-            return expected * (1 - meter.share)
-        return meter.seconds_left
 
     def keep(self) -> None:
         """Store a summary for other processes, if the stage has a place for it."""

@@ -28,7 +28,7 @@ from k2convert.cli import console
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import NOTHING_KEPT
-from k2convert.cli.progress import Display, waiting
+from k2convert.cli.progress import Display
 from k2convert.cli.verbs import ValidateOptions
 from k2convert.errors import (
     CheckpointError,
@@ -97,8 +97,6 @@ def validate(options: ValidateOptions) -> None:
             cost = _say_layers_cost(opened, request)
         extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
         display = Display("validate", extent)
-        if cost is not None and cost.seconds is not None:
-            display.tally.expected_seconds["layers"] = cost.seconds
         say_when_interrupted(partial(_how_far, opened.folder), resumes=False)
         with display as events:
             found = validate_checkpoint(
@@ -167,14 +165,13 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
     if (source := opened.seen) is None or opened.source is None:
         return None
     try:
-        with waiting("measures one expert"):
-            converted = None
-            if not opened.shards.is_remote:
-                converted = open_checkpoint(opened.folder)
-            is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
-            cost = layers_cost(
-                source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
-            )
+        converted = None
+        if not opened.shards.is_remote:
+            converted = open_checkpoint(opened.folder)
+        is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
+        cost = layers_cost(
+            source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
+        )
     except K2ConvertError:  # the validation names the problem
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
@@ -182,10 +179,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
     if cost.num_below:
         below = f" (and {cost.num_below} layers below, for the hidden states of the text)"
     work = f"{cost.num_experts:,} experts on {request.tokens:,} tokens and reads {format_bytes(cost.num_bytes)}"
-    text = f"--layers {numbers}{below}: computes {work}"
-    if cost.seconds is not None:
-        text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
-    console.print_event(text)
+    console.print_event(f"--layers {numbers}{below}: computes {work}")
     return cost
 
 

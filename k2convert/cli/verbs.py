@@ -74,11 +74,10 @@ def _device(text: str) -> Device:
 device_option = partial(
     option, "What computes a text: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device, default="auto"
 )
-long_option = partial(flag, "--long", "Compute for more than 12 hours too.", MACHINE)
 any_text_option = partial(flag, "--any-text", "Evaluate on the text of a calibration too, which flatters it.", CHECKS)
 text_option = partial(option, f"Text: {TEXT_FORMS}. May be repeated.", "FILE", default=REQUIRED)
 seed_option = partial(option, "Decides which windows of the text are used.", "N", min=0, max=MAX_SEED, default=0)
-dry_run_option = partial(flag, "--dry-run", "Print time, memory and disk needed, and write nothing.")
+dry_run_option = partial(flag, "--dry-run", "Print the memory and the disk needed, and write nothing.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,6 @@ class RunOptions:
     evaluate: list[Path] | None = option(
         f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CHECKS
     )
-    long: bool = long_option()
     any_text: bool = any_text_option()
     device: Device = device_option()
     workers: int | None = option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)
@@ -153,7 +151,6 @@ class CalibrateOptions:
     seed: int = seed_option()
     device: Device = device_option()
     max_disk: str | None = max_disk_option()
-    long: bool = long_option()
     dry_run: bool = dry_run_option()
     json: bool = json_option()
     quiet: bool = quiet_option()
@@ -312,7 +309,6 @@ class EvaluateOptions:
         "File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder
     )
     replace: bool = flag("--replace", "Replace an evaluation of something else in the file.")
-    long: bool = long_option()
     any_text: bool = any_text_option()
     dry_run: bool = dry_run_option()
     json: bool = json_option()

@@ -3,18 +3,16 @@
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import typer
 
-from k2convert.cli.console import format_rate, format_seconds, format_span, print_line, print_table
+from k2convert.cli.console import format_seconds, print_line, print_table
 from k2convert.errors import HubError, counted, format_bytes
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
-from k2convert.job.estimate import Estimate
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
@@ -22,6 +20,9 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.records.pruning import share_words
+
+_DISK_RATE: Final = 1e9  # bytes a second
+_NETWORK_RATE: Final = 1e9 / 8
 
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
@@ -38,14 +39,14 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
         "actions": action_counts(plan),
         "tensor_bytes_in": job.source.checkpoint.tensor_bytes,
         "tensor_bytes_out": plan.data_bytes,
-        "num_tensors_out": sum(len(shard.outputs) for shard in plan.jobs),
+        "num_tensors_out": sum(shard.num_outputs for shard in plan.jobs),
         "disk_needed": limits.disk_needed,
         "disk_free": limits.disk_free,
         "exclude_modules": list(plan.excludes),
         "shards": [
             {
                 "name": shard.name,
-                "tensors": len(shard.outputs),
+                "tensors": shard.num_outputs,
                 "bytes_in": shard.bytes_in,
                 "bytes_out": shard.data_bytes,
                 "finished": shard.name in job.finished,
@@ -173,39 +174,42 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
     print_line(f"disk: needs {needs}{allowed}, free {free}")
 
 
-def estimate_document(found: Estimate) -> dict[str, object]:
-    """Return an estimate as plain data; rates are bytes a second, null if not measured."""
-    seconds = None
-    if found.seconds is not None:
-        seconds = [round(bound) for bound in found.seconds]
-    return {"seconds": seconds, "without_network": True, **asdict(found)}
+def left_document(job: Job) -> dict[str, int]:
+    """Return the bytes that a job still has to read and to write, and the minutes of both at 1 GB/s."""
+    left = [shard for shard in job.plan.jobs if shard.name not in job.finished]
+    bytes_in = sum(shard.bytes_in for shard in left)
+    bytes_out = sum(shard.data_bytes for shard in left)
+    return {
+        "bytes_to_read": bytes_in,
+        "bytes_to_write": bytes_out,
+        "minutes_at_1_gb_s": _minutes(bytes_in + bytes_out, _DISK_RATE),
+    }
 
 
-def show_estimate(found: Estimate) -> None:
-    available = format_bytes(found.memory_available)
-    print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
-    if found.seconds is not None or not found.bytes_in:
-        print_line(f"time: {conversion_span(found) if found.bytes_in else 'every shard is done'}")
+def show_left(job: Job) -> None:
+    """Print what a job still has to read and to write."""
+    left = left_document(job)
+    if not left["bytes_to_write"]:
+        print_line("every shard is done")
+        return
+    amounts = f"reads {format_bytes(left['bytes_to_read'])}, writes {format_bytes(left['bytes_to_write'])}"
+    print_line(f"{amounts}: {counted(left['minutes_at_1_gb_s'], 'minute')} at 1 GB/s, one after the other")
 
 
-def conversion_span(found: Estimate) -> str:
-    """Return how long converting will take, and the rates that this comes from."""
-    if found.seconds is None:
-        return "not measured"
-    measured = (("read", found.read_rate), ("convert", found.convert_rate), ("write", found.write_rate))
-    rates = ", ".join(f"{word} {format_rate(rate) if rate else 'not measured'}" for word, rate in measured)
-    return f"{format_span(*found.seconds)}, an estimate from a second of measuring here ({rates})"
+def show_network(job: Job) -> None:
+    """Print what a job with the Hub still has to transfer, and how long that takes on a fast and on a slow line."""
+    left = left_document(job)
+    down = sum(job.limits.source_bytes.values()) if job.source.remote else 0
+    up = left["bytes_to_write"] if job.target is not None else 0
+    if not left["bytes_to_write"] or not (down or up):
+        return
+    ways = [f"{verb} {format_bytes(count)}" for verb, count in (("downloads", down), ("uploads", up)) if count]
+    slow, fast = (_minutes(max(down, up), rate) for rate in (_NETWORK_RATE, 10 * _NETWORK_RATE))
+    print_line(f"network: {' and '.join(ways)}: {counted(slow, 'minute')} at 1 Gbit/s, {fast:,} at 10 Gbit/s")
 
 
-def show_network(job: Job, found: Estimate) -> None:
-    if job.uses_hub and found.bytes_in:
-        down = ""
-        if job.source.remote:
-            down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}"
-        up = ""
-        if job.target is not None:
-            up = f"upload {format_bytes(found.bytes_out)}"
-        print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")
+def _minutes(num_bytes: int, rate: float) -> int:
+    return max(round(num_bytes / rate / 60), 1)
 
 
 def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, object]:

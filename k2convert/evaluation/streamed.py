@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from k2convert import __version__
-from k2convert.calibration.cost import ModelSizes, PassSize, layer_operations, pass_memory, read_sizes
+from k2convert.calibration.memory import Memory, ModelSizes, PassSize, layer_costs, pass_memory, read_sizes
 from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import remove_folder
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, head_names
@@ -65,23 +64,15 @@ def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
     return models * tokens * (2 * hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
 
 
-def evaluation_memory(model: ModelSizes, size: PassSize, *, models: int) -> tuple[int, int]:
-    """Return what an evaluation of `models` models holds at its peak, in a layer or at the head: in main memory, beyond
-    what the process has, and in one GPU.
-    """
-    main, gpu = pass_memory(model, size)
+def evaluation_memory(model: ModelSizes, size: PassSize, *, models: int) -> Memory:
+    """Count the peak of an evaluation of `models` models, in a layer or at the head."""
+    memory = pass_memory(model, size)
     states = 4 * size.chunk_tokens * model.hidden
     tiles = 1 + -(-(size.workers + 1) * PIECE_TOKENS // TILE_TOKENS)
     head = models * (4 * max(TILE_TOKENS, size.window) + tiles * 2 * TILE_ROWS) * model.hidden
     if size.on_cpu:
-        return main + max(states, head - states), 0
-    return main + max(states, head), max(gpu, gpu - states + head)
-
-
-def head_flops(source: Checkpoint, size: PassSize) -> float:
-    """Return the operations of the output matrix on all tokens."""
-    rows, columns = source.tensors[head_names(source)[1]].shape
-    return 2.0 * size.num_tokens * rows * columns
+        return Memory(memory.main + max(states, head - states), 0)
+    return Memory(memory.main + max(states, head), max(memory.gpu, memory.gpu - states + head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +103,11 @@ class EvaluationPlan:
         return layers * -(-windows // self.walk.text.chunk) + sum(sizes[-heads:]) * tiles
 
     def layer_costs(self) -> tuple[float, ...]:
-        """Return the operations of each layer, and of the head."""
+        """Return how much work each layer is, and the head."""
         source = self.checkpoints[0].checkpoint
         size = self.walk.text.size(self.walk.num_layers)
-        return *layer_operations(read_sizes(source), size, is_walk=False), head_flops(source, size)
+        rows, columns = source.tensors[head_names(source)[1]].shape
+        return *layer_costs(read_sizes(source), size, is_gptq=False), float(size.num_tokens * rows * columns)
 
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""

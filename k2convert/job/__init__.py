@@ -3,7 +3,7 @@
 locations     where a job reads and writes
 prepare       plan the job, check destination and room; plan a calibration
 kept_experts  which experts a job keeps
-resources     devices, threads, memory, disk; estimate: how long it will take
+resources     devices, threads, memory, disk
 run           THE executor, and a part of a job
 pipeline      the stages, overlapping
 transfers     the stages with the Hub: fetch and upload

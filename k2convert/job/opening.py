@@ -94,7 +94,7 @@ def plan_statistics(
 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
-    from k2convert.calibration.cost import read_sizes
+    from k2convert.calibration.memory import read_sizes
     from k2convert.calibration.plan import WalkText
 
     windows = read_windows_of(source.checkpoint, text.files, use)

@@ -333,7 +333,7 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     work = partial(do_on_node, task, job.source.remote, job.target, room)
     node, record = cluster.convert(name, work, stop=stop, events=events)
     shard = task.shard
-    events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=len(shard.outputs))
+    events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=shard.num_outputs)
     events.note(f"node {node}: {name}")
     return record
 

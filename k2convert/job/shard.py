@@ -127,7 +127,7 @@ def convert_shard(
         fingerprint=task.fingerprint,
         blake3=digest,
         file_bytes=file_bytes,
-        num_tensors=len(shard.outputs),
+        num_tensors=shard.num_outputs,
         source_headers={name: task.header_digests[name] for name in shard.source_shards},
         projections=tuple(records),
         sha256=writer.sha256,
@@ -261,7 +261,7 @@ class _Work:
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
                 call = partial(self._quantize_members, step)
-                yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, len(step.outputs), reads, call)
+                yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, step.num_outputs, reads, call)
 
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
         loaded = loading.result()

@@ -8,7 +8,7 @@ output bytes are known shard by shard and tensor by tensor before the first byte
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from k2convert.checkpoint.header import TensorInfo
@@ -61,6 +61,10 @@ class ConvertStep:
             yield OutputTensor(f"{member.module}.{parameter}", dtype, shape, num_bytes)
 
     @property
+    def num_outputs(self) -> int:
+        return sum(len(self._tensors(member)) for member in self.members)
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor[3] for p in self.members for tensor in self._tensors(p))
 
@@ -92,13 +96,17 @@ class CopyStep:
         return (OutputTensor(self.tensor.name, self.tensor.dtype, self.tensor.shape, self.tensor.num_bytes),)
 
     @property
+    def num_outputs(self) -> int:
+        return 1
+
+    @property
     def num_bytes(self) -> int:
         return self.tensor.num_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardJob:
-    """The content of one output shard, in file order."""
+    """The content of one output shard, in file order. What is added up over its steps is added up once."""
 
     name: str
     metadata: tuple[tuple[str, str], ...]
@@ -108,7 +116,11 @@ class ShardJob:
     def outputs(self) -> list[OutputTensor]:
         return [output for step in self.steps for output in step.outputs]
 
-    @property
+    @cached_property
+    def num_outputs(self) -> int:
+        return sum(step.num_outputs for step in self.steps)
+
+    @cached_property
     def data_bytes(self) -> int:
         return sum(step.num_bytes for step in self.steps)
 
@@ -116,7 +128,7 @@ class ShardJob:
     def source_tensors(self) -> list[TensorInfo]:
         return [t for step in self.steps for t in step_sources(step)]
 
-    @property
+    @cached_property
     def bytes_in(self) -> int:
         return sum(t.num_bytes for t in self.source_tensors)
 
@@ -279,6 +291,6 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
         found = counts.setdefault(action, {**none})
         found["source_tensors"] += len(sources)
         found["bytes_in"] += sum(tensor.num_bytes for tensor in sources)
-        found["tensors"] += len(step.outputs)
+        found["tensors"] += step.num_outputs
         found["bytes_out"] += step.num_bytes
     return counts

@@ -195,7 +195,7 @@ def gptq(bench: Bench) -> None:
     make_token_ids(ids, tokens=GPTQ_TOKENS)
     source = bench.source("layer-16", "--experts", 16, "--dense-layers", 1)
     text = ("--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--device", bench.device)
-    command = bench.convert(source, *text, "--long")
+    command = bench.convert(source, *text)
     label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
     bench.time(Job(f"{label}, one core", source, command, one_core=True), Job(f"{label}, all cores", source, command))
 

@@ -189,7 +189,7 @@ class Tokens:
         use: list[object] = ["--tokens", self.count, "--window", window]
         if text == "--calibrate":
             use = ["--set", f"calibration={{tokens: {self.count}, window: {window}}}"]
-        return [text, self.path, *use, "--quiet", "--long"]
+        return [text, self.path, *use, "--quiet"]
 
 
 def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:

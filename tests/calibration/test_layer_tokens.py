@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from k2convert.calibration.cost import PassSize, read_sizes, walk_memory
 from k2convert.calibration.layer_tokens import Scratch
+from k2convert.calibration.memory import PassSize, gptq_memory, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from scripts.fixture_maker import K2Shape, make_k2_shaped
@@ -69,9 +69,9 @@ def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path)
     """Once an expert gets a whole piece of tokens, more of them change nothing. A GPU holds all tokens."""
     model = read_sizes(open_checkpoint(tiny))
     few, many = (PassSize(windows, 2048, 2, ("cpu",), 2, 4) for windows in (64, 1024))
-    assert walk_memory(model, few) == walk_memory(model, many)
+    assert gptq_memory(model, few) == gptq_memory(model, many)
     few, many = (PassSize(windows, 2048, 2, ("cuda:0",), 2, 4) for windows in (64, 1024))
-    assert walk_memory(model, many)[1] - walk_memory(model, few)[1] > 960 * 2048 * 4 * 3 * model.hidden
+    assert gptq_memory(model, many).gpu - gptq_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
 
 
 WALK = """

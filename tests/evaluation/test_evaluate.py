@@ -254,7 +254,7 @@ def test_the_text_of_the_calibration_needs_any_text(short: Path, text: Path, tmp
     out = tmp_path / "out"
     use = "calibration={tokens: 320, window: 64}"
     run_here("run", short, out, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
-    refused = evaluate(short, out, "--text", text, *SMALL, "--long")
+    refused = evaluate(short, out, "--text", text, *SMALL)
     assert_refused(refused, "was calibrated on this text")
     assert "repeat the command with --any-text." in refused.stderr
     assert evaluate(short, out, "--text", text, *SMALL, "--any-text").returncode == 0

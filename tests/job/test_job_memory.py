@@ -78,9 +78,8 @@ def test_a_task_of_slurm_plans_below_its_memory(
 def planned_memory(source: Path, out: Path) -> dict[str, Any]:
     done = run_here("run", source, out, "--dry-run", "--json")  # it may be refused for lack of disk in the end
     plan = json.loads(done.stdout)
-    found = plan["estimate"]
     note = "".join(line for line in done.stderr.splitlines() if "memory is available" in line)
-    return {"needed": found["memory_bytes"], "available": found["memory_available"], "note": note, "plan": plan}
+    return {"needed": plan["memory_needed"], "available": plan["memory_available"], "note": note, "plan": plan}
 
 
 @contextmanager
@@ -126,8 +125,8 @@ def test_a_conversion_finishes_in_a_real_cgroup_of_one_core(memory: int, experts
     words = command("run", source, tmp_path / "out", "--device", "cpu")
     with cgroup(memory=memory, cores=1) as enter:
         dry = subprocess.run([*words, "--dry-run", "--json"], capture_output=True, check=True, preexec_fn=enter)
-        found = json.loads(dry.stdout)["estimate"]
+        found = json.loads(dry.stdout)
         done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, check=False, preexec_fn=enter)
-    assert found["memory_bytes"] < memory
+    assert found["memory_needed"] < memory
     assert found["memory_available"] < memory
     assert done.returncode == 0, done.stderr

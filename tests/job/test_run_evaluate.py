@@ -95,7 +95,7 @@ def test_a_wrong_text_is_refused_before_the_conversion(short: Path, tmp_path: Pa
 def test_the_text_of_the_calibration_is_refused_before_the_conversion(short: Path, text: Path, tmp_path: Path) -> None:
     words = ("run", short, tmp_path / "out", "--calibrate", text, "--evaluate", text)
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
-    done = run_here(*words, *size, "--yes", "--long", code=1)
+    done = run_here(*words, *size, code=1)
     assert "novel.txt: the result is calibrated on this text, so it would look better than it is." in done.stderr
     assert not (tmp_path / "out").exists()
     run_here(*words, *size, "--any-text", code=0)

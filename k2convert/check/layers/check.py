@@ -13,16 +13,14 @@ A pruned result is compared with the kept experts of the source: its conversion 
 costs: the same hidden states through all experts of the source. Those of a text are computed by the whole source, so
 every row of a layer has the same inputs, and no layer has the errors of the layers below.
 
-Cost of a check, said before it starts: layers, experts, bytes to read, time. The time is an estimate: one expert is
-read and computed now, in one thread, and every core is to do as well. Real text needs the layers below too: their
+Cost of a check, said before it starts: layers, experts, bytes to read. Real text needs the layers below too: their
 experts are computed once, from the source's weights.
 """
 
 from __future__ import annotations
 
 import math
-import timeit
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,16 +32,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.text import Windows
-from k2convert.check.layers.block import compute_block, int4_output, read_mlp, run_mlp
+from k2convert.check.layers.block import compute_block, int4_output
 from k2convert.check.layers.result import LayerPruning, LayerResult, LayersReport, Variant, VariantError, labels
 from k2convert.check.remote import layer_bytes
 from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CheckpointError, K2ConvertError
+from k2convert.errors import CheckpointError
 from k2convert.forward.attention import CachedValues
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
 from k2convert.forward.moe import Routing, read_router
-from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
@@ -267,12 +264,9 @@ class _Observer:
             self.events.experts_computed(self.layer, self.done, self.total)
 
 
-_TOKENS_AN_EXPERT = 8
-
-
 @dataclass(frozen=True, slots=True)
 class LayersCost:
-    """The cost of computing `layers`; `seconds` is None if the first expert cannot be computed.
+    """The cost of computing `layers`.
 
     `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too, and
     those of the whole layers that a pruned result is compared with.
@@ -282,15 +276,14 @@ class LayersCost:
     num_below: int
     num_experts: int
     num_bytes: int
-    seconds: float | None
 
 
 def layers_cost(
     *, source: Checkpoint, whole: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
 ) -> LayersCost:
-    """Return the cost of computing `layers` (empty: all) from both checkpoints. Computes one expert a few times.
+    """Return the cost of computing `layers` (empty: all) from both checkpoints.
 
-    `converted` is None if shards are still to be fetched: then no time is measured. `is_text`: the hidden states are
+    `converted` is None if shards are still to be fetched. `is_text`: the hidden states are
     those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
     `source`.
     """
@@ -307,40 +300,4 @@ def layers_cost(
     num_whole = read_architecture(whole).num_experts
     experts_below = num_whole * len([layer for layer in below if layer in architecture.moe_layers])
     experts_below += num_whole * len(chosen) if is_pruned else 0
-    seconds = None
-    if chosen and converted is not None:
-        stem = f"{family.layer.format(layer=chosen[0])}.mlp.experts.0"
-        seconds = _seconds(stem, source, converted, experts=experts, experts_below=experts_below)
-    return LayersCost(chosen, len(below), experts + experts_below, num_bytes, seconds)
-
-
-@torch.inference_mode()
-def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: int, experts_below: int) -> float | None:
-    """Return the seconds of all experts on all cores, measured on one of them in one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with closing(WeightReader(source)) as ours, closing(WeightReader(converted)) as theirs:
-
-            def check() -> None:
-                versions = read_mlp(stem, source=ours, converted=theirs)
-                mlp, converted_mlp, _ = versions
-                states = torch.ones(_TOKENS_AN_EXPERT, mlp.gate.weight.shape[1])
-                run_mlp(versions, states, states, with_fp4_inputs=converted_mlp.gate.input_scale is not None)
-
-            def run() -> None:
-                mlp = read_source_mlp(ours, stem)
-                mlp(torch.ones(_TOKENS_AN_EXPERT, mlp.gate.weight.shape[1]))
-
-            total = experts * _second_time(check) + (experts_below * _second_time(run) if experts_below else 0)
-    except K2ConvertError:  # the check itself names the problem
-        return None
-    finally:
-        torch.set_num_threads(threads)
-    return total / num_cores()
-
-
-def _second_time(call: Callable[[], None]) -> float:
-    """Return the seconds of a second call; the first one warms up."""
-    call()
-    return timeit.timeit(call, number=1)
+    return LayersCost(chosen, len(below), experts + experts_below, num_bytes)

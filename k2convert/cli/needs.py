@@ -1,4 +1,4 @@
-"""Needs of a calibration or an evaluation on this machine, memory and time, and what its verbs do alike."""
+"""Needs of a calibration or an evaluation on this machine, and what its verbs do alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.progress import Display, waiting
+from k2convert.cli.progress import Display
 from k2convert.cli.verbs import CalibrateOptions, EvaluateOptions
-from k2convert.cli.views import conversion_span
-from k2convert.errors import CalibrationError, format_bytes
-from k2convert.job.estimate import Estimate
+from k2convert.errors import format_bytes
 from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
@@ -23,104 +21,73 @@ from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.cost import PassSize, Time
     from k2convert.calibration.plan import CalibrationPlan, WalkPlan, WalkText
     from k2convert.evaluation.streamed import EvaluationPlan
 
-MAX_HOURS: Final = 12
+TIME_NOTE: Final = (
+    "time: the first layer will say how long the others take. For a table of machines: k2convert guide calibrate"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """Needs of the rest of a calibration or an evaluation (`what`): bytes of the whole process and of a GPU, time."""
+class Needs:
+    """Memory that the rest of a calibration or an evaluation needs on `devices`: of the whole process, and of a GPU."""
 
-    what: str
-    size: PassSize
-    is_walk: bool
+    devices: tuple[str, ...]
     memory: int
     gpu_memory: int
-    time: Time
 
-    def check(self, place: str, *, may_be_long: bool) -> None:
-        """Refuse what this machine has no memory for (PlanError), and more than half a day that nobody asked for
-        (CalibrationError).
-        """
+    def check(self, place: str) -> None:
+        """Refuse what this machine has no memory for; raises PlanError."""
         check_memory(place, needed=self.memory, available=available_memory() + peak_bytes())
-        check_memory(place, needed=self.gpu_memory, available=gpu_memory(self.size.devices)[0], of_gpu=True)
-        if self.time.middle > MAX_HOURS * 3600 and not may_be_long:
-            raise CalibrationError(
-                f"{place}: the {self.what} would take {self.span} on this machine, more than {MAX_HOURS} hours. Use a "
-                "faster machine, or fewer tokens, or repeat the command with --long."
-            )
+        check_memory(place, needed=self.gpu_memory, available=gpu_memory(self.devices)[0], of_gpu=True)
 
-    @property
-    def span(self) -> str:
-        """The time as people say it."""
-        return console.format_span(self.time.least, self.time.most)
-
-    def memory_lines(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
-        lines = [f"memory: needs about {format_bytes(self.memory)}, available {format_bytes(available_memory())}"]
+        lines = [memory_line(self.memory)]
         if self.gpu_memory:
-            free = format_bytes(gpu_memory(self.size.devices)[0])
+            free = format_bytes(gpu_memory(self.devices)[0])
             lines.append(f"memory of the GPU: needs about {format_bytes(self.gpu_memory)}, free {free}")
         return lines
 
-    def time_line(self, *, of: str = "") -> str:
-        """Return the time in a line, and where the estimate comes from."""
-        advice = ""
-        if self.size.on_cpu and self.time.middle > 24 * 3600:
-            advice = "; use a GPU"
-            if self.is_walk:
-                advice = "; use a server with many cores"
-        return f"time{of}: {self.span}, an estimate from one expert on this machine{advice}"
-
     def document(self) -> dict[str, object]:
-        """Return everything as plain data."""
-        return {
-            "seconds": [round(self.time.least), round(self.time.most)],
-            "memory_bytes": self.memory,
-            "gpu_memory_bytes": self.gpu_memory,
-        }
+        """Return the memory as plain data."""
+        return {"memory_bytes": self.memory, "gpu_memory_bytes": self.gpu_memory}
 
 
-def forecast(plan: CalibrationPlan, job: Job | None = None) -> Forecast:
-    """Count and measure what the rest of a calibration needs, alone or next to the conversion of a job."""
-    from k2convert.calibration.cost import measured_time, pass_memory, read_sizes, walk_memory
-
-    is_walk = plan.needs is not None
-    model = read_sizes(plan.source)
-    size = plan.walk.text.size(layers_left(job, plan))
-    main, gpu = (walk_memory if is_walk else pass_memory)(model, size)
-    memory = peak_bytes() + main if job is None else memory_bytes(job, walk=main)  # before measuring, which needs some
-    with waiting("measures one expert"):
-        time = measured_time(model, size, is_walk=is_walk)
-    return Forecast("calibration", size, is_walk, memory, gpu, time)
+def memory_line(needed: int) -> str:
+    """Return the memory that is needed, and that is available."""
+    return f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"
 
 
-def forecast_evaluation(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Forecast:
-    """Count and measure what `layers` layers of an evaluation of `models` models need, the reference included."""
-    from k2convert.calibration.cost import measured_time, read_sizes
-    from k2convert.evaluation.streamed import evaluation_memory, head_flops
+def calibration_needs(plan: CalibrationPlan, job: Job | None = None) -> Needs:
+    """Count what the rest of a calibration needs, alone or next to the conversion of a job."""
+    from k2convert.calibration.memory import gptq_memory, pass_memory, read_sizes
 
-    model = read_sizes(source)
-    size = text.size(layers)
-    main, gpu = evaluation_memory(model, size, models=models)
-    memory = peak_bytes() + main
-    with waiting("measures one expert"):
-        time = measured_time(model, size, models=models, head_flops=head_flops(source, size))
-    return Forecast("evaluation", size, False, memory, gpu, time)
+    count = pass_memory if plan.needs is None else gptq_memory
+    memory = count(read_sizes(plan.source), plan.walk.text.size(layers_left(job, plan)))
+    process = peak_bytes() + memory.main if job is None else memory_bytes(job, walk=memory.main)
+    return Needs(plan.walk.text.devices, process, memory.gpu)
 
 
-def final_evaluation(job: Job, text: WalkText) -> Forecast:
-    """Count and measure what the evaluation at the end of a job needs."""
+def evaluation_needs(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Needs:
+    """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
+    from k2convert.calibration.memory import read_sizes
+    from k2convert.evaluation.streamed import evaluation_memory
+
+    memory = evaluation_memory(read_sizes(source), text.size(layers), models=models)
+    return Needs(text.devices, peak_bytes() + memory.main, memory.gpu)
+
+
+def final_evaluation(job: Job, text: WalkText) -> Needs:
+    """Count what the evaluation at the end of a job needs."""
     whole = job.source.whole or job.source.checkpoint
-    return forecast_evaluation(whole, text, layers=read_architecture(whole).num_layers, models=2)
+    return evaluation_needs(whole, text, layers=read_architecture(whole).num_layers, models=2)
 
 
-def final_line(found: Forecast, text: WalkText) -> str:
+def final_line(needs: Needs, text: WalkText) -> str:
     """Return what the evaluation at the end of a job needs, in a line."""
-    return f"evaluation at the end, on {text.windows}; {found.memory_lines()[0]}; {found.time_line()}"
+    return f"evaluation at the end, on {text.windows}; {needs.lines()[0]}"
 
 
 def layers_left(job: Job | None, plan: CalibrationPlan) -> int:
@@ -130,16 +97,15 @@ def layers_left(job: Job | None, plan: CalibrationPlan) -> int:
     return plan.walk.num_layers - plan.walk.num_finished
 
 
-def needs_lines(walk: WalkPlan, found: Forecast) -> list[str]:
-    """Return disk, memory and time in lines."""
-    needs = format_bytes(walk.disk_needed)
-    allowed = format_bytes(walk.disk_allowed)
-    return [f"disk: needs {needs} at once, may use {allowed}", *found.memory_lines(), found.time_line()]
+def needs_lines(walk: WalkPlan, needs: Needs) -> list[str]:
+    """Return disk and memory in lines, and where the time is said."""
+    disk = f"disk: needs {format_bytes(walk.disk_needed)} at once, may use {format_bytes(walk.disk_allowed)}"
+    return [disk, *needs.lines(), TIME_NOTE]
 
 
-def may_begin(walk: WalkPlan, found: Forecast, place: str, options: CalibrateOptions | EvaluateOptions) -> bool:
+def may_begin(walk: WalkPlan, needs: Needs, place: str, options: CalibrateOptions | EvaluateOptions) -> bool:
     """Refuse a walk that this machine cannot do; return whether to do it: a dry run ends here."""
-    found.check(place, may_be_long=options.long)
+    needs.check(place)
     walk.check_room()
     if options.dry_run:
         console.print_next(console.own_command())
@@ -205,11 +171,10 @@ def text_lines(plan: CalibrationPlan) -> list[str]:
     return [line] if reason is None else [line, reason]
 
 
-def show_start(plan: CalibrationPlan, found: Forecast) -> None:
-    """Print layers, text and time of a calibration that begins."""
-    line, *reason = text_lines(plan)
-    for event in (f"{line}: {found.span} (an estimate from one expert on this machine)", *reason):
-        console.print_event(event)
+def show_start(plan: CalibrationPlan) -> None:
+    """Print layers and text of a calibration that begins."""
+    for line in text_lines(plan):
+        console.print_event(line)
 
 
 def _default_line(plan: CalibrationPlan) -> str | None:
@@ -250,19 +215,6 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     if windows.ids.size < windows.tokens:
         text = ", and a longer text"
     return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
-
-
-def show_walk(walk: Forecast, converting: Estimate) -> None:
-    """Print the memory and the time of a calibration, of converting beside it, and of both."""
-    for line in walk.memory_lines():
-        console.print_line(line)
-    if not walk.size.num_layers:
-        console.print_line("time of the calibration: every layer is done")
-    else:
-        console.print_line(walk.time_line(of=" of the calibration"))
-    console.print_line(f"time of the conversion: {conversion_span(converting)}")
-    least, most = converting.seconds or (0.0, 0.0)
-    console.print_line(f"time in all: {console.format_span(max(walk.time.least, least), walk.time.most + most)}")
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:

@@ -1,0 +1,244 @@
+"""Memory of a pass through the layers of a model, counted from its headers and config.json.
+
+A pass of `evaluate` needs what one layer needs: its weights, the states of a chunk, and the experts in work. Rule gptq
+goes through a layer in phases. Each is a sum of terms in `gptq_memory`, and the largest is the peak. The numbers are
+FP32 (4 bytes) unless a term says otherwise. tests/cli/test_needs.py compares the counts with the peaks of runs.
+
+On a CPU, what grows with the tokens is in files (layer_tokens.py): only the rows that are being computed are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
+from k2convert.calibration.smoothing import SAMPLED_TOKENS, STEPS
+from k2convert.calibration.text import experts_per_token
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
+from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
+from k2convert.forward.walk import DENSE_TOKENS
+from k2convert.machine import POOL_BYTES
+from k2convert.models import detect_family
+from k2convert.models.config import text_config
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
+from k2convert.quantize.gptq.curvature import SMALL
+from k2convert.quantize.gptq.rounding import SHRINKAGES
+
+CUDA_BYTES: Final = 3 << 30
+"""Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
+
+_LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
+_ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
+_SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
+_EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
+_CUDA_EXPERT_FLOATS: Final = 10  # K2 on an H200: 62 GB counted, 51 GB measured
+_COPIES: Final = 3  # of an expert's tokens, while it is in work
+_MAPPED_COPIES: Final = 8  # with those that are files
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
+
+    `workers` threads compute.
+    """
+
+    num_windows: int
+    window: int
+    chunk: int
+    devices: tuple[str, ...]
+    workers: int
+    num_layers: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.num_windows * self.window
+
+    @property
+    def chunk_windows(self) -> int:
+        """The windows of a chunk: fewer if there are no more."""
+        return min(self.chunk, self.num_windows)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk."""
+        return self.chunk_windows * self.window
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the CPU computes."""
+        return self.devices == ("cpu",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of a model that memory and work depend on.
+
+    `other_weights` has for each layer the number of weights that every token passes. `head_floats` is the width of all
+    heads together. `attention_bytes` and `dense_bytes` are those of the largest layer.
+    """
+
+    hidden: int
+    width: int
+    dense_width: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    experts_per_token: int
+    head_floats: int
+    other_weights: tuple[int, ...]
+    attention_bytes: int
+    dense_bytes: int
+    pool_bytes: int
+
+    def num_moe(self, size: PassSize) -> int:
+        """Return how many of the layers that are left have experts."""
+        return sum(layer in self.moe_layers for layer in range(self.num_layers - size.num_layers, self.num_layers))
+
+    def routed(self, tokens: int) -> int:
+        """Return how many of these tokens an expert gets, if all experts get the same."""
+        return tokens * self.experts_per_token // max(self.num_experts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The peak of a pass in bytes: of main memory, beyond what the process has, and of one GPU."""
+
+    main: int
+    gpu: int
+
+
+def read_sizes(source: Checkpoint) -> ModelSizes:
+    """Read config and headers."""
+    family = detect_family(source)
+    text = text_config(source.config)
+    architecture = family.read_architecture(source.config, str(source.folder))
+    weights = [0] * architecture.num_layers
+    sizes = {role: [0] * architecture.num_layers for role in (Role.ATTENTION, Role.DENSE_MLP)}
+    for name, tensor in source.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        place = None
+        if parameter in (WEIGHT, WEIGHT_PACKED):
+            place = family.classify(module)
+        if place is None or place.layer is None or place.role is Role.EXPERTS:
+            continue
+        if place.layer < architecture.num_layers:
+            weights[place.layer] += tensor.num_bytes * 2 if parameter == WEIGHT_PACKED else tensor.num_bytes // 2
+            if place.role in sizes:
+                sizes[place.role][place.layer] += tensor.num_bytes
+    heads = _field(text, "num_attention_heads")
+    one_head = _field(text, "head_dim") or _field(text, "hidden_size") // max(heads, 1)
+    keys = _field(text, "qk_nope_head_dim") + _field(text, "qk_rope_head_dim") or one_head
+    return ModelSizes(
+        hidden=architecture.hidden_size,
+        width=architecture.moe_intermediate_size,
+        dense_width=_field(text, "intermediate_size"),
+        num_layers=architecture.num_layers,
+        moe_layers=architecture.moe_layers,
+        num_experts=architecture.num_experts,
+        experts_per_token=experts_per_token(source),
+        head_floats=heads * keys,
+        other_weights=tuple(weights),
+        attention_bytes=max(sizes[Role.ATTENTION]),
+        dense_bytes=max(sizes[Role.DENSE_MLP]),
+        pool_bytes=min(POOL_BYTES, sum(tensor.num_bytes for tensor in source.tensors.values())),
+    )
+
+
+def _field(text: Mapping[str, Any], name: str) -> int:
+    value = text.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
+    """Count the peak of a pass of one model, with the buffers for reading."""
+    memory = _peak(model, size, _layer_bytes(model, size), streams=1)
+    return Memory(memory.main + model.pool_bytes, memory.gpu)
+
+
+def gptq_memory(model: ModelSizes, size: PassSize) -> Memory:
+    """Count the peak of a conversion by rule gptq, without the buffers for reading, which the conversion counts."""
+    square = 4 * model.hidden**2
+    projection = 4 * model.hidden * model.width
+    states = 4 * size.chunk_tokens * model.hidden
+    routed = model.routed(size.num_tokens)
+    tried = 1  # halves of the moments while their shrinkage is chosen: one at a time, or one in every thread
+    if model.hidden <= SMALL:
+        tried = min(size.workers, 2 * len(SHRINKAGES))
+    if size.on_cpu:
+        tokens = inner = 0
+        mapped = 2 * states
+        rows = _MAPPED_COPIES * min(routed, PIECE_TOKENS)
+        experts = 1
+        floats = _EXPERT_FLOATS
+    else:
+        tokens = 4 * size.num_tokens * model.hidden
+        inner = 4 * size.num_tokens * model.experts_per_token * model.width
+        mapped = 0
+        rows = _COPIES * routed
+        experts = GROUPED_EXPERTS
+        floats = _CUDA_EXPERT_FLOATS
+    pieces = 4 * rows * model.hidden  # of one expert's tokens
+    in_work = experts * (size.workers * floats * projection + (size.workers + 1) * pieces)
+    held = 2 * square + 2 * tokens  # moments of gate and up, and the tokens of both streams
+    attention = model.attention_bytes
+    phases = {
+        "both streams": held + _layer_bytes(model, size) + states,
+        "collecting tokens": held + attention + 9 * states + mapped,
+        "damping, in FP64": held + attention + (3 + 6 * tried) * square,
+        "gate and up": held + attention + tokens // 4 + inner + in_work,
+        "down": 2 * tokens + attention + inner + 8 * projection + 52 * model.width**2 + pieces,
+    }
+    memory = _peak(model, size, max(phases.values()), streams=2)
+    staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * size.num_tokens * model.hidden)  # of both streams' files
+    return Memory(memory.main + staging, memory.gpu)
+
+
+def _peak(model: ModelSizes, size: PassSize, held: int, *, streams: int) -> Memory:
+    """Return what is held where: all of it in main memory, or in a GPU with the states of a chunk in both."""
+    search = len(STEPS) * (2 * SAMPLED_TOKENS) * model.hidden * _SEARCH_BYTES
+    if size.on_cpu:
+        return Memory(_LIBRARY_BYTES + max(held, model.attention_bytes + search), 0)
+    states = 4 * size.chunk_tokens * model.hidden
+    return Memory(_LIBRARY_BYTES + CUDA_BYTES + search + 2 * streams * states, held + CUDA_BYTES // 2)
+
+
+def _layer_bytes(model: ModelSizes, size: PassSize) -> int:
+    """Return the most bytes that one stream needs in a layer, weights included."""
+    most = 0
+    if model.num_moe(size):
+        tokens = size.chunk_tokens
+        piece = min(tokens, PIECE_TOKENS if size.on_cpu else CUDA_PIECE_TOKENS)
+        inner = tokens * (model.experts_per_token + 1) * model.width
+        mlp = 4 * tokens * model.hidden + inner + (size.workers + 1) * piece * (model.hidden + model.width)
+        most = model.attention_bytes + max(4 * mlp, _attention_bytes(model, size, size.chunk_windows))
+    if model.num_moe(size) < size.num_layers:
+        windows = min(size.chunk_windows, max(1, DENSE_TOKENS // size.window)) if size.on_cpu else size.chunk_windows
+        mlp = 4 * windows * size.window * (4 * model.hidden + 2 * model.dense_width)
+        others = max(model.dense_bytes + mlp, _attention_bytes(model, size, windows))
+        most = max(most, model.attention_bytes + others)
+    return most
+
+
+def _attention_bytes(model: ModelSizes, size: PassSize, windows: int) -> int:
+    at_once = min(size.workers, windows) * size.window * model.head_floats * _ATTENTION_TENSORS
+    return 4 * (3 * windows * size.window * model.hidden + at_once)
+
+
+def layer_costs(model: ModelSizes, size: PassSize, *, is_gptq: bool) -> tuple[float, ...]:
+    """Return the multiplications of each layer: finished layers say by these how long the others take.
+
+    Rule gptq computes two streams, and rounds the columns of each expert one after another.
+    """
+    experts = model.experts_per_token * 3 * model.hidden * model.width
+    rounding = model.num_experts * 3 * model.hidden * model.width * (2 * model.hidden + model.width)
+    costs: list[float] = []
+    for layer, weights in enumerate(model.other_weights):
+        is_moe = layer in model.moe_layers
+        streams = size.num_tokens * (weights + experts * is_moe)
+        costs.append(2.0 * streams + rounding * is_moe if is_gptq else float(streams))
+    return tuple(costs)
