@@ -25,7 +25,6 @@ _EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
     "torch": ("torch",),
     "calibrate": ("torch", "transformers", "tokenizers", "tiktoken"),
     "reference": ("torch", "compressed_tensors", "modelopt"),
-    "fit": ("aiconfigurator_core",),
     "ray": ("ray",),
 }
 """The modules that each extra of the package brings."""

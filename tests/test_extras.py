@@ -15,7 +15,7 @@ from structure import ROOT, TINY
 
 WITHOUT = """
 import json, sys
-for name in "torch triton compressed_tensors modelopt llmcompressor transformers aiconfigurator_core".split():
+for name in "torch triton compressed_tensors modelopt llmcompressor transformers".split():
     sys.modules[name] = None
 from command import run_here
 done = [run_here(*words) for words in json.load(sys.stdin)]
@@ -63,7 +63,6 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
         (*validate, "--layers", "all"): "torch",
         (*validate, "--layers", "1", "--text", TINY / "eval.txt"): "calibrate",
         (*validate, "--reference"): "reference",
-        ("fit", TINY, "--gpu", "b200", "--count", "1", "--estimate"): "fit",
     }
     for done, extra in zip(run_without_extras(*commands), commands.values(), strict=True):
         assert (done.returncode, done.stdout) == (1, ""), done.args

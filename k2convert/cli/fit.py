@@ -1,4 +1,4 @@
-"""The verb `fit`: which GPUs hold a checkpoint, with how much KV cache, and how fast one request can be."""
+"""The verb `fit`: which GPUs hold a checkpoint, with how much KV cache, and how fast one request can be at most."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,8 +14,8 @@ from k2convert.cli.console import print_line, print_note, print_table
 from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.errors import FitError, counted, format_bytes, parse_size
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
-from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import CONTEXT, KV_BYTES, UTILIZATION, Fit, Settings, fit_layout
+from k2convert.fit.layouts import Parallelism, complete_layout
+from k2convert.fit.memory import CONTEXT, KV_BYTES, UTILIZATION, Fit, Settings, bytes_per_token, fit_layout
 from k2convert.fit.model import Model, read_model
 from k2convert.fit.search import Holder, find_holders, fp8_and_bf16_tokens, gigabytes, most_experts, ways_out
 from k2convert.fit.serving import (
@@ -27,7 +27,6 @@ from k2convert.fit.serving import (
     nvfp4_scheme,
     serve_command,
 )
-from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, estimate_speeds, speed_ceiling
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.job.locations import open_source
 from k2convert.models.config import max_positions
@@ -82,7 +81,7 @@ class _Asked:
             "weights": {
                 "bytes": model.weights.num_bytes,
                 "by_role": {role.value: count for role, count in model.weights.by_role.items()},
-                "bytes_per_token": bytes_per_token(model.weights, model.shape),
+                "bytes_per_token": bytes_per_token(model.weights, model.shape, Parallelism()),
             },
             "kv_bytes_per_token": {kv: model.kv_values * size for kv, size in KV_BYTES.items()},
             "state_bytes_per_request": model.state_bytes,
@@ -114,7 +113,7 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
     if options.memory is not None and options.count is None:
         raise typer.BadParameter("--memory needs --count")
     chosen = {"--tp": options.tp, "--ep": options.ep, "--pp": options.pp, "--dp-attention": options.dp_attention}
-    chosen |= {"--dcp": options.dcp > 1, "--estimate": options.estimate, "--experts auto": options.experts == AUTO}
+    chosen["--experts auto"] = options.experts == AUTO
     given = [name for name, value in chosen.items() if value]
     if given and options.count is None:
         raise typer.BadParameter(f"{', '.join(given)}: needs --gpu or --memory, and --count")
@@ -153,7 +152,6 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         expert=options.ep,
         pipeline=options.pp,
         data_attention=options.dp_attention,
-        decode_context=options.dcp,
     )
     fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
     holder = Holder(gpu, fit)
@@ -161,16 +159,14 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         asked = replace(asked, model=asked.whole.with_experts(most[0]))
         holder = Holder(gpu, most[1])
     model = asked.model
-    estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
     one = holder_document(holder, model, settings)
-    one["speed"] = {
-        "ceiling": speed_ceiling(model.weights, model.shape, gpu=holder.gpu, layout=layout),
-        "estimates": [asdict(estimate) for estimate in estimates],
-    }
+    read = bytes_per_token(model.weights, model.shape, layout)
+    one["each"]["bytes_per_token"] = read
+    one["bound_tokens_per_second"] = None if gpu.bandwidth is None else gpu.bandwidth / read
     one["serve"] = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
     views: list[Callable[[], None]] = [
-        partial(show_fit, options.checkpoint, model, settings, holder, estimates),
+        partial(show_fit, options.checkpoint, model, settings, holder),
         partial(show_serving, commands, known=fit_notes(holder, settings)),
     ]
     if holder.fit.holds:
@@ -220,7 +216,7 @@ def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
     show_notes(dict.fromkeys(note for command in served for note in command.notes if note not in known))
 
 
-def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, object]:
+def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, Any]:
     """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
     fit = holder.fit
     fp8, bf16 = fp8_and_bf16_tokens(model, holder, settings=settings)
@@ -285,8 +281,8 @@ def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
     return (settings.context, longest)
 
 
-def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
-    """Print what some GPUs hold, by role, and how fast one request can be."""
+def show_fit(name: str, model: Model, settings: Settings, holder: Holder) -> None:
+    """Print what some GPUs hold, by role, and how fast one request can be at most."""
     _show_model(name, model)
     fit = holder.fit
     verdict = f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
@@ -305,28 +301,12 @@ def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estima
         ("memory", format_bytes(fit.memory_bytes)),
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
-    layout = holder.fit.layout
-    ceiling = speed_ceiling(model.weights, model.shape, gpu=holder.gpu, layout=layout)
-    if ceiling is not None:
-        read = format_bytes(bytes_per_token(model.weights, model.shape))
+    if (bandwidth := holder.gpu.bandwidth) is not None:
+        read = bytes_per_token(model.weights, model.shape, fit.layout)
         print_line(
-            f"ceiling: {ceiling:,.0f} tok/s for one request, if bandwidth were all ({read} read for a token). "
-            "For K2, published speeds are 4 to 11 times lower."
+            f"upper bound: {bandwidth / read:,.0f} tok/s for one request, if each GPU did nothing but read its "
+            f"{format_bytes(read)} of weights for a token"
         )
-    speeds = [
-        (
-            "no estimate" if estimate.tokens_per_second is None else f"{estimate.tokens_per_second:.1f} tok/s",
-            "1",
-            str(replace(layout, decode_context=1)),  # it does not know decode context parallelism
-            "NVFP4",
-            f"{estimate.engine} {estimate.version}",
-            f"AIConfigurator, estimated now{': ' if estimate.problem else ''}{estimate.problem}",
-        )
-        for estimate in estimates
-    ]
-    if speeds:
-        columns = ("speed", "requests", "layout", "weights", "engine", "source")
-        print_table("speeds of K2 with all its experts", columns, speeds, left=(0, 2, 3, 4, 5))
     show_notes(fit_notes(holder, settings))
 
 

@@ -270,7 +270,6 @@ class FitOptions:
     ep: int | None = option("GPUs that whole experts are given to.", "N", min=1)
     pp: int | None = option("Stages that hold the layers one after another.", "N", min=1)
     dp_attention: bool = flag("--dp-attention", "Each GPU has its own requests.")
-    dcp: int = option("GPUs of --tp that divide the KV cache.", "N", min=1, default=1)
     kv: ServedKvCache | None = option("KV cache [default: as config.json declares, else bf16].")
     context: int | None = option("Tokens of one request, with its answer [default: 8192].", "N", min=1)
     requests: int = option("Requests at a time.", "N", min=1, default=1)
@@ -283,7 +282,6 @@ class FitOptions:
     experts: str | None = option(
         "Experts per layer if it is pruned; auto: the most that fit on --count GPUs.", "N|auto", check=_check_experts
     )
-    estimate: bool = flag("--estimate", "Ask AIConfigurator for the speed (pip install 'k2convert[fit]').")
     json: bool = json_option()
 
 

@@ -1,12 +1,11 @@
-"""Will it fit, how fast can it be, and how to serve it: answered from headers and config.json only.
+"""Will it fit, how fast can it be at most, and how to serve it: answered from headers and config.json only.
 
     model    the counts of config.json, and the bytes of a checkpoint by role and layer, as it is or would be converted
     gpus     the GPUs that are known by name
     layouts  how GPUs share the work, and which layouts are possible
-    memory   weights and KV cache of each GPU, for one layout
+    memory   weights and KV cache of each GPU, for one layout, and what it reads for a token
     search   which GPUs hold a checkpoint
     serving  the command that serves a checkpoint
-    speed    the bandwidth ceiling, and AIConfigurator's estimate (extra `fit`)
 
 Memory is computed from facts. The one assumption is the overhead of the engine, which is printed and can be set.
 """

@@ -1,7 +1,7 @@
 """The GPUs that `fit` knows by name: memory, bandwidth, and what NVFP4 does on them.
 
-Memory and bandwidth are those of the system files of aiconfigurator-core 0.12.0 (Apache-2.0, PyPI), which take them
-from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
+Memory and bandwidth are those of the system files of NVIDIA Dynamo's configurator 0.12.0 (Apache-2.0, PyPI), which take
+them from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
 (github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
 """
 

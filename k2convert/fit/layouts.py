@@ -22,7 +22,7 @@ _MAX_NODE: Final = 8  # GPUs of tensor parallelism if the caller does not say: t
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """A layout. `data_attention`: each of the `tensor` GPUs has its own requests. `decode_context` splits the KV cache.
+    """A layout. `data_attention`: each of the `tensor` GPUs has its own requests.
 
     `expert` is 1 (experts are split like other weights) or the number of GPUs that whole experts are given to.
     """
@@ -31,7 +31,6 @@ class Parallelism:
     expert: int = 1
     pipeline: int = 1
     data_attention: bool = False
-    decode_context: int = 1
 
     @property
     def num_gpus(self) -> int:
@@ -39,7 +38,7 @@ class Parallelism:
 
     def __str__(self) -> str:
         first = "DP" if self.data_attention else "TP"
-        sizes = {first: self.tensor, "EP": self.expert, "PP": self.pipeline, "DCP": self.decode_context}
+        sizes = {first: self.tensor, "EP": self.expert, "PP": self.pipeline}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or f"{first}1"
 
 
@@ -68,9 +67,6 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
             nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
         raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
-    _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
-    if layout.decode_context > 1 and layout.data_attention:
-        raise FitError("--dcp splits the KV cache of --tp, and --dp-attention has one for each GPU. Leave out one.")
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
@@ -112,7 +108,6 @@ def complete_layout(
     expert: int | None = None,
     pipeline: int | None = None,
     data_attention: bool = False,
-    decode_context: int = 1,
 ) -> Parallelism:
     """Return the layout of `count` GPUs with what the caller chose; raises FitError if there is none.
 
@@ -125,7 +120,7 @@ def complete_layout(
         pipeline = count // tensor
     if expert is None:
         expert = tensor if data_attention else 1
-    layout = Parallelism(tensor, expert, pipeline or 1, data_attention, decode_context)
+    layout = Parallelism(tensor, expert, pipeline or 1, data_attention)
     check_layout(layout, shape)
     if layout.num_gpus != count:
         usual = _open_tensor(count, shape, None, data_attention=False)

@@ -1,15 +1,15 @@
 """The memory of each GPU: weights by role, the engine's overhead, and the tokens of KV cache that the rest holds.
 
     pool = utilization x memory - weights - overhead
-    tokens = (pool - states) / (kv_values x layers x bytes of a value), times what splits the cache
+    tokens = (pool - states) / (kv_values x layers x bytes of a value)
     states = requests x state_bytes x layers of linear attention, over the GPUs of tensor parallelism
 
 Tensor parallelism divides attention heads, experts, MLPs, embeddings and output head. Low-rank down-projections (q_a,
 kv_a; f_a of KDA), router, latent projections, norms, vision tower and projector are whole on every GPU (vLLM 0.33,
 models/deepseek_v2.py and models/kimi_k3), and so is the KV cache of multi-head latent attention, which has one head.
 The states of linear attention are divided by heads. Only requests in flight are counted: an engine that keeps states
-of earlier prompts (prefix caching) uses what is free. Decode context parallelism divides the cache. With DP
-attention each GPU has its own requests, and only experts are divided: vLLM runs it as data parallelism.
+of earlier prompts (prefix caching) uses what is free. With DP attention each GPU has its own requests, and only experts
+are divided: vLLM runs it as data parallelism.
 
 vLLM pads what a GPU has of a split expert of Kimi K3 to 256 columns (models/kimi_k3/common/moe_padding.py). With TP16
 and no expert parallelism, experts need 4/3 of their bytes.
@@ -25,7 +25,7 @@ from typing import Final
 
 from k2convert.choices import ServedKvCache
 from k2convert.fit.layouts import Parallelism, stage_layers
-from k2convert.fit.model import ModelShape, Weights
+from k2convert.fit.model import ModelShape, Place, Weights
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
@@ -41,8 +41,7 @@ OVERHEAD_BYTES: Final = 3_000_000_000
 
 vLLM's published pools on 8 RTX PRO 6000 leave 2.5 to 3.5 GB for it, with 4,096 and 8,192 tokens a batch
 (github.com/local-inference-lab/rtx6kpro, models/kimi-k25.md and kimi-k26-v2.md, kimi-k26-v4.md, 2026-05). It is more
-with larger batches: 8.7 GB in vLLM's Kimi-K2-Thinking recipe for 8 H200 (2025-11). AIConfigurator 0.12.0 assumes 4.2 GB
-and activations.
+with larger batches: 8.7 GB in vLLM's Kimi-K2-Thinking recipe for 8 H200 (2025-11).
 """
 
 
@@ -75,10 +74,9 @@ class Pool:
             return left // self.kv_bytes_per_token
         return _NO_LIMIT * (left > 0)
 
-    def slots(self, tokens: int, splits: int) -> int:
-        """Return how many requests of that length fit, if each token is on one GPU of `splits`."""
-        of_each = tokens * self.kv_bytes_per_token + self.state_bytes * splits
-        return max(self.num_bytes, 0) * splits // of_each
+    def slots(self, tokens: int) -> int:
+        """Return how many requests of that length fit."""
+        return max(self.num_bytes, 0) // (tokens * self.kv_bytes_per_token + self.state_bytes)
 
 
 _NO_LIMIT: Final = 1 << 40
@@ -128,7 +126,7 @@ class Fit:
         return self._tokens(1)
 
     def _tokens(self, requests: int) -> int:
-        return min(pool.tokens(requests) for pool in self.pools) * self.layout.decode_context
+        return min(pool.tokens(requests) for pool in self.pools)
 
     @property
     def _groups(self) -> int:
@@ -144,13 +142,16 @@ class Fit:
 
     def slots_of(self, length: int) -> int:
         """Return how many requests of this length the cache holds at once."""
-        return min(pool.slots(length, self.layout.decode_context) for pool in self.pools) * self._groups
+        return min(pool.slots(length) for pool in self.pools) * self._groups
 
     @property
     def holds(self) -> bool:
         """Return whether the requests asked for fit together."""
         return self.request_slots >= self.requests
 
+
+_NOT_READ: Final = frozenset((Role.EMBEDDINGS, Role.VISION_TOWER, Role.MM_PROJECTOR))
+"""Roles that a token of text does not read: of the embeddings it reads one row."""
 
 _LAST_STAGE: Final = frozenset((Role.LM_HEAD, Role.NORM, Role.RESIDUAL))
 """Roles outside the layers that are on the last stage; all others are on the first."""
@@ -167,12 +168,11 @@ def fit_layout(
     found: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         sums: dict[Role, int] = defaultdict(int)
-        for (role, layer, is_split), num_bytes in weights.parts.items():
+        for place, num_bytes in weights.parts.items():
+            role, layer, _ = place
             is_outer_here = i == (len(stages) - 1 if role in _LAST_STAGE else 0)
             if is_outer_here if layer is None else layer in layers:
-                # Experts are divided, whole or split, whatever attention does.
-                is_divided = role == Role.EXPERTS or (is_split and not layout.data_attention)
-                sums[role] += -(-num_bytes // (layout.tensor if is_divided else 1))
+                sums[role] += -(-num_bytes // _divisor(place, layout))
         by_role = dict(sorted(sums.items(), key=lambda entry: -entry[1]))
         if Role.EXPERTS in by_role:
             by_role[Role.EXPERTS] = by_role[Role.EXPERTS] * padded // shape.expert_width
@@ -195,3 +195,26 @@ def fit_layout(
         context=settings.context,
         requests=settings.requests,
     )
+
+
+def bytes_per_token(weights: Weights, shape: ModelShape, layout: Parallelism) -> int:
+    """Return the weight bytes that a GPU reads for a token of one request.
+
+    These are its share of the experts that the token uses, its share of what is divided, and everything that each GPU
+    holds whole. Pipeline stages count one after another. Bandwidth over these bytes is more tokens a second than any
+    engine has: caches, activations, kernels and all-reduces take no time in it.
+    """
+    total = 0.0
+    for place, num_bytes in weights.parts.items():
+        role = place[0]
+        if role in _NOT_READ:
+            continue
+        used = shape.experts_per_token / shape.num_experts if role == Role.EXPERTS else 1
+        total += num_bytes * used / _divisor(place, layout)
+    return round(total)
+
+
+def _divisor(place: Place, layout: Parallelism) -> int:
+    """Return how many GPUs divide the bytes: experts are divided, whole or split, whatever attention does."""
+    role, _, is_split = place
+    return layout.tensor if role == Role.EXPERTS or (is_split and not layout.data_attention) else 1

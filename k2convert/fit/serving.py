@@ -29,10 +29,7 @@ FP8_NOTE: Final = (
 
 NVFP4_NOTES: Final[dict["Nvfp4Kind", str]] = {
     "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
-    "slow": (
-        "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, INT4 by Marlin has 90 tok/s "
-        "against 53-55."
-    ),
+    "slow": "NVFP4 runs in hardware, but its kernels are slow today: INT4 by Marlin may be faster.",
     "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source serves as well here.",
     "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it. "
     "AMD's GPUs cannot run it.",
@@ -168,8 +165,6 @@ def _refusal(engine: Engine, deployment: Deployment) -> str | None:
             f"vLLM gives whole experts to all {parallelism.tensor} GPUs that hold a layer or to none, so not to "
             f"{parallelism.expert}."
         )
-    if engine == "tensorrt-llm" and parallelism.decode_context > 1:
-        return "trtllm-serve has no option for decode context parallelism. Use vLLM or SGLang, or leave it out."
     return None
 
 
@@ -181,7 +176,6 @@ def _vllm_words(deployment: Deployment) -> Iterator[str]:
         "--data-parallel-size" if parallelism.data_attention else "--tensor-parallel-size", parallelism.tensor
     )
     yield from _size("--pipeline-parallel-size", parallelism.pipeline)
-    yield from _size("--decode-context-parallel-size", parallelism.decode_context)
     if parallelism.expert > 1:
         yield "--enable-expert-parallel"
     yield from _option("--max-model-len", deployment.context)
@@ -200,7 +194,6 @@ def _sglang_words(deployment: Deployment) -> Iterator[str]:
         yield from _size("--attn-dp-size", parallelism.tensor)
     yield from _size("--ep-size", parallelism.expert)
     yield from _size("--pp-size", parallelism.pipeline)
-    yield from _size("--dcp-size", parallelism.decode_context)
     yield from _option("--context-length", deployment.context)
     yield from _option("--kv-cache-dtype", {"fp8": "fp8_e4m3", "bf16": "bf16"}.get(deployment.kv_cache or ""))
     yield from _option("--moe-runner-backend", deployment.sglang_kernels)

@@ -31,8 +31,7 @@ LAYOUTS = (
     Parallelism(pipeline=5),
     Parallelism(tensor=8, data_attention=True),
     Parallelism(tensor=8, expert=8, data_attention=True),
-    Parallelism(tensor=8, decode_context=8),
-    Parallelism(tensor=16, expert=16, pipeline=2, decode_context=4),
+    Parallelism(tensor=16, expert=16, pipeline=2),
 )
 CHECKPOINTS = (*product(("modelopt", "compressed-tensors"), ("w4a4", "w4a16")), (None, None))
 SETTINGS = (*product((None, 131_072), (None, "fp8", "bf16"), (None, 0.93), (None, "0123abcd")),)

@@ -71,7 +71,7 @@ def test_every_command_of_a_page_is_parsed(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_the_options_of_every_fit_go_together(page: Path, run_cli: RunCli, tiny: Path) -> None:
     for words in documented(page.read_text(encoding="utf-8")):
-        if words[0] == "fit" and "--estimate" not in words:  # which needs an extra
+        if words[0] == "fit":
             assert run_cli("fit", tiny, *words[2:]).returncode != USAGE, words
 
 

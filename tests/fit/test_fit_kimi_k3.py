@@ -98,8 +98,8 @@ def test_a_state_is_divided_by_heads(shape: ModelShape, converted: Weights) -> N
 
 
 @pytest.mark.slow
-def test_a_gpu_of_8_agrees_with_aiconfigurator(shape: ModelShape, source: Weights) -> None:
-    """aiconfigurator-core 0.12.0, moonshotai/Kimi-K3, TP8, its own operations.
+def test_a_gpu_of_8_agrees_with_nvidias_configurator(shape: ModelShape, source: Weights) -> None:
+    """NVIDIA Dynamo's configurator 0.12.0, moonshotai/Kimi-K3, TP8, its own operations.
 
     It counts one slot of states as below (and charges 5 for a request), and attention with f_a and b whole on each GPU.
     """

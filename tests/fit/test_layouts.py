@@ -30,11 +30,6 @@ K2 = ModelShape(61, 64, 384, 8, 1, 2048, 576, 262144)
             "--ep 2.",
         ),
         (Parallelism(pipeline=62), "--pp 62: stages hold whole layers of 61. Nearest: --pp 61."),
-        (Parallelism(tensor=8, decode_context=3), "--dcp 3: it must divide the --tp 8. Nearest: --dcp 2 or --dcp 4."),
-        (
-            Parallelism(tensor=8, expert=8, data_attention=True, decode_context=2),
-            "--dcp splits the KV cache of --tp, and --dp-attention has one for each GPU. Leave out one.",
-        ),
     ],
 )
 def test_an_impossible_layout_names_the_divisor_and_the_nearest(layout: Parallelism, message: str) -> None:

@@ -150,17 +150,11 @@ def test_installed_engines_have_the_recorded_options(engine: Engine) -> None:
             "--tp-size 8 --attn-dp-size 8 --ep-size 8",
             "--tp_size 8 --ep_size 8 --enable_attention_dp",
         ),
-        (
-            Parallelism(tensor=8, decode_context=8),
-            "--tensor-parallel-size 8 --decode-context-parallel-size 8",
-            "--tp-size 8 --dcp-size 8",
-            None,
-        ),
         (Parallelism(tensor=8, expert=4), None, "--tp-size 8 --ep-size 4", "--tp_size 8 --ep_size 4"),
     ],
 )
 def test_layouts_in_each_engines_words(
-    parallelism: Parallelism, vllm: str | None, sglang: str | None, tensorrt_llm: str | None
+    parallelism: Parallelism, vllm: str | None, sglang: str, tensorrt_llm: str
 ) -> None:
     starts = ("vllm serve here", "python3 -m sglang.launch_server --model-path here", "trtllm-serve here")
     flags = ("--trust-remote-code", "--trust-remote-code", "--trust_remote_code")
