@@ -7,7 +7,7 @@ copies first.
 import gc
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from command import ROOT, RunCli, run_here  # noqa: E402
 from fake_system import make_system  # noqa: E402
-from markupsafe import Markup  # noqa: E402
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -163,8 +162,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, whose drawing is half of a job's time here."""
-    monkeypatch.setattr("k2convert.report.page._charts", lambda _report: defaultdict(Markup))
-    monkeypatch.setattr("k2convert.report.page.render_picture", lambda _report: b"\x89PNG")
+    monkeypatch.setattr("k2convert.report.render.draw_charts", lambda _report: {})
+    monkeypatch.setattr("k2convert.report.render.render_picture", lambda _report: b"\x89PNG")
 
 
 @pytest.fixture(params=["vectors", "portable"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-CODE: Final = (".py", ".cpp", ".hpp", ".css", ".js", ".jinja")
+CODE: Final = (".py", ".cpp", ".hpp", ".css")
 TINY: Final = ROOT / "tests" / "data" / "k2-tiny"
 _PACKAGE: Final = str(ROOT / "k2convert") + os.sep
 

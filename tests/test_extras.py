@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from command import cli_environment, python, run_cli, said
+from command import cli_environment, python, said
 from conversions import convert
 from structure import ROOT, TINY
 
@@ -111,15 +111,6 @@ def test_an_extra_is_installed_from_where_the_package_came(
     done = python(code, env=cli_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     remedy = f"Install it with: {sys.executable} -m pip install {words}\n"
     assert (done.returncode, done.stdout) == (0, remedy), done.stderr
-
-
-@pytest.mark.slow
-def test_a_report_without_a_home_has_no_notice_of_a_library(tmp_path: Path) -> None:
-    convert(TINY, tmp_path / "out")
-    nowhere = {"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
-    done = run_cli("report", tmp_path / "out", "--quiet", **nowhere)
-    assert done.returncode == 0, done.stderr
-    assert "matplotlib" not in done.stderr.lower()
 
 
 def test_sources_without_kernels_are_named(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -57,7 +56,6 @@ def state() -> dict[str, Any]:
         "streams": (sys.stdin, sys.stdout, sys.stderr),
         "path": list(sys.path),
         "locale": locale.setlocale(locale.LC_ALL),
-        "matplotlib": (dict(mpl.rcParams), mpl.get_backend(auto_select=False)),  # reading all settles the backend
         "random": (random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())),
         "numpy": (np.geterr(), np.get_printoptions()),
         "limits": [resource.getrlimit(kind) for kind in range(16)],

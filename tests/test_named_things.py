@@ -20,7 +20,7 @@ from k2convert.quantize.rules import RULES
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "k2convert"
 CODE = ("k2convert", "tests", "scripts")
-TEXTS = (".md", ".jinja", ".yaml")
+TEXTS = (".md", ".yaml")
 OF_OTHERS = {
     "DeepseekV3Gate",
     "GateLinear",
@@ -162,9 +162,9 @@ def test_what_is_named_exists() -> None:
         ("k2convert/x.py", "The bytes of rule `plain`."),
         ("k2convert/guide/x.md", "Pass `--rule plain`."),
         ("recipes/x.yaml", "rule: plain\n"),
-        ("k2convert/report/x.jinja", "Rule `mse` and rule `plain`."),
-        ("k2convert/report/x.jinja", "Rule `plain` was used."),
-        ("k2convert/report/x.jinja", "Made by `k2convert convert`."),
+        ("k2convert/report/x.py", "Rule `mse` and rule `plain`."),
+        ("k2convert/report/x.py", "Rule `plain` was used."),
+        ("k2convert/report/x.py", "Made by `k2convert convert`."),
         ("k2convert/x.py", "See `k2convert guide proof`."),
         ("k2convert/x.py", "Pass --set calibration.num=3."),
         ("README.md", "Set K2CONVERT_CACHE."),

@@ -55,9 +55,9 @@ def report(options: ReportOptions) -> None:
     figures = figures_document(files.report)
     failed: list[int] = figures["contract"]["failed"] if figures["contract"] else []
     has_passed = figures["contract"] is None or figures["contract"]["passed"]
-    paths = {kind: None if path is None else str(path) for kind, path in written.items()}
+    paths = {kind: str(path) for kind, path in written.items()}
     notes = [partial(console.print_note, sentence) for sentence in figures["missing"]]
-    console.show({"files": paths, **figures}, *filter(None, paths.values()), *notes)
+    console.show({"files": paths, **figures}, *paths.values(), *notes)
     if not has_passed:
         which = "the validation failed"
         if failed:

@@ -1,17 +1,16 @@
 """The human's view of a conversion: report.html to look at, report.md, report.png, and the model card.
 
-    figures     journal, ledger and validation -> Report (figures), and what is missing
-    checks      the document of a validation, parsed
-    content     headline, sections and provenance, computed once for every form;
-                calibrated: its parts on calibration, rule gptq and pruning; wording: numbers as text, tables
-    charts, drawing   matplotlib figures -> SVG in the page's colors
-    page, markdown   Report -> report.html and report.png, report.md and README.md
+    figures          journal, ledger and validation -> Report (figures), and what is missing
+    checks           the document of a validation, parsed
+    content          headline, sections and provenance, computed once for every form;
+                     evaluated: errors of the whole model; wording: numbers as text, tables
+    charts, drawing  the four charts -> SVG in the page's colors, or pixels
+    render, card     one Markdown text -> report.md, report.html and report.png; README.md
 
 Apart from the day of the report, nothing here depends on time, host or path: on one day, the same folder always gives
-the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when a report is written.
+the same files. Pillow and markdown-it are imported only when a report is written.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +41,12 @@ _REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """The written files and the figures in them. `picture` is None if no figures of single tensors are known."""
+    """The written files and the figures in them."""
 
     report: Report
     page: Path
     markdown: Path
-    picture: Path | None
+    picture: Path
 
 
 def write_report(
@@ -74,48 +73,31 @@ def write_report(
     make_folder(target)
     for file, data in files.items():
         write_atomically(target / file, data)
-    picture = None
-    if REPORT_PICTURE_NAME in files:
-        picture = target / REPORT_PICTURE_NAME
-    return ReportFiles(report, page=target / REPORT_PAGE_NAME, markdown=target / REPORT_TEXT_NAME, picture=picture)
+    page, markdown, picture = (target / name for name in _REPORT)
+    return ReportFiles(report, page=page, markdown=markdown, picture=picture)
 
 
 def render_report(report: Report) -> dict[str, bytes]:
-    """Return the files of a report by name; without the picture if no figures of single tensors are known."""
-    from k2convert.report.markdown import render_markdown
+    """Return the files of a report by name."""
+    from k2convert.report.render import render_markdown, render_page, render_picture
 
-    # Without a home that can be written to, matplotlib uses a temporary folder, and says so.
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    from k2convert.report.page import render_page, render_picture
-
-    logger.setLevel(level)
-    page = render_page(report)
-    picture = render_picture(report)
-    text = render_markdown(report, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
-    files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
-    if picture is None:
-        return files
-    return files | {REPORT_PICTURE_NAME: picture}
+    page, text, picture = _REPORT
+    markdown = render_markdown(report, page=page, picture=picture)
+    return {page: render_page(report).encode(), text: markdown.encode(), picture: render_picture(report)}
 
 
 def current_report(folder: Path) -> list[str]:
     """Return the files of the report in a folder; none if it is not whole, or older than evaluation or ledger."""
-    found = [name for name in _REPORT if (folder / name).is_file()]
-    times = [(folder / name).stat().st_mtime_ns for name in found]
-    told = (folder / name for name in (LEDGER_NAME, EVALUATION_NAME))
-    newest = max((path.stat().st_mtime_ns for path in told if path.is_file()), default=0)
-    is_whole = REPORT_PAGE_NAME in found and REPORT_TEXT_NAME in found
-    if is_whole and min(times) >= newest:
-        return found
-    return []
+    times = [(folder / name).stat().st_mtime_ns for name in _REPORT if (folder / name).is_file()]
+    sources = (folder / name for name in (LEDGER_NAME, EVALUATION_NAME))
+    newest = max((path.stat().st_mtime_ns for path in sources if path.is_file()), default=0)
+    return list(_REPORT) if len(times) == len(_REPORT) and min(times) >= newest else []
 
 
 def report_names(folder: Path) -> list[str]:
     """Return the files of the report that would be made of a finished folder; raises as `collect_report`."""
-    is_pictured = collect_report(folder=folder).has_picture
-    return [name for name in _REPORT if is_pictured or name != REPORT_PICTURE_NAME]
+    collect_report(folder=folder)
+    return list(_REPORT)
 
 
 def card_files(
@@ -134,17 +116,16 @@ def card_files(
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
     from k2convert.check.results import validation_document
-    from k2convert.report.markdown import render_card
+    from k2convert.report.card import render_card
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
     files = {} if kept else render_report(report)
-    is_pictured = REPORT_PICTURE_NAME in (kept or files)
     card = render_card(
         report,
         base_model=base_model,
         source=source,
         config=read_json_file(folder / CONFIG_NAME),
         revision=revision,
-        picture=REPORT_PICTURE_NAME if is_pictured else None,
+        picture=REPORT_PICTURE_NAME,
     )
     return files | {CARD_NAME: card.encode()}

@@ -17,8 +17,7 @@ class Checks:
     """A validation ready to be shown. `layers` are table rows, `sentences` are about what else was compared.
 
     `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit. `against` is what
-    the layers' rows are compared with. `router_weights` is the share of the router's weight in each layer that the
-    dropped experts have.
+    the layers' rows are compared with.
     """
 
     has_passed: bool
@@ -28,7 +27,6 @@ class Checks:
     hidden_states: str
     sentences: tuple[str, ...]
     against: str
-    router_weights: Mapping[int, float]
 
     def numbers(self, verdict: str) -> list[int]:
         """Return the numbers of the rules with an outcome: "pass", "warn", "fail" or "skipped"."""
@@ -40,7 +38,6 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
     try:
         layers: Mapping[str, Any] = document["layers"] or {}
         computed: list[Mapping[str, Any]] = layers.get("layers", [])
-        pruned = {int(layer["layer"]): layer["pruning"] for layer in computed if layer.get("pruning")}
         return Checks(
             has_passed=bool(document["passed"]),
             rules=tuple(
@@ -63,7 +60,6 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
                 *_against_sentences(document["against"]),
             ),
             against=reference_name({str(error["variant"]) for layer in computed for error in layer["errors"]}),
-            router_weights={layer: float(found["router_weight_left_out"]) for layer, found in pruned.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(

@@ -1,4 +1,4 @@
-"""The content of a report: headline, sections and provenance, computed once for page, Markdown, picture and card."""
+"""The content of a report: headline, caution, sections and provenance, the same for page, report.md and model card."""
 
 from __future__ import annotations
 
@@ -15,77 +15,75 @@ from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, MIN_NORMAL_BYTE, decode_e4m3
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules import IMATRIX_NOTE
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
-from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks
-from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
+from k2convert.report.evaluated import calibration_section, divergence_words, evaluation_sections
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
 
-NOT_COUNTED: Final = "not counted"
+_NOT_COUNTED: Final = "not counted"
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
     "dense_mlp": "dense MLP of the first layers",
     TOTAL: "all converted weights",
 }
-_ROLE_COLUMNS: Final = (
-    "role", "weights", "SQNR", "relative error", "error / max", "non-zero changed",
-)  # fmt: skip
+_ROLE_COLUMNS: Final = ("role", "weights", "SQNR", "relative error", "error / max", "non-zero changed")
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One headline figure. `tone` is "", "good" or "bad"."""
+class Figure:
+    """One headline figure, such as "22.62 dB", "SQNR", and a sentence on it."""
 
     value: str
     label: str
     detail: str
-    tone: str = ""
 
 
-def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
-    """Return the headline figures, the most important first."""
+def headline(report: Report) -> tuple[Figure, ...]:
+    """Return the verdict of the contract and the headline figures, the most important first."""
     total = report.total
-    tiles = [] if report.evaluation is None else [Tile(*headline_words(report.evaluation, report.ledger.recipe))]
-    if (found := report.ledger.calibration) is not None and found.gptq:
-        if found.held_out:
-            last = list(found.held_out.values())[-1]
-            detail = f"after the last MoE layer, {found.measured_on}; {last.mse_error:.3g} by rule mse there"
-            tone = "bad" if last.is_worse else ""
-            tiles.append(Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone))
-        else:
-            tiles.append(Tile("not measured", "error of the outputs", found.measured_on))
-    if total.weighted_sqnr_db is not None:
-        detail = "errors weighted by the inputs that each column had in the calibration"
-        tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
+    figures = [] if report.checks is None else [contract_figure(report.checks)]
+    if report.evaluation is not None:
+        figures.append(Figure(*divergence_words(report.evaluation, report.ledger.recipe)))
+    if (calibration := report.ledger.calibration) is not None and calibration.gptq:
+        figures.append(_held_out_figure(calibration))
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
-    tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
+    figures.append(Figure(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
-        tiles.append(Tile(f"{total.achieved_to_max:.3f} \u00d7", "max's error", "max calibration, the usual recipe"))
+        figures.append(Figure(f"{total.achieved_to_max:.3f}", "of max's error", "max calibration is the usual recipe"))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
-        tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
+        figures.append(Figure(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
-        tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid restores the source's code"))
-    return (*tiles, *([] if checks is None else [_contract_tile(checks)]))
+        detail = "rounding to the INT4 grid restores the source's code"
+        figures.append(Figure(share, "INT4 codes recoverable", detail))
+    return tuple(figures)
 
 
-def _contract_tile(checks: Checks) -> Tile:
+def contract_figure(checks: Checks) -> Figure:
+    """Return the verdict of the contract: a rule that was not checked does not count as held."""
     failed, warned, skipped = (checks.numbers(verdict) for verdict in ("fail", "warn", "skipped"))
     if failed:
-        which = ", ".join(map(str, failed))
-        return Tile(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {which}", tone="bad")
+        return Figure(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {', '.join(map(str, failed))}")
     if not checks.has_passed:
-        return Tile("failed", "validation", "do not serve it: see what was compared", tone="bad")
+        return Figure("failed", "validation", "do not serve it: see what was compared")
     rest = [f"{len(warned)} with warnings"] if warned else []
     rest += [f"{len(skipped)} not checked"] if skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
     total = len(checks.rules)
-    return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, tone="" if skipped else "good")
+    return Figure(f"{total - len(skipped)} of {total}", "contract rules hold", detail)
+
+
+def _held_out_figure(calibration: CalibrationRecord) -> Figure:
+    if not calibration.held_out:
+        return Figure("not measured", "error of the outputs", calibration.measured_on)
+    last = list(calibration.held_out.values())[-1]
+    detail = f"after the last MoE layer, {calibration.measured_on}; {last.mse_error:.3g} by rule mse there"
+    return Figure(f"{last.gptq_error:.3g}", "error of the outputs", detail)
 
 
 def bits_words(source: SourceFormat) -> str:
@@ -99,16 +97,12 @@ def caution(report: Report) -> str:
     """Return a paragraph about what the figures do not show."""
     total = report.total
     calibration = report.ledger.calibration
-    pruning = report.ledger.pruning
     known = report.source_format
     exact = f"the exact {known.title} values"
     if total.num_codes not in (None, total.num_weights):
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     exact += ", divided by the powers of two of smoothing" if is_scaled else ""
-    space = "Only leaving out experts saves space"
-    if pruning is None:
-        space = "It does not save space"
     change = (
         "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
         "with these values change."
@@ -117,14 +111,12 @@ def caution(report: Report) -> str:
         change = f"Codes were copied and scales relabeled. {with_exponents(words)}"
     elif total.num_codes is None:
         change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
-    text = f"These are errors of weights against {exact}. {change} {space}: {bits_words(known)}."
+    text = f"These are errors of weights against {exact}. {change} It does not save space: {bits_words(known)}."
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
             "those of rule mse. See the error after each layer."
         )
-    elif calibration is not None and calibration.imatrix:
-        text += f" {IMATRIX_NOTE}"
     if report.ledger.recipe.activations == "w4a4":
         text += " FP4 activations add error at run time, which "
         text += "smoothing makes smaller." if is_scaled else "does not depend on how the weights were converted."
@@ -132,62 +124,59 @@ def caution(report: Report) -> str:
 
 
 def sections(report: Report) -> Iterator[Section]:
-    """Yield the parts of the report below the headline, in order. Those with charts alone are for the page."""
-    if (found := report.evaluation) is not None:
-        yield evaluation_section(found, report.ledger.recipe)
-        yield from detail_sections(found, report.ledger.recipe)
-    yield from _chart_sections(report)
-    yield Section("What happened to the weights", (), (role_table(report), counts_table(report.total)))
-    if (pruning := report.ledger.pruning) is not None:
-        yield pruned_section(pruning, report.checks)
-    yield from calibrated_sections(report.ledger.calibration)
+    """Yield the parts of the report below the headline, in order. The card has them too."""
+    recipe = report.ledger.recipe
+    if report.evaluation is not None:
+        yield from evaluation_sections(report.evaluation, recipe)
+    if report.ledger.calibration is not None:
+        yield calibration_section(report.ledger.calibration)
+    yield Section(
+        "Error of the weights",
+        ("Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over "
+         "6 as scale. Its error is measured on a sample of every tensor.",),
+        (role_table(report), counts_table(report.total)),
+        charts=("tensors",),
+    )  # fmt: skip
+    if report.maps:
+        sentence = "One cell per tensor, one color scale for all three projections. Darker means more error."
+        yield Section("Error by layer and expert", (sentence,), charts=("heat_map",))
     if report.worst and report.total.squared_error > 0:
-        rows = [
-            (
-                f"{t.place}: {t.module}" if t.place else t.module,
-                decibels(t.sqnr_db),
-                "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
-                "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
-                f"{100 * t.changed_share:.1f} %",
-            )
-            for t in report.worst
-        ]
-        columns = ("", "SQNR", "max", "largest error, steps", "non-zero changed")
-        yield Section("Worst tensors", (), (Table(columns, rows),))
+        yield _worst_tensors(report)
     if report.checks is not None:
         yield from _contract(report.checks)
     if (needs := needs_section(report)) is not None:
         yield needs
-    yield Section("Provenance", (), (Table(("", ""), made_by(report), is_code=True),))
 
 
-def _chart_sections(report: Report) -> Iterator[Section]:
-    if report.has_distribution:
-        title = "Every tensor"
-        sentence = f"SQNR of {len(report.tensors):,} converted tensors."
-        if report.rule != "max":
-            title += ", compared with max"
-            sentence += " Max calibration, the usual recipe, is measured on a sample of each tensor's rows."
-        yield Section(title, (sentence,), charts=("distribution",))
-    if report.maps:
-        sentence = "One cell per tensor, one color scale for all three projections."
-        yield Section("SQNR by layer and expert", (sentence,), charts=("heat_map",))
-    yield Section(
-        "Block scales",
+def _worst_tensors(report: Report) -> Section:
+    rows = [
         (
-            "How often each E4M3 block scale was written. Every engine reads scales between 2⁻⁶ and 448 correctly; "
-            "Hopper's kernels flush subnormal ones to zero. Blocks of zeros have scale 1.",
-        ),
-        charts=("block_scales",),
-    )
+            f"{t.place}: {t.module}" if t.place else t.module,
+            decibels(t.sqnr_db),
+            "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
+            "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
+            f"{100 * t.changed_share:.1f} %",
+        )
+        for t in report.worst
+    ]
+    columns = ("tensor", "SQNR", "max", "largest error, steps", "non-zero changed")
+    return Section("Worst tensors", (), (Table(columns, rows),))
 
 
 def _contract(checks: Checks) -> Iterator[Section]:
     rows = [
-        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", rule.title) for rule in checks.rules
+        (
+            str(rule.number),
+            rule.verdict,
+            f"{rule.count:,}" if rule.count else "",
+            f"{rule.title} ({rule.note})" if rule.note else rule.title,
+        )
+        for rule in checks.rules
     ]
-    table = Table(("rule", "verdict", "count", "requirement"), rows)
-    yield Section("Servable contract", (checks.summary, *checks.sentences), (table,), rules=checks.rules)
+    offenders = [(str(rule.number), o.name, o.problem) for rule in checks.rules for o in rule.offenders]
+    tables = [Table(("rule", "where", "problem"), offenders)] if offenders else []
+    tables.append(Table(("rule", "verdict", "count", "requirement"), rows, summary=f"Rules ({len(rows)})"))
+    yield Section("Servable contract", (checks.summary, *checks.sentences), tables)
     if checks.layers:
         what = f"Error of the output of MoE blocks against {checks.against} in FP32."
         sentence = f"{what} Hidden states: {checks.hidden_states}."
@@ -230,7 +219,6 @@ def role_name(role: str) -> str:
 def role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
     totals = report.ledger.totals
-    is_weighted = report.total.weighted_error is not None
     num_roles = len(totals.keys() - {TOTAL})
     has_proof = report.total.lossless_tensors is not None
     rows = [
@@ -241,14 +229,12 @@ def role_table(report: Report) -> Table:
             f"{m.relative_mse:.5f}",
             f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else "",
             percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero),
-            *(() if m.weighted_error is None else (decibels(m.weighted_sqnr_db),)),
             *((f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}",) if has_proof else ()),
         )
         for role, m in totals.items()
         if role != TOTAL or num_roles != 1
     ]
-    more = [*(["weighted SQNR"] if is_weighted else []), *(["lossless"] if has_proof else [])]
-    return Table((*_ROLE_COLUMNS, *more), rows)
+    return Table((*_ROLE_COLUMNS, *(["lossless"] if has_proof else [])), rows)
 
 
 def counts_table(metrics: WeightMetrics) -> Table:
@@ -272,7 +258,7 @@ def counts_table(metrics: WeightMetrics) -> Table:
             "a scale below 2⁻⁶ or above 448 would have given less error",
         ),
         _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
-        ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
+        ("largest error of a weight", steps or _NOT_COUNTED, "", "in steps of its INT4 grid"),
     )  # fmt: skip
     if (tensors := metrics.cast_tensors) is not None:
         below = "scales of the expert differ by > 2¹⁷"
@@ -292,28 +278,26 @@ def counts_table(metrics: WeightMetrics) -> Table:
         *of_source,
         _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
         _count("blocks at 448", histogram.get(MAX_BYTE, 0), blocks, "the largest scale"),
-        ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
+        ("block scales used", " to ".join(f"{v:g}" for v in values) or _NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
     return Table(("", "count", "share", "meaning"), rows)
 
 
 def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
-    shown = NOT_COUNTED if value is None else f"{value:,}"
+    shown = _NOT_COUNTED if value is None else f"{value:,}"
     return label, shown, percent(value, of) if of and value is not None else "", meaning
 
 
-def made_by(report: Report) -> tuple[tuple[str, str], ...]:
-    """Return the known facts that identify the result, as (label, value)."""
+def provenance(report: Report) -> Section:
+    """Return the known facts that identify the result."""
     ledger = report.ledger
-    recipe = report.ledger.recipe
-    record = report.ledger.calibration
+    recipe = ledger.recipe
     source = ledger.source
     scales = recipe.input_scale
     calibrated_by: list[tuple[str, object]] = []
-    if record is not None:
+    if (record := ledger.calibration) is not None:
         texts = [(f"text {name} (blake3)", digest) for name, digest in record.texts]
-        calibrated_by = [("statistics (blake3)", record.statistics), *texts, ("seed of the windows", record.seed)]
-        calibrated_by.append(("smoothing exponents (blake3)", record.exponents_digest))
+        calibrated_by = [*texts, ("seed of the windows", record.seed)]
     rows = (
         ("report made (UTC)", report.made_on),
         ("source", source.repo),
@@ -328,21 +312,22 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
         ("input scales", f"gate_up {scales.gate_up}, down {scales.down}"),
         ("KV cache", recipe.kv_cache),
         ("quantizer", recipe.quantizer),
-        ("pruning", None if ledger.pruning is None else ledger.pruning.line),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
         *calibrated_by,
         ("k2convert", ledger.tool_version),
         *ledger.versions.items(),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
     )
-    return tuple((label, str(value)) for label, value in rows if value not in (None, ""))
+    known = tuple((label, str(value)) for label, value in rows if value not in (None, ""))
+    sentence = "`k2convert.json` has the recipe, the digests of the source's headers and of every shard, and all sums."
+    return Section("Provenance", (sentence,), (Table(("fact", "value"), known, is_code=True),))
 
 
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
     contract = None
     ledger = report.ledger
-    parts = {"calibration": ledger.calibration, "pruning": ledger.pruning, "evaluation": report.evaluation}
+    parts = {"calibration": ledger.calibration, "evaluation": report.evaluation}
     if (checks := report.checks) is not None:
         contract = {
             "rules": len(checks.rules),

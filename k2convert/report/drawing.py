@@ -1,136 +1,220 @@
-"""The paper of the charts: colors by meaning, a figure laid out in inches, and its conversion to SVG or pixels.
+"""A drawing: lines, areas, words and images in one coordinate system, as inline SVG or as pixels.
 
-Charts are drawn by matplotlib as SVG: they are sharp at any size, their text is text, their colors follow light and
-dark mode, and the page shows them without a script. plotly was the alternative, but its library adds 4.5 MB to every
-report, several times the size of all figures of a trillion weights. Each chart is drawn once, as wide as a phone's
-screen: the page enlarges it on wider screens, up to twice.
+The page's SVG has classes for colors, so it follows light and dark mode without a script. Pillow draws the same shapes
+for report.png, which a model card can show. A plotting library would bring eight packages and save few lines. Coordinates
+are in units of the SVG's view box, y downward: about the pixels of a telephone.
 """
-
-# matplotlib does not type its keyword arguments, so every call is "partially unknown".
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from io import StringIO
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from io import BytesIO
+from typing import Final, Literal
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 
-WIDTH = 4.9  # inches of every chart; 353 of the SVG's units, about the pixels of a phone's width
-LEFT, RIGHT = 0.74, 0.1  # of a plot's axes
-FONT_SIZE = 9.5
-_LABEL = 0.15  # from the left edge to the right side of a vertical axis's title
-COLOR_MAP = "viridis"  # perceptually uniform, safe for color-blind readers, and distinct from both backgrounds
-_PROLOGUE = re.compile(r"^.*?(?=<svg )", re.DOTALL)
-_GROUP_ID = re.compile(r'<g id="[^"]*"')
-_SIZE = re.compile(r'(<svg [^>]*?) (?:width|height)="[^"]*pt"')
-_METADATA = re.compile(r"<metadata>.*?</metadata>|<style .*?</style>", re.DOTALL)
+WIDTH: Final = 400.0
+SIZE: Final = 12.0  # of words
+_SCALE: Final = 4  # pixels of a unit while a PNG is drawn; the mean of 2 x 2 is written
+_AREA_ALPHA: Final = 0.3
 
+Color = Literal["ink", "muted", "line", "paper", "ours", "max", "third", "fourth", "warn"]
+Point = tuple[float, float]
 
-Palette = Mapping[str, str]
-"""One color per meaning. `paper` is the background, `empty` is a map's cell without a tensor."""
-
-_COLORS = {  # light, dark
+PALETTE: Final[dict[Color, tuple[str, str]]] = {  # light, dark
     "ink": ("#1b2430", "#e8edf2"),
     "muted": ("#5c6773", "#9aa7b4"),
     "line": ("#d5dbe1", "#37424d"),
     "paper": ("#ffffff", "#12171c"),
-    "empty": ("#e9edf0", "#232b33"),
     "ours": ("#2563c9", "#6ea8ff"),
     "max": ("#c2571a", "#f09a5b"),
-    "good": ("#18835a", "#4ec795"),
-    "mse": ("#7a4fb5", "#c3a3f2"),
+    "third": ("#18835a", "#4ec795"),
+    "fourth": ("#7a4fb5", "#c3a3f2"),
     "warn": ("#b3261e", "#ff8a80"),
 }
-LIGHT, DARK = ({name: pair[i] for name, pair in _COLORS.items()} for i in range(2))
-# Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.
-THEMED = {name: f"#0a0b{i:02x}" for i, name in enumerate(_COLORS)}
-
-_VARIABLES = {color: f"var(--{name})" for name, color in THEMED.items()}
-_THEMED_COLOR = re.compile("|".join(_VARIABLES))
 
 
-def css_variables(palette: Palette) -> str:
-    """Return the declarations of a palette's variables, for a CSS rule."""
-    return " ".join(f"--{name}: {color};" for name, color in palette.items())
+SHADES: Final = 128
+"""Shades of the color map: more cannot be told apart, and the image would be larger."""
+EMPTY: Final = SHADES  # a cell without a tensor
+_VIRIDIS: Final = (
+    (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
+    (173, 220, 48), (253, 231, 37),
+)  # fmt: skip
+"""Every 32nd color of the map viridis: perceptually uniform, and safe for color-blind readers."""
 
 
-class Sheet:
-    """One figure as wide as every chart. All lengths are in inches; `top` is measured from the upper edge."""
-
-    def __init__(self, height: float, palette: Palette, *, width: float = WIDTH) -> None:
-        self.palette = palette
-        self.width = width
-        self.height = height
-        self.figure = Figure(figsize=(width, height), facecolor="none")
-
-    def plot(self, top: float) -> Axes:
-        """Add the axes of a chart below `top`, with space for the labels of both axes."""
-        width = self.width - LEFT - RIGHT
-        axes = self.axes(LEFT, top, width, self.height - top - 0.5)
-        axes.yaxis.set_label_coords((_LABEL - LEFT) / width, 0.5)  # where no label of a tick pushes it off the figure
-        return axes
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Add plain axes with their upper left corner at (left, top)."""
-        bottom = self.height - top - height
-        place = (left / self.width, bottom / self.height, width / self.width, height / self.height)
-        axes = self.figure.add_axes(place)
-        axes.set_facecolor("none")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[:].set_color(self.palette["line"])
-        axes.tick_params(colors=self.palette["muted"], which="both", labelsize=FONT_SIZE - 1, width=0.6)
-        axes.xaxis.label.set(color=self.palette["muted"], fontsize=FONT_SIZE)
-        axes.yaxis.label.set(color=self.palette["muted"], fontsize=FONT_SIZE)
-        return axes
-
-    def text(
-        self, left: float, top: float, text: str, *, color: str = "", align: str = "left", bold: bool = False
-    ) -> None:
-        """Add one line of text with its baseline at `top`."""
-        self.figure.text(
-            left / self.width,
-            1 - top / self.height,
-            text,
-            color=color or self.palette["ink"],
-            ha=align,
-            va="baseline",
-            fontsize=FONT_SIZE,
-            fontweight="bold" if bold else "normal",
-        )
-
-    def label(self, axes: Axes, value: float, text: str, *, align: str) -> None:
-        """Write a warning above a plot, next to the horizontal position of `value`."""
-        low, high = axes.get_xlim()
-        place = LEFT + (self.width - LEFT - RIGHT) * (value - low) / (high - low)
-        self.text(place + (0.05 if align == "left" else -0.05), 0.27, text, color=self.palette["warn"], align=align)
+def _palette() -> bytes:
+    """Return the colors of the cells, RGBA: all shades, then a transparent one."""
+    places = np.linspace(0, len(_VIRIDIS) - 1, SHADES)
+    channels = [np.interp(places, range(len(_VIRIDIS)), channel) for channel in zip(*_VIRIDIS, strict=True)]
+    shades = np.stack([*channels, np.full(SHADES, 255.0)], axis=-1)
+    return shades.astype(np.uint8).tobytes() + bytes(4)
 
 
-def to_svg(figure: Figure, *, label: str) -> str:
-    """Return the figure as inline SVG in the page's colors. The same figure always gives the same text.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points; `dash` are lengths on and off, empty for a solid line."""
 
-    `label` describes the chart to screen readers, and makes its ids unique on the page.
-    """
-    target = StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "svg.image_inline": True}):
-        FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})
-    svg = _METADATA.sub("", _PROLOGUE.sub("", target.getvalue(), count=1))
-    svg = _GROUP_ID.sub("<g", _SIZE.sub(r"\1", _SIZE.sub(r"\1", svg, count=1), count=1))
-    svg = _THEMED_COLOR.sub(lambda match: _VARIABLES[match[0]], svg)  # variables follow light and dark mode
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    points: Sequence[Point]
+    color: Color
+    width: float = 1.0
+    dash: tuple[float, ...] = ()
 
 
-def to_rgb(figure: Figure, *, dpi: int) -> NDArray[np.uint8]:
-    """Return the figure as pixels on white, uint8 [height, width, 3]."""
-    figure.set_facecolor("white")
-    figure.set_dpi(dpi)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[:, :, :3]
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A polygon, filled with a light shade of a color."""
+
+    points: Sequence[Point]
+    color: Color
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """One line of text with its baseline at `y`."""
+
+    x: float
+    y: float
+    text: str
+    color: Color = "muted"
+    anchor: Literal["start", "middle", "end"] = "start"
+    size: float = SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Cells of a heat map, uint8 [rows, columns], as width x height: shades of the color map, or EMPTY."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    cells: NDArray[np.uint8]
+
+    @property
+    def is_enlarged(self) -> bool:
+        return self.width > self.cells.shape[1]
+
+    def image(self) -> Image.Image:
+        """Return one pixel per cell; empty cells are transparent."""
+        image = Image.fromarray(self.cells).convert("P")
+        image.putpalette(_palette(), "RGBA")
+        return image
+
+
+@dataclass(slots=True)
+class Drawing:
+    """Shapes on a sheet of WIDTH x `height`; `label` describes it to screen readers."""
+
+    label: str
+    height: float
+    shapes: list[Line | Area | Words | Picture] = field(default_factory=list[Line | Area | Words | Picture])
+
+    def add(self, *shapes: Line | Area | Words | Picture) -> None:
+        """Draw shapes over those that are there."""
+        self.shapes += shapes
+
+
+def css_palette() -> tuple[str, str, str]:
+    """Return the declarations of the colors in light and dark mode, and the rules of the classes that charts use."""
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in PALETTE.items()) for i in range(2))
+    return light, dark, " ".join(f".f-{c} {{ fill: var(--{c}) }} .s-{c} {{ stroke: var(--{c}) }}" for c in PALETTE)
+
+
+def to_svg(drawing: Drawing) -> str:
+    """Return the drawing as SVG in the page's colors."""
+    parts = "".join(_svg(shape) for shape in drawing.shapes)
+    box = f'viewBox="0 0 {WIDTH:g} {drawing.height:g}"'
+    return f'<svg role="img" aria-label="{escape(drawing.label)}" {box} font-size="{SIZE:g}">{parts}</svg>'
+
+
+def _svg(shape: Line | Area | Words | Picture) -> str:
+    match shape:
+        case Line():
+            dash = f' stroke-dasharray="{" ".join(f"{part:g}" for part in shape.dash)}"' if shape.dash else ""
+            style = f'class="s-{shape.color}" fill="none" stroke-width="{shape.width:g}"{dash}'
+            return f'<polyline {style} points="{_pairs(shape.points)}"/>'
+        case Area():
+            return f'<polygon class="f-{shape.color}" fill-opacity="{_AREA_ALPHA}" points="{_pairs(shape.points)}"/>'
+        case Words():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}" font-size="{shape.size:g}"'
+            return f'<text class="f-{shape.color}" {place}>{escape(shape.text)}</text>'
+        case Picture():
+            target = BytesIO()
+            shape.image().save(target, format="PNG", optimize=True)
+            data = base64.b64encode(target.getvalue()).decode()
+            place = f'x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}"'
+            style = 'preserveAspectRatio="none" image-rendering="' + ("pixelated" if shape.is_enlarged else "auto")
+            return f'<image {place} {style}" href="data:image/png;base64,{data}"/>'
+
+
+def _pairs(points: Iterable[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def to_png(columns: Sequence[Sequence[Drawing]]) -> bytes:
+    """Return columns of drawings, from left to right, as one PNG on white."""
+    margin = 12.0
+    width = margin + (WIDTH + margin) * len(columns)
+    height = margin + max(sum(drawing.height + margin for drawing in column) for column in columns)
+    image = Image.new("RGB", (int(_SCALE * width), int(_SCALE * height)), PALETTE["paper"][0])
+    for i, column in enumerate(columns):
+        top = margin
+        for drawing in column:
+            _paint(image, drawing, left=margin + i * (WIDTH + margin), top=top)
+            top += drawing.height + margin
+    target = BytesIO()
+    # 256 colors are enough for color map, lines and words, and take a third of the bytes.
+    few = image.reduce(2).quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(target, format="PNG", optimize=True)
+    return target.getvalue()
+
+
+def _paint(image: Image.Image, drawing: Drawing, *, left: float, top: float) -> None:
+    draw = ImageDraw.Draw(image, "RGBA")
+
+    def scaled(points: Iterable[Point]) -> list[Point]:
+        return [(_SCALE * (left + x), _SCALE * (top + y)) for x, y in points]
+
+    for shape in drawing.shapes:
+        match shape:
+            case Line():
+                for piece in _dashes(shape.points, shape.dash):
+                    color = PALETTE[shape.color][0]
+                    draw.line(scaled(piece), fill=color, width=round(_SCALE * shape.width), joint="curve")
+            case Area():
+                draw.polygon(scaled(shape.points), fill=f"{PALETTE[shape.color][0]}{int(255 * _AREA_ALPHA):02x}")
+            case Words():
+                font = ImageFont.load_default(_SCALE * shape.size)
+                anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
+                (place,) = scaled([(shape.x, shape.y)])
+                draw.text(place, shape.text, fill=PALETTE[shape.color][0], font=font, anchor=anchor)
+            case Picture():
+                ((x, y),) = scaled([(shape.x, shape.y)])
+                way = Image.Resampling.NEAREST if shape.is_enlarged else Image.Resampling.BOX
+                size = int(_SCALE * shape.width), int(_SCALE * shape.height)
+                cells = shape.image().convert("RGBA").resize(size, way)
+                image.paste(cells, (int(x), int(y)), cells)
+
+
+def _dashes(points: Sequence[Point], dash: tuple[float, ...]) -> Iterable[list[Point]]:
+    """Yield the pieces of a dashed line."""
+    if not dash or len(points) < 2:
+        yield list(points)
+        return
+    steps = np.hypot(*np.diff(np.array(points), axis=0).T)
+    way = np.concatenate([[0.0], np.cumsum(steps)])
+    xs, ys = np.array(points).T
+    begin = 0.0
+    while begin < way[-1]:
+        end = min(begin + dash[0], float(way[-1]))
+        corners = way[(way > begin) & (way < end)]
+        at = [begin, *corners.tolist(), end]
+        yield list(zip(np.interp(at, way, xs).tolist(), np.interp(at, way, ys).tolist(), strict=True))
+        begin = end + dash[1]

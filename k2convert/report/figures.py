@@ -46,8 +46,8 @@ _LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file 
 class TensorFigures:
     """The error of one converted projection against its source.
 
-    `sqnr_max_db` is the SQNR of `max`: the tensor's own SQNR, shifted by the ratio of squared errors on the sampled
-    rows. It is None if no sample was recorded or it has no error.
+    `sqnr_max_db` is the SQNR of rule `max`: the tensor's own, shifted by the ratio of squared errors on the sample. It
+    is None if no sample was recorded or it has no error.
     """
 
     module: str
@@ -125,14 +125,9 @@ class Report:
         return self.ledger.recipe.rule
 
     @property
-    def has_distribution(self) -> bool:
-        """Return whether any tensor has a finite SQNR."""
-        return any(math.isfinite(tensor.sqnr_db) for tensor in self.tensors)
-
-    @property
-    def has_picture(self) -> bool:
-        """Return whether figures of single tensors are known, of which charts are drawn."""
-        return bool(self.maps) and self.has_distribution
+    def title(self) -> str:
+        """The source's repository if it is known, else the name of the result or of the recipe."""
+        return self.ledger.source.repo or self.name or self.ledger.recipe.name
 
     @property
     def worst(self) -> tuple[TensorFigures, ...]:
@@ -261,7 +256,6 @@ def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> L
             for name, record in sorted(records.items())
         },
         totals=summarize(records.values()),
-        pruning=job.pruning,
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers as text, and the parts that page, Markdown and model card show: sections of sentences, tables and charts."""
+"""Numbers as text, and the parts of which page, report.md and model card are made: sections of sentences and tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from k2convert.check.results import RuleResult
+ChartName = Literal["tensors", "heat_map", "positions", "tokens"]
 
 _MOST_LISTED: Final = 12
 _RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -17,8 +17,8 @@ _NUMBER: Final = re.compile(r"(?:[<>] )?-?[\d,.]+(?:e[+-]\d+)?(?: ± \S+)?( (?:M
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. With a `summary`, the page and the card fold the table under it. `is_code`: all but the first
-    column are names and digests."""
+    """Rows of text. With a `summary` the table is folded under it. `is_code`: all but the first column are names and
+    digests."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -33,13 +33,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report. `charts` are names (see page); `rules` are shown by the page instead of the tables."""
+    """One part of a report. `charts` are shown by the page alone."""
 
     title: str
     sentences: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    charts: Sequence[str] = ()
-    rules: Sequence[RuleResult] = ()
+    charts: Sequence[ChartName] = ()
 
 
 def decibels(value: float | None) -> str:
@@ -77,37 +76,17 @@ def with_error(mean: float, error: float | None) -> str:
     return f"{mean:.3g} ± {error:.2g}"
 
 
-def power_of_two(exponent: int) -> str:
-    """Return "8" or "2⁻⁶"."""
-    if 0 <= exponent <= 9:
-        return f"{2**exponent}"
-    return with_exponents(f"2^{exponent}")
-
-
 def with_exponents(text: str) -> str:
     """Return a text of the terminal with "2⁻⁶" for each "2^-6"."""
-    return re.sub(r"\b2\^(-?[0-9]+)", lambda found: "2" + found[1].translate(_RAISED), text)
+    return re.sub(r"\b2\^(-?[0-9]+)", lambda power: "2" + power[1].translate(_RAISED), text)
 
 
-def power_of_ten(exponent: int) -> str:
-    """Return "0.01" or "10⁻⁶"."""
-    if -3 <= exponent <= 3:
-        return f"{10.0**exponent:g}"
-    return "10" + str(exponent).translate(_RAISED)
-
-
-def short_count(value: float, _position: object = None) -> str:
+def short_count(value: float) -> str:
     """Return "1.5 M", for the axis of a chart."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value:g}"
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Return "1, 2 and 3 more" for a list that may be long, "none" for an empty one."""
-    rest = len(numbers) - _MOST_LISTED
-    return ", ".join(map(str, numbers[:_MOST_LISTED])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
 
 
 def joined(names: Sequence[str]) -> str:

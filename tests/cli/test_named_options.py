@@ -92,7 +92,7 @@ def test_every_option_that_is_named_exists_where_it_is_named() -> None:
         ("evaluation/head.py", "Requests at a time: --concurrency."),
         ("calibration/text.py", "error: pass --gpu b200."),
         ("guide/serve.md", "Pass `--concurrency 8`."),
-        ("report/card.md.jinja", "Made with --input-scale."),
+        ("report/card.py", "Made with --input-scale."),
         ("recipes/x.yaml", "rule: max  # --input-scale"),
     ],
 )

@@ -26,8 +26,8 @@ from k2convert.models.kimi_k3 import K3
 from k2convert.models.names import Role
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
+from k2convert.report.card import render_card
 from k2convert.report.figures import collect_report
-from k2convert.report.markdown import render_card
 from scripts.fixture_maker.damage import edit_json
 from scripts.fixture_maker.k3 import k3_parts
 
@@ -217,7 +217,7 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
     found = open_checkpoint(tmp_path / "out")
     config = read_json_file(tmp_path / "out" / "config.json")
     report = collect_report(folder=tmp_path / "out", tensors=found.tensors.values())
-    card = render_card(report, base_model=None, source=read_source_card(""), config=config)
+    card = render_card(report, base_model=None, source=read_source_card(""), config=config, picture="report.png")
     assert "of states per request." in card
     assert "```bash\n\n```" not in card
     is_refused = layout == "compressed-tensors"

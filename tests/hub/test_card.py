@@ -10,8 +10,8 @@ from command import cli_environment
 from loopback import LoopbackHub
 
 from k2convert.hub.source_card import read_source_card
+from k2convert.report.card import render_card
 from k2convert.report.figures import collect_report
-from k2convert.report.markdown import render_card
 
 VALIDATE = """
 import sys
@@ -29,7 +29,13 @@ ModelCard.load(sys.argv[1]).validate()
 def test_card_passes_the_librarys_own_validation(local_result: Path, server: LoopbackHub, tmp_path: Path) -> None:
     report = collect_report(folder=local_result, name="me/out")
     config = json.loads((local_result / "config.json").read_text())
-    card = render_card(report, base_model="moon/K2", source=read_source_card("---\nlicense: mit\n---\n"), config=config)
+    card = render_card(
+        report,
+        base_model="moon/K2",
+        source=read_source_card("---\nlicense: mit\n---\n"),
+        config=config,
+        picture="report.png",
+    )
     (tmp_path / "README.md").write_text(card)
     arguments = [sys.executable, "-c", VALIDATE, str(tmp_path / "README.md"), server.url.rpartition(":")[2]]
     subprocess.run(arguments, env=cli_environment(), check=True)

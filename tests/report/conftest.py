@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evaluation_makers import evaluation_of, write_evaluation
+from report_makers import gptq_record
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.document import encode
+from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, write_report
 
 
@@ -29,9 +33,10 @@ def reported(local_result: Path, validation: dict[str, Any], tmp_path_factory: p
 
 @pytest.fixture(scope="session")
 def evaluated(local_result: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
-    """A full report on the conversion with an evaluation."""
+    """A report with all four charts: on a conversion by rule `gptq`, as its ledger says, with an evaluation."""
     folder = Path(shutil.copytree(local_result, tmp_path_factory.mktemp("evaluated") / "out"))
     write_evaluation(folder, evaluation_of(folder))
+    (folder / "k2convert.json").write_bytes(encode(replace(read_ledger(folder), calibration=gptq_record())))
     tensors = open_checkpoint(folder).tensors.values()
     return write_report(folder=folder, out=folder.parent, validation=validation, tensors=tensors)
 

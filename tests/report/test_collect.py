@@ -42,21 +42,6 @@ def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
     assert num_cells == sum(found.values.size for found in maps.values()) == 144
 
 
-def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, local_result: Path) -> None:
-    assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
-    shutil.rmtree(records_only / ".k2convert")
-    files = write_report(folder=records_only)
-    assert files.report.total == collect_report(folder=local_result).total
-    assert files.report.tensors == ()
-    assert files.picture is None
-    assert any("no figures of single tensors" in sentence for sentence in files.report.missing)
-    page = files.page.read_text()
-    assert "no figures of single tensors" in page
-    assert "Block scales" in page
-    assert "by layer and expert" not in page
-    assert "report.png" not in files.markdown.read_text()
-
-
 def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Path, local_result: Path) -> None:
     validated = validate_checkpoint(folder=local_result, source=open_checkpoint(tiny))
     assert validated.weights is not None

@@ -12,9 +12,9 @@ import yaml
 from k2convert.hub.source_card import SourceCard, read_source_card
 from k2convert.plan.recipe import InputScale
 from k2convert.report import ReportFiles
+from k2convert.report.card import render_card
 from k2convert.report.content import needs_section
 from k2convert.report.figures import Report
-from k2convert.report.markdown import render_card
 
 K2_CARD = """---
 license: other
@@ -49,10 +49,10 @@ def card(
     *,
     base: str | None = BASE,
     source: str = K2_CARD,
-    picture: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The front matter, and the sections by title; the part before the first one is under ""."""
-    text = render_card(report, base_model=base, source=read_source_card(source), config=config, picture=picture)
+    card = read_source_card(source)
+    text = render_card(report, base_model=base, source=card, config=config, picture="report.png")
     _, matter, body = text.split("---\n", 2)
     first, *rest = body.split("\n## ")
     return yaml.safe_load(matter), {"": first} | {part.partition("\n")[0]: part for part in rest}
@@ -73,19 +73,21 @@ def test_front_matter_carries_over_the_sources_licence_and_names_the_base(report
 
 
 def test_sections_have_the_reports_figures(report: Report, config: Any) -> None:
-    _, sections = card(report, config, picture="report.png")
+    _, sections = card(report, config)
     assert list(sections) == [
-        "", "What was converted", "What it lost", "Serving", "Needs", "Hardware", "Provenance",
+        "", "What was converted", "Error of the weights", "Error by layer and expert", "Worst tensors",
+        "Servable contract", "Reference layers", "Needs", "Serving", "Hardware", "Provenance",
     ]  # fmt: skip
     assert f"[{BASE}](https://huggingface.co/{BASE}) with its routed experts" in sections[""]
     assert "](report.png)" in sections[""]
     assert "one power-of-two scale per tensor" in sections["What was converted"]
     assert "- Kept byte for byte: attention, router, embeddings" in sections["What was converted"]
-    lost = sections["What it lost"]
+    assert "- **19 of 19** contract rules hold: " in sections[""]
+    lost = sections["Error of the weights"]
     assert "| routed experts | 4,718,592 | 22.62 dB | 0.00547 | 0.506 | 98.3 % |" in lost
     assert "Max is the usual recipe" in lost
-    assert "not lossless" in lost
-    assert "does not save space" in lost
+    assert "not lossless" in sections["What was converted"]
+    assert "does not save space" in sections["What was converted"]
     needs = needs_section(report)
     assert needs is not None
     assert all(cell in sections["Needs"] for row in needs.tables[0].rows for cell in row)
@@ -119,7 +121,7 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(report: Report, config:
     assert matter["license"] == "unknown"
     assert "base_model" not in matter
     assert "A Kimi K2 model with its routed experts" in sections[""]
-    assert "- Source: a Kimi K2 model, " in sections["Provenance"]
+    assert "Source: a Kimi K2 model, " in sections["Provenance"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_hostile_names_are_shown_and_do_nothing(report: Report, config: Any) -> 
     found = replace(with_source(report, revision=HOSTILE), name=f"me/{HOSTILE}")
     found = replace(found, ledger=replace(found.ledger, versions={HOSTILE: HOSTILE}))
     source = SourceCard(pipeline_tag="a: b\n---\n# taken", library_name="<script>")
-    text = render_card(found, base_model=HOSTILE, source=source, config=config)
+    text = render_card(found, base_model=HOSTILE, source=source, config=config, picture="report.png")
     _, matter, body = text.split("\n---\n")[0], *text.removeprefix("---\n").split("\n---\n", 1)
     assert yaml.safe_load(matter)["base_model"] == HOSTILE
     assert yaml.safe_load(matter)["pipeline_tag"] == "a: b\n---\n# taken"

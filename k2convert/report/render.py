@@ -1,0 +1,171 @@
+"""One Markdown text for everybody: report.md is that text, report.html shows it with charts, the card has its sections.
+
+Every value is escaped, so text of a checkpoint, a recipe or another card is shown unchanged and does nothing. The page
+has no script, loads nothing, and its security policy allows neither: even a name that was not escaped could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape as escape_html
+from importlib import resources
+from typing import Any, Final
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from k2convert.errors import visible
+from k2convert.report.charts import draw_charts
+from k2convert.report.content import caution, headline, provenance, sections
+from k2convert.report.drawing import Drawing, Words, css_palette, to_png, to_svg
+from k2convert.report.figures import Report
+from k2convert.report.wording import Section, Table
+
+_SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
+_FOLD: Final = re.compile(r"<details><summary>[^<>]*</summary>\s*|</details>\s*")
+"""The only HTML in our Markdown."""
+
+
+def escape(text: str) -> str:
+    """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged, in one line."""
+    text = visible(re.sub(r"\s+", " ", text))
+    return _SPECIAL.sub(r"\\\1", text).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
+
+
+def code(text: str) -> str:
+    """Return text as code, or as plain text if it has characters that would end the code."""
+    plain = visible(" ".join(text.split()))
+    return f"`{plain}`" if re.fullmatch(r"[^`|<&\\]+", plain) else escape(plain)
+
+
+def sentence(text: str) -> str:
+    """Return text with what is between backticks as code, and everything else escaped."""
+    if len(parts := text.split("`")) % 2 == 0:
+        return escape(text)
+    return "".join(code(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def table(found: Table) -> str:
+    """Return a table, folded if it has a summary. Columns of numbers are aligned at the right."""
+    alignments = ["---:" if found.is_numeric(i) else "---" for i in range(len(found.columns))]
+    rows = [[code(c) if found.is_code and i else escape(c) for i, c in enumerate(row)] for row in found.rows]
+    lines = [[escape(column) for column in found.columns], alignments, *rows]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    if found.summary:
+        return f"<details><summary>{escape(found.summary)}</summary>\n\n{text}\n\n</details>"
+    return text
+
+
+def section_blocks(section: Section, *, has_charts: bool = False) -> Iterator[str]:
+    """Yield heading, sentences, charts and tables. A chart is an image by its name, which only the page shows."""
+    yield f"## {escape(section.title)}"
+    yield from map(sentence, section.sentences)
+    if has_charts:
+        yield from (f"![]({name})" for name in section.charts)
+    yield from map(table, section.tables)
+
+
+def headline_block(report: Report) -> str:
+    """Return the verdict and the headline figures as a list."""
+    return "\n".join(f"- **{escape(f.value)}** {escape(f.label)}: {escape(f.detail)}" for f in headline(report))
+
+
+def joined_blocks(blocks: Sequence[str]) -> str:
+    """Return a Markdown text of blocks, without the empty ones."""
+    return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
+
+
+def _blocks(report: Report, *, has_charts: bool) -> Iterator[str]:
+    recipe = report.ledger.recipe
+    yield f"# {escape(report.title)}: {report.source_format.title} to NVFP4"
+    words = f"rule {code(recipe.rule)}, layout {code(recipe.layout)}, {recipe.activations.upper()}"
+    yield f"k2convert's report of {report.made_on} (UTC): {words}."
+    yield headline_block(report)
+    yield escape(caution(report))
+    yield from (f"> {sentence(line)}" for line in report.missing)
+    for section in (*sections(report), provenance(report)):
+        yield from section_blocks(section, has_charts=has_charts)
+
+
+def render_markdown(report: Report, *, page: str, picture: str) -> str:
+    """Return report.md. `page` and `picture` are the names of files in the same folder."""
+    blocks = list(_blocks(report, has_charts=False))
+    blocks.insert(3, f"![Headline figures and charts]({picture})")
+    return joined_blocks([*blocks, f"With charts: [{page}]({page})."])
+
+
+def render_page(report: Report) -> str:
+    """Return the whole HTML document. The same report always gives the same text."""
+    charts = {str(name): to_svg(drawing) for name, drawing in draw_charts(report).items()}
+    markdown = MarkdownIt("commonmark").enable("table")
+    for name, rule in _RENDER_RULES.items():
+        markdown.add_render_rule(name, rule)
+    body = markdown.render(joined_blocks(list(_blocks(report, has_charts=True))), charts)
+    light, dark, classes = css_palette()
+    css = resources.files("k2convert.report").joinpath("page.css").read_text(encoding="utf-8")
+    style = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{classes}\n{css}"
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    title = escape_html(visible(f"{report.title}: {report.source_format.title} to NVFP4"))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}</main>
+</body>
+</html>
+"""
+
+
+def _html(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
+    content = tokens[index].content
+    return content if _FOLD.fullmatch(content) else escape_html(content)
+
+
+def _image(_: object, tokens: Sequence[Token], index: int, __: object, charts: Mapping[str, Any]) -> str:
+    return str(charts.get(str(tokens[index].attrGet("src")), ""))
+
+
+def _cell_open(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
+    """A cell with a class instead of a style, which the policy forbids."""
+    is_number = "right" in str(tokens[index].attrGet("style"))
+    names = [*(["number"] if is_number else []), *(["bad"] if tokens[index + 1].content == "fail" else [])]
+    style = f' class="{" ".join(names)}"' if names else ""
+    return f"<{tokens[index].tag}{style}>"
+
+
+_RENDER_RULES: Final[Mapping[str, Callable[..., str]]] = {
+    "html_block": _html,
+    "html_inline": _html,
+    "image": _image,
+    "td_open": _cell_open,
+    "th_open": _cell_open,
+    "table_open": lambda *_: '<div class="scroll"><table>\n',
+    "table_close": lambda *_: "</table></div>\n",
+}
+"""What becomes HTML in another way than markdown-it's."""
+
+
+def render_picture(report: Report) -> bytes:
+    """Return a PNG of the headline figures and the charts, for a model card."""
+    figures = headline(report)
+    head = Drawing("", 34 + 26.0 * len(figures))
+    head.add(Words(4, 16, f"{report.source_format.title} to NVFP4, rule {report.rule}", "ink", size=16))
+    for i, figure in enumerate(figures):
+        level = 46 + 26.0 * i
+        head.add(Words(120, level, figure.value, "ours", "end", 17), Words(130, level, figure.label, "ink"))
+    columns: tuple[list[Drawing], list[Drawing]] = ([head], [])
+    for drawing in draw_charts(report).values():
+        min(columns, key=lambda column: sum(other.height for other in column)).append(drawing)
+    return to_png([column for column in columns if column])

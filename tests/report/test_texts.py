@@ -1,0 +1,250 @@
+"""Page, report.md and card are one text: the same figures, and those of ledger, evaluation and calibration."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluation_makers import evaluation_of, token_scores, write_evaluation
+from PIL import Image
+from report_makers import HELD_OUT, as_read, gptq_record
+from sealed_files import edit_sealed
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.hub.source_card import SourceCard
+from k2convert.records.document import encode
+from k2convert.records.ledger import read_ledger
+from k2convert.report import ReportFiles, write_report
+from k2convert.report.card import render_card
+from k2convert.report.checks import read_checks
+from k2convert.report.content import contract_figure, figures_document, headline, needs_section, sections
+from k2convert.report.figures import Report
+from k2convert.report.wording import joined, percent, with_error
+from scripts.fixture_maker.damage import edit_json
+
+
+def card_of(report: Report) -> str:
+    config = {"moe_intermediate_size": 512}
+    named = replace(report, name="me/K2")
+    return render_card(named, base_model="moon/K2", source=SourceCard(), config=config, picture="report.png")
+
+
+def texts(files: ReportFiles) -> list[str]:
+    return [as_read(text) for text in (files.page.read_text(), files.markdown.read_text(), card_of(files.report))]
+
+
+@pytest.mark.parametrize("name", ["reported", "evaluated"])
+def test_every_sentence_and_every_cell_is_in_all_three(name: str, request: pytest.FixtureRequest) -> None:
+    files: ReportFiles = request.getfixturevalue(name)
+    words = [word for section in sections(files.report) for word in (section.title, *section.sentences)]
+    words += [cell for section in sections(files.report) for t in section.tables for row in t.rows for cell in row]
+    words += [word for figure in headline(files.report) for word in (figure.value, figure.label, figure.detail)]
+    assert len(words) > 200
+    for text in texts(files):
+        assert not [word for word in words if as_read(word) not in text]
+
+
+def test_the_figures_are_those_of_the_ledger(reported: ReportFiles, local_result: Path) -> None:
+    total = json.loads((local_result / "k2convert.json").read_text())["totals"]["total"]
+    assert headline(reported.report)[0].value == "19 of 19"
+    for text in texts(reported):
+        for figure in (
+            f"{10 * np.log10(total['energy'] / total['squared_error']):.2f} dB",
+            f"{total['squared_error'] / total['energy']:.5f}",
+            f"{total['sampled_error_achieved'] / total['sampled_error_max']:.3f}",
+            f"{100 * total['recoverable_codes'] / total['num_codes']:.1f} %",
+            f"{total['num_nonzero'] - total['equal_nonzero']:,}",
+            f"{total['num_weights']:,}",
+        ):
+            assert figure in text, figure
+
+
+def test_the_figures_of_an_evaluation_are_those_of_the_tokens(evaluated: ReportFiles) -> None:
+    """Computed again from the scores, in other words than the package's."""
+    scores = token_scores(0.35)
+    windows = scores.divergence.mean(axis=1)
+    error = np.sqrt(((windows - windows.mean()) ** 2).sum() / (len(windows) - 1) / len(windows))
+    figure = headline(evaluated.report)[1]
+    assert (figure.value, figure.label) == (f"{scores.divergence.mean():.3g}", "KL divergence")
+    assert f"± {error:.2g}, of the next token, W4A4, from hf://moon/K2" in figure.detail
+    for text in texts(evaluated):
+        assert "Measured on 1,542 tokens of emma.txt (6 windows of 257) against hf://moon/K2: KL " in text
+        assert f"{np.exp(scores.loss.mean()):.6g}" in text
+        assert f"{100 * scores.agrees.mean():.2f} %" in text
+        assert f"{(scores.reference_loss - scores.loss).mean():.4f} ± " in text
+        assert "/home/someone" not in text
+
+
+def test_the_held_out_error_is_stated_with_the_rule_that_it_is_compared_with(evaluated: ReportFiles) -> None:
+    last = HELD_OUT[3]
+    figure = headline(evaluated.report)[2]
+    assert (figure.value, figure.label) == (f"{last.gptq_error:.3g}", "error of the outputs")
+    for text in texts(evaluated):
+        assert "on 1 of 5 windows that were kept out of the fit" in text
+        assert f"With rule mse in that layer, they would have {last.mse_error:.3g}." in text
+        assert "not larger than with rule mse after 3 of 3 MoE layers" in text
+    assert "| 2 | 0 | 70 | 2,000,000 | 0.00247 | 0.00691 | 0.001 |" in evaluated.markdown.read_text()
+
+
+def test_without_held_out_windows_no_error_is_stated(records_only: Path) -> None:
+    ledger = replace(read_ledger(records_only), calibration=gptq_record(held_out=False))
+    (records_only / "k2convert.json").write_bytes(encode(ledger))
+    for text in texts(write_report(folder=records_only)):
+        assert "The error of the outputs: no held-out figure: only one window." in text
+        assert "squared error of" not in text
+
+
+def test_the_json_has_the_documents_as_they_are(evaluated: ReportFiles) -> None:
+    document = json.loads(json.dumps(figures_document(evaluated.report)))
+    folder = evaluated.page.parent / "out"
+    assert document["evaluation"] == json.loads((folder / "evaluation.json").read_text())
+    assert document["calibration"] == json.loads((folder / "k2convert.json").read_text())["calibration"]
+
+
+@pytest.mark.parametrize("declared", ["w4a4", "w4a16"])
+def test_the_mode_that_the_result_declares_comes_first(records_only: Path, declared: str) -> None:
+    evaluation = evaluation_of(records_only)
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(activations=declared))
+    fp8 = replace(evaluation.rows[0], model=replace(evaluation.rows[0].model, kv_cache="fp8"))
+    write_evaluation(records_only, replace(evaluation, rows=(fp8, *evaluation.rows)))
+    files = write_report(folder=records_only)
+    (row,) = (row for row in evaluation.rows if row.model.activations == declared)
+    assert headline(files.report)[0].value == f"{row.figures.divergence.mean:.3g}"
+    assert f"|  | {declared.upper()} | W4A" in files.markdown.read_text()
+    assert "W4A16, FP8 KV" in files.markdown.read_text()
+
+
+def test_a_stale_or_damaged_evaluation_is_not_shown(records_only: Path) -> None:
+    def other(document: dict[str, Any]) -> None:
+        document["rows"][1]["model"]["weights"] = "0" * 64
+
+    changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (other, "measures other weights than this result has. Delete the file, or run"),
+        (lambda document: document.pop("rows"), "rows is missing. Delete the file, or run"),
+    ]
+    for change, words in changes:
+        write_evaluation(records_only, evaluation_of(records_only))
+        edit_json(records_only / "evaluation.json", change)
+        files = write_report(folder=records_only)
+        assert files.report.evaluation is None
+        for text in texts(files):
+            assert "valuation of the whole" not in text
+            assert f"evaluation.json is not shown: {words}" in text
+            assert str(records_only.parent) not in text
+
+
+def test_rule_max_is_not_compared_with_itself(records_only: Path) -> None:
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="max"))
+    files = write_report(folder=records_only)
+    assert "of max's error" not in [figure.label for figure in headline(files.report)]
+    assert ">this: max, median " in files.page.read_text()
+    assert ">max, median " not in files.page.read_text()
+
+
+def test_rules_that_were_not_checked_do_not_count_as_success(validation: dict[str, Any]) -> None:
+    rules = [dict(rule) for rule in validation["contract"]["rules"]]
+    for number, verdict, value in ((6, "pass", "19 of 19"), (6, "skipped", "18 of 19"), (3, "fail", "1 broken")):
+        rules[number]["verdict"] = verdict
+        checks = read_checks({**validation, "contract": {"rules": rules, "summary": ""}})
+        assert contract_figure(checks).value == value
+
+
+def test_memory_and_gpus_are_those_of_the_result(reported: ReportFiles) -> None:
+    needs = needs_section(reported.report)
+    assert needs is not None
+    assert needs.sentences[0].startswith("Weights: 7.5 MB. KV cache: ")
+    assert ("1 x A100 80 GB", "TP1") in {tuple(row[:2]) for row in needs.tables[0].rows}
+
+
+def test_the_same_folder_gives_the_same_bytes(
+    local_result: Path, reported: ReportFiles, validation: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = open_checkpoint(local_result).tensors.values()
+    write_report(folder=local_result, out=tmp_path, validation=validation, tensors=tensors)
+    for before in (reported.page, reported.markdown, reported.picture):
+        assert (tmp_path / before.name).read_bytes() == before.read_bytes()
+
+
+def test_the_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, local_result: Path) -> None:
+    text = reported.markdown.read_text()
+    assert text.startswith(f"# {local_result.name}: INT4 to NVFP4\n")
+    assert f"<title>{local_result.name}: INT4 to NVFP4</title>" in reported.page.read_text()
+    (day,) = re.findall(r"k2convert's report of (\S+) \(UTC\)", text)
+    assert datetime.now(UTC).date() - date.fromisoformat(day) <= timedelta(days=1)
+
+
+def test_the_sources_repository_names_the_report(records_only: Path) -> None:
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))
+    assert write_report(folder=records_only).report.title == "moonshotai/Kimi-K2"
+
+
+def test_markdown_links_page_and_picture_and_its_tables_are_whole(evaluated: ReportFiles) -> None:
+    text = evaluated.markdown.read_text()
+    assert "](report.png)" in text
+    assert "](report.html)" in text
+    with Image.open(evaluated.picture) as picture:
+        assert picture.width > 1200
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(blocks) >= 10
+    for rows in blocks:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+        assert set(rows[1]) <= set("| -:")
+
+
+def test_a_folder_without_journal_falls_back_on_the_ledger(records_only: Path, local_result: Path) -> None:
+    shutil.rmtree(records_only / ".k2convert")
+    files = write_report(folder=records_only)
+    assert files.report.tensors == ()
+    assert files.report.total == read_ledger(local_result).totals["total"]
+    for text in texts(files):
+        assert "no figures of single tensors" in text
+        assert "by layer and expert" not in text
+    assert "<svg" not in files.page.read_text()
+
+
+def test_an_unfinished_conversion_has_a_report(records_only: Path) -> None:
+    for name in ("k2convert.json", "config.json"):
+        (records_only / name).unlink()
+    (records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json").unlink()
+    assert "covers 4 of 5 shards" in as_read(write_report(folder=records_only).page.read_text())
+
+
+def test_the_worst_tensor_leads_its_table(records_only: Path) -> None:
+    record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
+    edit_sealed(record, lambda document: document["projections"][4]["metrics"].update(squared_error=99.0))
+    report = write_report(folder=records_only).report
+    assert report.worst[0].module == json.loads(record.read_text())["projections"][4]["module"]
+
+
+@pytest.mark.parametrize(("count", "shown"), [(0, ""), (1, "a"), (2, "a and b"), (3, "a, b and c")])
+def test_names_are_listed_in_words(count: int, shown: str) -> None:
+    assert joined(["a", "b", "c"][:count]) == shown
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "shown"),
+    [
+        (0.0123, 0.00041, "0.01230 ± 0.00041"),
+        (0.0123, None, "0.0123"),
+        (0.0, 0.0, "0"),
+        (-1.5, 12.0, "-2 ± 12"),
+        (1e300, 1e-3, "1e+300 ± 0.001"),
+        (1.0, 1e-300, "1 ± 1e-300"),
+    ],
+)
+def test_an_error_has_two_digits(mean: float, error: float | None, shown: str) -> None:
+    assert with_error(mean, error) == shown
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "shown"),
+    [(0, 10, "0 %"), (10, 10, "100 %"), (1, 10**9, "< 0.001 %"), (10**9 - 1, 10**9, "> 99.999 %"), (1, 3, "33.3 %")],
+)
+def test_only_none_and_all_are_shown_as_such(part: int, whole: int, shown: str) -> None:
+    assert percent(part, whole) == shown
