@@ -12,6 +12,7 @@ ALLOWED = {
     "model_config": "pydantic reads it",
     "collect_usage_pieces": "typer calls it",
     "format_options": "typer calls it",
+    "ridge": "ledgers of release 0.2 have it",
     "ridge_gain": "ledgers of release 0.2 have it",
     "noise": "evaluations of servers by release 0.3 have it",
 }

@@ -107,21 +107,22 @@ def _power(exponent: int) -> str:
 
 def draw_tensors(report: Report) -> Drawing:
     """Draw histograms of the tensors' SQNR: of rule `max`, if that is another rule, and of this conversion."""
+    of_max = [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors]
     known: list[tuple[str, list[float | None], Color]] = [
-        ("max", [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors], "max"),
+        ("max", of_max, "max"),
         (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], "ours"),
     ]
-    finite = [
-        (label, [v for v in values if v is not None and math.isfinite(v)], color) for label, values, color in known
-    ]
-    series = [(label, np.array(values), color) for label, values, color in finite if values]
+    series: list[tuple[str, NDArray[np.float64], Color]] = []
+    for label, values, color in known:
+        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+            series.append((label, np.array(finite), color))
     drawing = Drawing("Histogram of SQNR over the tensors", 230 + _ROW * len(series))
     everything = np.concatenate([values for _, values, _ in series])
     # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
     low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
-    edges = np.linspace(low - pad, high + pad, 81)
+    edges = low - pad + (high - low + 2 * pad) / 80 * np.arange(81, dtype=np.float64)
     counts = [np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] for _, values, _ in series]
     plot = Plot(drawing, top=_ROW * len(series) + 4, x=(edges[0], edges[-1]), y_max=1.08 * max(c.max() for c in counts))
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
@@ -141,7 +142,7 @@ def draw_tokens(tokens: Sequence[int]) -> Drawing:
     logs = np.where(counts > 0, np.log2(np.maximum(counts, 1)), -1.0)  # experts without tokens are left of 1
     low = math.floor(logs.min())
     high = max(math.floor(logs.max()) + 1, low + 2)
-    edges = np.linspace(low, high, 4 * (high - low) + 1)
+    edges: NDArray[np.float64] = np.linspace(low, high, 4 * (high - low) + 1)
     experts = np.histogram(logs, edges)[0]
     plot = Plot(drawing, top=0.0, x=(low, high), y_max=1.08 * experts.max())
     step = 1 + (high - low) // 9

@@ -1,17 +1,19 @@
 """A drawing: lines, areas, words and images in one coordinate system, as inline SVG or as pixels.
 
 The page's SVG has classes for colors, so it follows light and dark mode without a script. Pillow draws the same shapes
-for report.png, which a model card can show. A plotting library would bring eight packages and save few lines. Coordinates
-are in units of the SVG's view box, y downward: about the pixels of a telephone.
+for report.png, which a model card can show. A plotting library would bring eight packages and save few lines.
+Coordinates are in units of the SVG's view box, y downward: about the pixels of a telephone.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from io import BytesIO
+from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -204,17 +206,15 @@ def _paint(image: Image.Image, drawing: Drawing, *, left: float, top: float) -> 
 
 
 def _dashes(points: Sequence[Point], dash: tuple[float, ...]) -> Iterable[list[Point]]:
-    """Yield the pieces of a dashed line."""
-    if not dash or len(points) < 2:
+    """Yield the pieces of a dashed line; a dash ends where the line bends."""
+    if not dash:
         yield list(points)
         return
-    steps = np.hypot(*np.diff(np.array(points), axis=0).T)
-    way = np.concatenate([[0.0], np.cumsum(steps)])
-    xs, ys = np.array(points).T
     begin = 0.0
-    while begin < way[-1]:
-        end = min(begin + dash[0], float(way[-1]))
-        corners = way[(way > begin) & (way < end)]
-        at = [begin, *corners.tolist(), end]
-        yield list(zip(np.interp(at, way, xs).tolist(), np.interp(at, way, ys).tolist(), strict=True))
-        begin = end + dash[1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        length = math.hypot(x1 - x0, y1 - y0)
+        while begin < length:
+            ends = begin / length, min(begin + dash[0], length) / length
+            yield [(x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in ends]
+            begin += sum(dash)
+        begin -= length
