@@ -295,7 +295,7 @@ def evaluate(
     path = read_optional_place("out", out)
     with guest(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure
-        from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+        from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
 
         with open_evaluation(
             read_place("reference", reference),
@@ -315,8 +315,7 @@ def evaluate(
             if (finished := plan.finished()) is not None:
                 plan.remove_work()
                 return finished
-            with opened_decoder(plan) as decode:
-                return measure(plan, decode=decode, events=events or SILENT)
+            return measure(plan, decode=find_decoder(plan), events=events or SILENT)
 
 
 def inspect(source: str | PathLike[str]) -> Inspection:

@@ -31,7 +31,7 @@ OWNERS = {
     "pydantic": {"plan", "records", "job/kept_experts.py"},
     "PIL": {"report/drawing.py"},
     "markdown_it": {"report/render.py"},
-    "jinja2": {"calibration/chat_process.py"},
+    "jinja2": {"calibration/chat.py"},
     "tokenizers": {"calibration/tokenizers.py"},
     "tiktoken": {"calibration/tokenizers.py"},
     "compressed_tensors": {"quantize/libraries.py", "check/library_decoders.py"},

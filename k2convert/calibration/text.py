@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibration.chat import ChatTemplate
-from k2convert.calibration.tokenizers import TokenizerProcess
+from k2convert.calibration.tokenizers import Tokenizer, open_tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
@@ -48,7 +47,7 @@ Read = Callable[[Path, int, int], Ids]
 """Returns the ids of a range of bytes of a file."""
 
 
-def read_plain(path: Path, start: int, stop: int, *, tokenizer: TokenizerProcess) -> Ids:
+def read_plain(path: Path, start: int, stop: int, *, tokenizer: Tokenizer) -> Ids:
     """Return the ids of the characters that begin in a range of bytes of a .txt file, one document in UTF-8."""
     try:
         with path.open("rb") as file:
@@ -114,7 +113,7 @@ def read_array(path: Path, start: int, stop: int) -> Ids:
     return np.array(array.reshape(-1)[start // array.itemsize : stop // array.itemsize])
 
 
-def text_of_line(line: str, tokenizer: TokenizerProcess, template: ChatTemplate) -> Ids:
+def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids:
     """Return the ids of a .jsonl line with "text" or "messages"; raises CalibrationError without a place."""
     try:
         document = parse_json_object(line, where="")
@@ -281,22 +280,21 @@ def read_windows(
             readers[path] = read_array
         elif suffix == LINES and has_ids(path):
             readers[path] = partial(read_lines, ids_of=ids_of_line)
-    with ExitStack() as stack:
-        if texts := [path for path in files if path not in readers]:
-            if tokenizer is None:
-                raise CalibrationError(
-                    f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
-                    "the checkpoint, or token ids (.npy, .jsonl) instead of text."
-                )
-            model = stack.enter_context(TokenizerProcess(tokenizer))
-            template = stack.enter_context(ChatTemplate(tokenizer))
-            of_line = partial(text_of_line, tokenizer=model, template=template)
-            for path in texts:
-                readers[path] = partial(read_plain, tokenizer=model)
-                if path.suffix.lower() == LINES:
-                    readers[path] = partial(read_lines, ids_of=of_line)
-        enough = READ_PER_TOKEN * max(tokens, window)
-        stream = _read(files, readers, vocab_size=vocab_size, enough=enough, seed=seed)
+    if texts := [path for path in files if path not in readers]:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
+                "the checkpoint, or token ids (.npy, .jsonl) instead of text."
+            )
+        model = open_tokenizer(tokenizer)
+        template = ChatTemplate(tokenizer)
+        of_line = partial(text_of_line, tokenizer=model, template=template)
+        for path in texts:
+            readers[path] = partial(read_plain, tokenizer=model)
+            if path.suffix.lower() == LINES:
+                readers[path] = partial(read_lines, ids_of=of_line)
+    enough = READ_PER_TOKEN * max(tokens, window)
+    stream = _read(files, readers, vocab_size=vocab_size, enough=enough, seed=seed)
     length = min(window, tokens, stream.size)
     if length == 0:
         raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")

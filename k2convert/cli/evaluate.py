@@ -20,7 +20,7 @@ from k2convert.cli.progress import waiting
 from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import counted, format_bytes, read_size
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
 from k2convert.job.opening import text_files
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import plain
@@ -80,8 +80,10 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     display = display_walk(plan, "evaluate")
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
-    with display as events, opened_decoder(plan) as decode:
-        done = do_evaluation(plan, decode=decode, command=typed_command(source=options.reference), events=events)
+    with display as events:
+        done = do_evaluation(
+            plan, decode=find_decoder(plan), command=typed_command(source=options.reference), events=events
+        )
     _show_result(plan, done)
 
 

@@ -274,18 +274,14 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
     ]
 
 
-@contextmanager
-def opened_decoder(plan: "EvaluationPlan") -> "Generator[Decode | None]":
-    """Yield what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
-    from k2convert.calibration.tokenizers import TokenizerProcess
+def find_decoder(plan: "EvaluationPlan") -> "Decode | None":
+    """Return what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
+    from k2convert.calibration.tokenizers import open_tokenizer
 
     try:
-        process = TokenizerProcess(plan.checkpoints[0].checkpoint.folder)
+        return open_tokenizer(plan.checkpoints[0].checkpoint.folder).decode
     except K2ConvertError:
-        yield None
-        return
-    with process:
-        yield process.decode
+        return None
 
 
 def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
@@ -341,8 +337,7 @@ def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Eve
     if (finished := plan.finished()) is not None:
         plan.remove_work()
         return finished
-    with opened_decoder(plan) as decode:
-        return evaluate(plan, decode=decode, events=events)
+    return evaluate(plan, decode=find_decoder(plan), events=events)
 
 
 def _reference(job: Job) -> EvaluatedCheckpoint:

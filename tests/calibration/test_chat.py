@@ -1,13 +1,11 @@
 """A conversation becomes the text that transformers makes of it, and a hostile template harms nobody."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from k2convert.calibration import chat
 from k2convert.calibration.chat import ChatTemplate
 from k2convert.calibration.text import text_of_line
 from k2convert.calibration.tokenizers import open_tokenizer
@@ -63,8 +61,7 @@ def configure(folder: Path, **config: object) -> Path:
 
 def rendered(folder: Path, tools: list[Any] | None = None) -> str:
     """A conversation of one message, by the template of a folder."""
-    with ChatTemplate(folder) as template:
-        return template.render([USER], tools)
+    return ChatTemplate(folder).render([USER], tools)
 
 
 def test_a_conversation_equals_transformers_own(folder: Path) -> None:
@@ -72,12 +69,12 @@ def test_a_conversation_equals_transformers_own(folder: Path) -> None:
 
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = open_tokenizer(folder)
-    with ChatTemplate(folder) as template:
-        for messages, tools in CONVERSATIONS:
-            text = template.render(messages, tools)
-            assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
-            ids = theirs.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
-            assert ours.encode(text, special=True).tolist() == ids
+    template = ChatTemplate(folder)
+    for messages, tools in CONVERSATIONS:
+        text = template.render(messages, tools)
+        assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        ids = theirs.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
+        assert ours.encode(text, special=True).tolist() == ids
 
 
 TOOLS = [
@@ -114,9 +111,9 @@ def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
         f"<|endoftext|><|im_system|>tool_declare<|im_middle|>{tools}<|im_end|><|im_system|>system<|im_middle|>"
         f"You are <Kimi> & friends.<|im_end|>{said}"
     )
-    with ChatTemplate(folder) as template:
-        text = template.render(line["messages"], line["tools"])
-        ids = text_of_line(EXAMPLE, open_tokenizer(folder), template)
+    template = ChatTemplate(folder)
+    text = template.render(line["messages"], line["tools"])
+    ids = text_of_line(EXAMPLE, open_tokenizer(folder), template)
     assert "".join(text.split()) == "".join(expected.split())
     assert (ids == open_tokenizer(folder).encode(text, special=True)).all()
 
@@ -142,10 +139,9 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> No
         ("{% for i in %}", "TemplateSyntaxError"),
         ("{{ undefined.attribute }}", "UndefinedError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
         ("{{ 'x' * 10 ** 8 }}", "more than 67,108,864 characters"),
         ("{% include '/etc/hostname' %}", "TypeError"),
-        ("{{ lipsum(n=3) }}", "Too many open files"),
+        ("{{ range(10 ** 9) }}", "OverflowError"),
     ],
 )
 def test_a_hostile_template_is_one_line(template: str, complaint: str, tmp_path: Path) -> None:
@@ -161,15 +157,6 @@ def test_a_template_whose_name_is_no_text_is_one_line(tmp_path: Path) -> None:
         configure(tmp_path, chat_template=[{"name": name, "template": "x"}, {"name": "default", "template": "x"}])
         with pytest.raises(CalibrationError, match=r"tokenizer_config\.json: chat_template has"):
             rendered(tmp_path)
-
-
-def test_a_template_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
-    configure(tmp_path, chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    start = time.process_time()
-    with pytest.raises(CalibrationError, match=r"did not finish in 0\.3 seconds"):
-        rendered(tmp_path)
-    assert time.process_time() - start < 1, "it runs in a process of its own"
 
 
 def test_the_date_of_a_template_is_fixed(tmp_path: Path) -> None:

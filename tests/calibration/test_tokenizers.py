@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from k2convert.calibration import tokenizers as module
 from k2convert.calibration.tokenizers import KIMI_PATTERN, open_tokenizer
-from k2convert.errors import CalibrationError
+from k2convert.errors import CalibrationError, CheckpointError
 from tests.calibration.kimi_files import SPECIAL, write_kimi_files
 
 PIECES = {
@@ -161,3 +161,32 @@ def test_damaged_and_missing_files_are_one_line(name: str, content: bytes, compl
         open_tokenizer(tmp_path)
     assert "\n" not in str(failure.value)
     assert "pass token ids" in str(failure.value), "what to do instead"
+
+
+def test_ids_become_text(tiny: Path, tmp_path: Path) -> None:
+    """A byte that is no text of its own becomes U+FFFD; an id that is no token is one line."""
+    kimi = write_kimi_files(tmp_path, [b"ab", b" a"])
+    text = "ab aé<|im_end|>\n"
+    for folder in (tiny, kimi):
+        tokenizer = open_tokenizer(folder)
+        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+        assert tokenizer.decode([]) == ""
+    tokenizer = open_tokenizer(kimi)
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>", special=True).tolist()) == "a<|im_end|>"
+    with pytest.raises(CalibrationError, match="the tokenizer failed"):
+        tokenizer.decode([5000])
+    assert tokenizer.decode([97]) == "a"
+
+
+def test_a_tokenizer_file_that_is_too_large_or_wrong_is_one_line(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(module.MAX_FILE_BYTES + 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: larger than 67,108,864 bytes.*Download") as failure:
+        open_tokenizer(tmp_path)
+    assert "\n" not in str(failure.value)
+    document = json.loads((tiny / "tokenizer.json").read_text())
+    path.write_text(json.dumps(document | {"normalizer": {"type": "Sequence", "normalizers": [7]}}))
+    with pytest.raises(CalibrationError, match=r"the tokenizer failed.*Download"):
+        open_tokenizer(tmp_path)
