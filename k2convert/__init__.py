@@ -18,6 +18,7 @@ The package from the ground up. A subpackage imports itself and what is above it
     evaluation  the whole model, layer by layer
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
+    prune       a checkpoint with some of its experts
     cli         the command line
 
 The folder guide/ has the pages of `k2convert guide`.

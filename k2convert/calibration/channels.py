@@ -49,7 +49,6 @@ from k2convert.quantize.rules.search_bf16 import block_importance
 from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.fingerprint import source_digest
-from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers
@@ -233,16 +232,11 @@ def _exactly() -> Generator[None]:
         raise CalibrationError(f"{error} {_REMEDY}") from None
 
 
-def choose_calibration(
-    statistics: Statistics, *, recipe: Recipe, source: Checkpoint, pruning: PruningRecord | None
-) -> Calibration:
-    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source.
-
-    Statistics are of all experts of the source, whichever are kept, or of the same ones.
-    """
+def choose_calibration(statistics: Statistics, *, recipe: Recipe, source: Checkpoint) -> Calibration:
+    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source."""
     check_statistics_source(statistics, source)
     weighted = RULES[recipe.rule].uses_importance
-    return Calibration(statistics.keep_experts(pruning), weighted=weighted, smoothing=bool(recipe.smoothing))
+    return Calibration(statistics, weighted=weighted, smoothing=bool(recipe.smoothing))
 
 
 def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:

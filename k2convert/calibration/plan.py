@@ -279,7 +279,7 @@ class CalibrationPlan:
                 f"{path}: is not a statistics file, so it is not replaced ({str(error).rstrip('.')}). Remove it, or "
                 "choose a different name."
             ) from None
-        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed", "kept_experts"):
+        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed"):
             if getattr(found, name) != (now := getattr(header, name)):
                 raise DestinationError(
                     f"{path}: exists, made from something else: {name} was {quoted(getattr(found, name))}, now "
@@ -347,7 +347,6 @@ def plan_calibration(
                 "python": platform.python_version(),
                 **{name: version(name) for name in _LIBRARIES},
             },
-            kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
         needs=needs,

@@ -42,7 +42,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -56,7 +56,6 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, 
 from k2convert.choices import BLOCK_SIZE, IMATRIX_PARTS, ImatrixPart
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
 from k2convert.records.document import Count, Digest, LayerNumber, parse, plain
-from k2convert.records.pruning import PruningRecord
 
 MAX_EXPONENT: Final = 4
 """Norm exponents are in -4..4."""
@@ -194,10 +193,7 @@ _REQUIRED: Final = {name for name, _, _ in TENSORS.values()}.difference(OPTIONAL
 
 @dataclass(frozen=True, slots=True)
 class StatisticsHeader:
-    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite.
-
-    `kept_experts` is the digest of the experts (records/pruning.py) if they are of a model without the others.
-    """
+    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
 
     source_headers: Digest
     texts: tuple[tuple[str, Digest], ...]
@@ -207,7 +203,6 @@ class StatisticsHeader:
     dropped: Count
     seed: Count
     versions: dict[str, str]
-    kept_experts: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +214,8 @@ class _About:
 class Statistics:
     """An open statistics file. Layers are read and checked when they are asked for; any thread may ask.
 
-    `digest` is the blake3 of the file, `layers` the numbers of its layers in order. `pruning` leaves out the experts
-    that it does not keep. `origin` is its address, if it came from the Hub. The rest is StatisticsHeader's.
+    `digest` is the blake3 of the file, `layers` the numbers of its layers in order. `origin` is its address, if it came
+    from the Hub. The rest is StatisticsHeader's.
     """
 
     def __init__(
@@ -230,7 +225,6 @@ class Statistics:
         about: _About,
         shard: ShardHeader,
         identity: tuple[int, ...],
-        pruning: PruningRecord | None = None,
     ) -> None:
         header = about.header
         self.path = path
@@ -244,31 +238,14 @@ class Statistics:
         self.dropped = header.dropped
         self.seed = header.seed
         self.versions = header.versions
-        self.kept_experts = header.kept_experts
         self.layers = tuple(sorted(about.norms))
         self._about = about
         self._shard = shard
         self._identity = identity
-        self._pruning = pruning
         self._read_once = lru_cache(_CACHED_LAYERS)(self._read)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self.digest, self._pruning)
-
-    def keep_experts(self, pruning: PruningRecord | None) -> Statistics:
-        """Return the same statistics without the experts that are not kept, which have their numbers in the result.
-
-        Without `pruning` all are kept. CalibrationError if the statistics are of a model that keeps others.
-        """
-        own = self.kept_experts
-        if own is not None and (pruning is None or pruning.digest != own):
-            raise CalibrationError(
-                f"{self.path}: was made with --keep-experts, and knows only the experts that were kept then. Pass the "
-                "same --keep-experts, or make statistics of all experts with `k2convert calibrate`."
-            )
-        if pruning is None or own is not None:
-            return self
-        return Statistics(self.path, self.digest, self._about, self._shard, self._identity, pruning)
+        return _reopen, (self.path, self.digest)
 
     def layer(self, number: int) -> LayerStatistics:
         """Return one layer; CalibrationError if the file does not have it or its values cannot be used."""
@@ -292,28 +269,9 @@ class Statistics:
         except ValueError:
             raise CalibrationError(f"{self.path}: changed while it was used. {REMEDY}") from None
         try:
-            layer = LayerStatistics(number, self._about.norms[number], **arrays)
+            return LayerStatistics(number, self._about.norms[number], **arrays)
         except CalibrationError as error:
             raise CalibrationError(f"{self.path}: {error}. {REMEDY}") from None
-        pruning = self._pruning
-        kept = None if pruning is None else pruning.kept.layers.get(number)
-        if pruning is None or kept is None:
-            return layer
-        if layer.num_experts != pruning.num_source_experts:
-            raise CalibrationError(
-                f"{self.path}: layer {layer.layer} has {layer.num_experts} experts, but the source has "
-                f"{pruning.num_source_experts}: these statistics are of a different model. Make them for this source "
-                "with `k2convert calibrate`."
-            )
-        rows = list(kept)
-        return replace(
-            layer,
-            down_mean_square=layer.down_mean_square[rows],
-            down_amax=layer.down_amax[rows],
-            tokens=layer.tokens[rows],
-            saliency=layer.saliency[rows],
-            router_weight=layer.router_weight[rows],
-        )
 
 
 def _read_array(file: BinaryIO, tensor: TensorInfo) -> NDArray[Any]:
@@ -402,13 +360,11 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistics:
+def _reopen(path: Path, digest: str) -> Statistics:
     found = open_statistics(path)
     if found.digest != digest:
         raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")
-    if pruning is None:
-        return found
-    return found.keep_experts(pruning)
+    return found
 
 
 def _check_tensors(shard: ShardHeader, norms: Mapping[int, str]) -> None:

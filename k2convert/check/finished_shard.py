@@ -1,7 +1,6 @@
 """A shard that was just written, validated before it is sent, by the pass over the shards; and the findings joined.
 
-The headers of its source shards are read again, and what the list of kept experts makes of them is derived here without
-the view that the conversion reads (plan/pruning), so a plan or a view that is wrong is found.
+The headers of its source shards are read again, so a plan that is wrong is found.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,8 +17,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
-from k2convert.models.names import Family, Role
-from k2convert.plan.pruning import KeptExperts
+from k2convert.models.names import Family
 from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven, summarize
 
@@ -39,16 +37,15 @@ def check_finished_shard(
     source_folder: Path,
     recipe: Recipe,
     calibration: "Calibration | None",
-    kept: KeptExperts | None,
     family: Family,
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
 
-    `calibration`, `kept` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
+    `calibration` and `family` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure
     of the record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if
     the source changed.
     """
-    source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
+    source = read_source_shards(source_folder, record.source_headers)
     result = open_shard(path, family=family, source=source, recipe=recipe)
     if calibration is not None:
         layers = {parts.layer for parts in result.source_names.values()} & set(calibration.statistics.layers)
@@ -132,13 +129,10 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
     return joined
 
 
-def read_source_shards(
-    folder: Path, digests: Mapping[str, str], *, family: Family, kept: KeptExperts | None
-) -> Checkpoint:
+def read_source_shards(folder: Path, digests: Mapping[str, str]) -> Checkpoint:
     """Return the source shards that one shard of a result comes from, as a source of their own.
 
-    `digests` are those of the headers at the plan; CheckpointError if one changed. `kept` are the experts of a pruned
-    result.
+    `digests` are those of the headers at the plan; CheckpointError if one changed.
     """
     headers = dict[str, ShardHeader]()
     tensors = dict[str, TensorInfo]()
@@ -146,25 +140,5 @@ def read_source_shards(
         headers[shard] = read_header(folder / shard)
         if headers[shard].digest != digest:
             raise CheckpointError(f"{folder / shard}: its header changed since planning. Run the same command again.")
-        for tensor in headers[shard].tensors.values():
-            if (seen := tensor if kept is None else _kept(tensor, kept, family)) is not None:
-                tensors[seen.name] = seen
+        tensors |= headers[shard].tensors
     return Checkpoint(folder, "{}", headers, tensors, {}, ())
-
-
-def _kept(tensor: TensorInfo, kept: KeptExperts, family: Family) -> TensorInfo | None:
-    """Return a tensor as a pruned result has it: under the expert's new number, or with the router's kept rows."""
-    module, _, parameter = tensor.name.rpartition(".")
-    place = family.classify(module)
-    experts = None if place is None or place.layer is None else kept.layers.get(place.layer)
-    if place is None or experts is None:
-        return tensor
-    if place.role is Role.ROUTER:
-        return tensor._replace(shape=(len(experts), *tensor.shape[1:]), rows=experts)
-    if place.expert is None:
-        return tensor
-    if place.expert not in experts:
-        return None
-    stem = f"{family.experts.format(layer=place.layer)}."
-    _, _, projection = module.removeprefix(stem).partition(".")
-    return tensor._replace(name=f"{stem}{experts.index(place.expert)}.{projection}.{parameter}")

@@ -109,7 +109,7 @@ def validate_shards(
     used, and those on each shard are kept. Raises SourceReadError, FormatError.
     """
     source = result.source
-    if source is None or result.is_int4:  # a result with the source's own weights has nothing to measure
+    if source is None:
         around = shards.plan(result)
         return ShardsFound(scan_shards(result, shard_visitor=visitor, events=events, around=around))
     decoder = None

@@ -27,7 +27,7 @@ def calibration_of(result: Result, statistics: Statistics) -> Calibration:
             f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "
             f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
         )
-    return Calibration(statistics.keep_experts(result.pruning), weighted=record.imatrix, smoothing=record.smoothing)
+    return Calibration(statistics, weighted=record.imatrix, smoothing=record.smoothing)
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:

@@ -27,8 +27,10 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
 from k2convert.models import check_computed, read_architecture
+from k2convert.models.config import EXPERTS_KEY, key_of, text_config
 from k2convert.models.names import WEIGHT_PACKED
 from k2convert.quantize.rules import RULES
+from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal, check_finished
@@ -69,8 +71,7 @@ def validate_checkpoint(
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
-    Weights, `layers` and the comparison with the folder `against` need `source`, the whole one also of a pruned result;
-    without it they are left out.
+    Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
     shards. Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings
     those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
@@ -78,34 +79,28 @@ def validate_checkpoint(
     """
     if shards.result is None:
         check_finished(folder)
-    whole = source
     result = read_result(folder, source=source, read=shards.header_reader)
     _check_operands(result)
     _check_source(result)
-    if result.is_int4 and (layers is not None or against is not None):
-        raise CheckpointError(
-            f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
-            "and --against."
-        )
     if layers is not None and source is not None:
         check_computed(source)
     result = _with_smoothing(result, shards, statistics)
     source = result.source
-    if layers is not None and source is not None and whole is not None and shards.is_remote:
-        return _validate_layers(result, whole, layers, reference=reference, events=events, shards=shards)
+    if layers is not None and source is not None and shards.is_remote:
+        return _validate_layers(result, source, layers, reference=reference, events=events, shards=shards)
     found = _scan(result, _recorded(result), reference=reference, events=events, visitor=visitor, shards=shards)
     contract, weights = _report(result, found)
     layers_report = None
     skipped = ""
-    if layers is not None and (source is None or whole is None):
+    if layers is not None and source is None:
         skipped = result.no_source
     elif layers is not None and not contract.passed:
         skipped = _broken_rules(contract)
-    elif layers is not None and source is not None and whole is not None:
-        layers_report = _compute_layers(layers, result, source, whole, events=events, shards=shards)
+    elif layers is not None and source is not None:
+        layers_report = _compute_layers(layers, result, source, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
-        other = _open_other(against, result, whole)
+        other = _open_other(against, source)
         local = replace(shards, result=None)
         other = _with_smoothing(other, local)
         their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=local))
@@ -142,7 +137,7 @@ def _check_operands(result: Result) -> None:
     known = result.family.source_format
     packed = (t for name, t in result.tensors.items() if name.endswith(f".{WEIGHT_PACKED}"))
     has_packed = any(t.dtype == known.packed_dtype for t in packed)
-    is_source = has_packed and not _is_nvfp4(result.tensors) and not result.is_int4
+    is_source = has_packed and not _is_nvfp4(result.tensors)
     is_result = source is not None and _is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(
@@ -162,10 +157,16 @@ def _check_operands(result: Result) -> None:
 
 
 def _check_source(result: Result) -> None:
-    """Refuse a source with other headers than the ledger states: every rule would fail (CheckpointError)."""
+    """Refuse a source with other headers than the ledger states: every rule would fail (CheckpointError).
+
+    The ledger of a result that k2convert 0.3 pruned states the headers of the source with all experts.
+    """
     source = result.source
     ledger = result.ledger
     if source is None or ledger is None or not ledger.source.headers:
+        return
+    if ledger.pruning is not None:
+        _check_pruned_source(source, result)
         return
     found = {shard: header.digest for shard, header in source.headers.items()}
     if found == ledger.source.headers:
@@ -177,6 +178,20 @@ def _check_source(result: Result) -> None:
     raise CheckpointError(
         f"{result.folder}: was converted from another source: {source.folder} has other headers than {LEDGER_NAME} "
         f"states. Pass {name} with --source."
+    )
+
+
+def _check_pruned_source(source: Checkpoint, result: Result) -> None:
+    total = read_architecture(source).num_experts
+    count = None
+    if result.config is not None:
+        count = text_config(result.config).get(key_of(result.config, EXPERTS_KEY))
+    if total == count:
+        return
+    keep = shell_line(("k2convert", "prune", str(source.folder), "PRUNED", "--keep", str(result.folder / LEDGER_NAME)))
+    raise CheckpointError(
+        f"{result.folder}: has {count} experts per layer, but {source.folder} has {total}. Prune the source first, and "
+        f"pass the pruned one with --source: `{keep}`."
     )
 
 
@@ -192,26 +207,20 @@ def _broken_rules(contract: ContractReport) -> str:
     return f"rules {rules} do not hold"
 
 
-def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Result:
-    """Open the result to compare with; raises CheckpointError if it does not have the same experts of the source."""
+def _open_other(folder: Path, source: Checkpoint) -> Result:
+    """Open the result to compare with; raises CheckpointError if it is not of this source."""
     other = read_result(folder, source=source)
     _check_operands(other)
     _check_source(other)
-    ours, theirs = (one.pruning and one.pruning.kept for one in (result, other))
-    if ours != theirs or other.source is None:
-        raise CheckpointError(
-            f"{folder}: does not keep the same experts as {result.folder}, by their ledgers, so their weights cannot "
-            "be compared. Leave out --against."
-        )
+    if other.source is None:
+        raise CheckpointError(f"{folder}: {other.no_source}, so its weights cannot be compared. Leave out --against.")
     return other
 
 
 def _validate_layers(
-    result: Result, whole: Checkpoint, request: LayersRequest, *, reference: bool, events: Events, shards: Shards
+    result: Result, source: Checkpoint, request: LayersRequest, *, reference: bool, events: Events, shards: Shards
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
-    source = result.source
-    assert source is not None
     layers = request.layers or read_architecture(source).moe_layers
     recorded = _recorded(result)
     every = ShardsFound()
@@ -221,13 +230,13 @@ def _validate_layers(
         part = result.of_layers((layer,))
         wanted = replace(request, layers=(layer,))
         stems = (part.family.moe_prefix(layer), f"{part.family.mlp_norm.format(layer=layer)}.")
-        of_source = (tensor for name, tensor in whole.tensors.items() if name.startswith(stems))
+        of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(stems))
         with shards.around_tensors(part.tensors.values(), of_source):
             found = _scan(part, recorded, reference=reference, events=events)
             every.add(found)
             contract, _ = _report(part, found)
             if contract.passed:
-                computed.append(_compute_layers(wanted, result, source, whole, events=events, shards=shards))
+                computed.append(_compute_layers(wanted, result, source, events=events, shards=shards))
             else:
                 skipped.append(f"layer {layer}: {_broken_rules(contract)}")
     contract, weights = _report(result.of_layers(layers), every)
@@ -247,7 +256,7 @@ def validate_sent(
     """Validate a result whose shards left the disk: `folder` holds everything else, `records` what was found on each.
 
     `headers` are the planned ones of all shards. The hash of a whole file, compared with the ledger, covers its header.
-    `source` is the whole one, also of a pruned result. What no record says was compared with it fails.
+    What no record says was compared with it fails.
     """
     result = read_result(folder, source=source, known_headers=dict(headers))
     contract, weights = _report(result, join_findings(records), has_statistics=True)
@@ -288,8 +297,8 @@ def _scan(
 def _report(
     result: Result, found: ShardsFound, *, has_statistics: bool = False
 ) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the rules, and compare the journal's figures. Nothing is measured of a result with the source's weights."""
-    if result.source is None or result.is_int4:
+    """Check the rules, and compare the journal's figures."""
+    if result.source is None:
         return check_result(result, found.scan), None
     errors = found.errors
     stated = {m: p.metrics for m, p in found.recorded.items() if m in errors and p.metrics is not None}
@@ -346,7 +355,7 @@ def _recorded(result: Result) -> dict[str, ProjectionRecord]:
 
 
 def _compute_layers(
-    request: LayersRequest, result: Result, source: Checkpoint, whole: Checkpoint, *, events: Events, shards: Shards
+    request: LayersRequest, result: Result, source: Checkpoint, *, events: Events, shards: Shards
 ) -> LayersReport:
     from k2convert.check.layers.check import check_layers
 
@@ -360,6 +369,5 @@ def _compute_layers(
         tokens=request.tokens,
         budget=result.budget,
         scaling=result.scaling,
-        whole=whole if result.pruning is not None else None,
         events=events,
     )

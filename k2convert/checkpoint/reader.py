@@ -128,10 +128,6 @@ class ShardReader:
 
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
         """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
-        if tensor.rows is not None:
-            whole = self._bytes(tensor, tensor.begin, tensor.end)
-            rows = whole.reshape(-1, tensor.num_bytes // len(tensor.rows))[list(tensor.rows)]
-            return rows.reshape(-1)[begin:end]
         begin = tensor.begin + begin
         end = tensor.begin + (tensor.num_bytes if end is None else end)
         return self._bytes(tensor, begin, end)

@@ -96,6 +96,11 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
     ),
     (
+        verbs.PruneOptions,
+        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json --dry-run",
+        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json",
+    ),
+    (
         verbs.CalibrateOptions,
         "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run",
         "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",

@@ -95,8 +95,8 @@ class _Asked:
         experts = experts or self.model.shape.num_experts
         if experts != self.whole.shape.num_experts:
             source = place if self.model.recipe is not None else "SOURCE"
-            words = ("run", source, "DEST", "--keep-experts", "FILE", "--set", f"experts={experts}")
-            console.print_note("FILE scores or lists the experts: `k2convert guide prune` shows what makes one")
+            words = ("prune", source, "PRUNED", "--keep", "FILE")
+            console.print_note(f"FILE lists {experts} experts per layer: `k2convert guide prune` shows what makes one")
         elif self.model.recipe is not None:
             words = ("run", place, "DEST", "--dry-run")
         else:

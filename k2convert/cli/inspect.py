@@ -44,13 +44,11 @@ def inspect(options: InspectOptions) -> None:
             "dropped_windows": found.dropped,
             "seed": found.seed,
             "versions": found.versions,
-            "kept_experts": found.kept_experts,
             "exponents_digest": used.exponents_digest(),
             "layers": {str(n): _layer_document(found.layer(n), used.fallback_experts(n)) for n in found.layers},
         }
         show(document, partial(_show_statistics, document))
-        kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
-        print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
+        print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
         return
     found = inspect_source(source, hub=Hub(notify=print_note))
     show(asdict(found), partial(_show_inspection, found))
@@ -67,11 +65,6 @@ def _show_inspection(found: Inspection) -> None:
         f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts "
         f"per MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
     )
-    if (pruning := found.pruning) is not None:
-        chosen = ""
-        if pruning["chosen_by"] is not None:
-            chosen = f", chosen by {pruning['chosen_by']}"
-        print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
     if (conversion := found.conversion) is not None:
         print_line(_conversion_line(conversion))
     counts = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections, "NVFP4": found.nvfp4_projections}
@@ -140,8 +133,6 @@ def _show_statistics(document: dict[str, Any]) -> None:
     if dropped := document["dropped_windows"]:
         print_line(f"{dropped:,} of {document['windows']:,} windows were dropped: their hidden states are not finite")
     print_line(f"of the source with headers {document['source_headers'][:16]}; blake3 {document['digest'][:16]}")
-    if document["kept_experts"] is not None:
-        print_line("knows only the experts that --keep-experts kept when it was made")
     versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
     print_line(f"made with {', '.join(versions)}")
     rows = [_row(number, layer) for number, layer in document["layers"].items()]

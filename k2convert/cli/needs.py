@@ -81,8 +81,8 @@ def evaluation_needs(source: Checkpoint, text: WalkText, *, layers: int, models:
 
 def final_evaluation(job: Job, text: WalkText) -> Needs:
     """Count what the evaluation at the end of a job needs."""
-    whole = job.source.whole or job.source.checkpoint
-    return evaluation_needs(whole, text, layers=read_architecture(whole).num_layers, models=2)
+    source = job.source.checkpoint
+    return evaluation_needs(source, text, layers=read_architecture(source).num_layers, models=2)
 
 
 def final_line(needs: Needs, text: WalkText) -> str:

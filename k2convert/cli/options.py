@@ -39,7 +39,7 @@ _SHOWN: Final = "shown"
 NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
 _RESUMES: Final = "finished work is kept. The same command resumes"
 _INTERRUPTED: Final[dict[str, str]] = {
-    **dict.fromkeys(("run", "calibrate", "evaluate"), _RESUMES),
+    **dict.fromkeys(("run", "prune", "calibrate", "evaluate"), _RESUMES),
     "publish": "what was uploaded is kept. The same command resumes",
     "validate": NOTHING_KEPT,
 }

@@ -159,7 +159,6 @@ def _recipe_overrides(options: RunOptions) -> dict[str, object]:
         "layout": options.layout,
         "activations": options.activations,
         "target": options.to,
-        "keep_experts": None if options.keep_experts is None else str(options.keep_experts),
     }
     named = {key: value for key, value in named.items() if value is not None}
     overrides = parse_settings(options.settings or ())

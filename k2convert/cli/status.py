@@ -20,7 +20,6 @@ from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.job.evaluation import evaluation_works
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
-from k2convert.records.document import plain
 from k2convert.records.evaluation import find_evaluation
 from k2convert.records.journal import JobState, Journal, find_published, has_left
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
@@ -236,7 +235,6 @@ def status_document(state: JobState) -> dict[str, Any]:
         "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
         "recipe": state.job.recipe.document(),
         "fingerprint": state.job.fingerprint,
-        **({} if state.job.pruning is None else {"pruning": plain(state.job.pruning)}),
     }
 
 
@@ -255,8 +253,6 @@ def show_status(destination: Path, state: JobState) -> None:
         show_progress(state.progress, state.progress_age)
     recipe = state.job.recipe
     console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
-    if state.job.pruning is not None:
-        console.print_line(state.job.pruning.line)
 
 
 def show_progress(progress: Mapping[str, Any], age: float) -> None:

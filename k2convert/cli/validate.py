@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from k2convert.check.layers.result import LayersReport, Variant, labels, reference_name
+from k2convert.check.layers.result import LayersReport, Variant, labels
 from k2convert.check.remote import folder_bytes
 from k2convert.check.results import (
     MAX_OFFENDERS,
@@ -48,7 +48,6 @@ from k2convert.records.command import read_command
 from k2convert.records.events import Extent
 from k2convert.records.journal import check_shards_are_here
 from k2convert.records.ledger import DecodedError, find_ledger
-from k2convert.records.pruning import share_words
 
 if TYPE_CHECKING:
     from k2convert.check.layers.check import LayersCost
@@ -118,12 +117,11 @@ def validate(options: ValidateOptions) -> None:
                 again = command.verifying().line(here=str(Path.cwd()))
                 problem += f" `{again}` converts missing and changed shards again."
             raise InvalidCheckpointError(f"{found.folder}: {problem}")
-        if found.contract.layout != "int4":
-            ref = None
-            if found.folder.startswith(SCHEME):
-                ref = parse_repo(found.folder)
-            name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
-            print_serve(name, folder=opened.folder, revision=revision)
+        ref = None
+        if found.folder.startswith(SCHEME):
+            ref = parse_repo(found.folder)
+        name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
+        print_serve(name, folder=opened.folder, revision=revision)
 
 
 def _how_far(folder: Path) -> str:
@@ -162,16 +160,14 @@ def _say_layers_cost(opened: Opened, request: LayersRequest) -> "LayersCost | No
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
     from k2convert.check.layers.check import layers_cost
 
-    if (source := opened.seen) is None or opened.source is None:
+    if opened.source is None:
         return None
     try:
         converted = None
         if not opened.shards.is_remote:
             converted = open_checkpoint(opened.folder)
         is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
-        cost = layers_cost(
-            source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
-        )
+        cost = layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=is_text)
     except K2ConvertError:  # the validation names the problem
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
@@ -295,14 +291,13 @@ def _show_layers(report: LayersReport) -> None:
             label,
             f"{error.sqnr_db:.2f} dB",
             f"{error.cosine:.6f}",
-            "" if error.worst_expert is None else f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
+            f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
         )
         for layer in report.layers
         for variant, label in labels(found).items()
         if (error := layer.error(Variant(variant))) is not None
     ]
-    against = reference_name(found)
-    title = f"reference layers, error of the output against {against} in FP32 ({report.hidden_states})"
+    title = f"reference layers, error of the output against INT4 in FP32 ({report.hidden_states})"
     print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
     for router in dict.fromkeys(layer.router for layer in report.layers):
         same = [str(layer.layer) for layer in report.layers if layer.router == router]
@@ -310,12 +305,6 @@ def _show_layers(report: LayersReport) -> None:
         if len(same) != len(report.layers):
             where = f" (layer {', '.join(same)})"
         print_line(f"router: {router}{where}")
-    if weights := report.router_weights_left_out:
-        print_line(f"share of the router's weight that the dropped experts have: {share_words(weights)}")
-        print_line(
-            "all rows of a layer have the same inputs; with --text they are the hidden states of the whole INT4 model, "
-            "so they do not have the errors of the layers below"
-        )
     for layer in report.layers:
         for failure in layer.failures:
             print_line(f"layer {layer.layer}: {failure}")

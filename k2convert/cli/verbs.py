@@ -90,7 +90,7 @@ class RunOptions:
     )
     recipe: str | None = option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", RESULT)
     settings: list[str] | None = option(
-        "Change a key of the recipe: experts=192, kv_cache=fp8, calibration.tokens=65536. May be repeated.",
+        "Change a key of the recipe: smoothing=false, kv_cache=fp8, calibration.tokens=65536. May be repeated.",
         "KEY=VALUE",
         name="--set",
         panel=RESULT,
@@ -100,12 +100,7 @@ class RunOptions:
     )
     layout: Layout | None = option("Tensor names and config of the result.", panel=RESULT)
     activations: Activations | None = option("4-bit activations, or weight-only.", panel=RESULT)
-    to: Target | None = option(
-        "NVFP4, the dequantized BF16 copy, or INT4 as it is (with --keep-experts).", panel=RESULT
-    )
-    keep_experts: Path | None = option(
-        "Experts to keep: a list, a REAP report, or scores (such as statistics) with --set experts=N.", "FILE", RESULT
-    )
+    to: Target | None = option("NVFP4, or the dequantized BF16 copy.", panel=RESULT)
     verify: bool = flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", CHECKS)
     dry_run: bool = flag("--dry-run", "Print the plan and write nothing.", CHECKS)
     json: bool = json_option()
@@ -133,6 +128,20 @@ class RunOptions:
         "Folder for a job that publishes to the Hub [default: k2convert-work/REPO].", "FOLDER", HUB, check=check_folder
     )
     yes: bool = yes_option()
+
+
+@dataclass(frozen=True, slots=True)
+class PruneOptions:
+    """Copy a checkpoint with some experts of each MoE layer. The copy is a source like any other. Running it again
+    resumes.
+    """
+
+    source: Path = argument("SOURCE", "Folder of the INT4 or MXFP4 checkpoint.", check_folder)
+    destination: Path = argument("DEST", "Folder of the copy.", check_folder)
+    keep: Path = option("Experts to keep: a list, or a REAP report of llm-compressor.", "FILE", default=REQUIRED)
+    dry_run: bool = flag("--dry-run", "Print what would be kept and the disk needed, and write nothing.")
+    json: bool = json_option()
+    quiet: bool = quiet_option()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL, metrics_document
-from k2convert.records.pruning import share_words
 
 _DISK_RATE: Final = 1e9  # bytes a second
 _NETWORK_RATE: Final = 1e9 / 8
@@ -54,7 +52,7 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
             for shard in plan.jobs
         ],
     }
-    document |= calibration_document(job) | pruning_document(job)
+    document |= calibration_document(job)
     if job.uses_hub:
         target = job.target
         document |= {
@@ -91,31 +89,6 @@ def calibration_document(job: Job) -> dict[str, Any]:
     }
 
 
-def pruning_document(job: Job) -> dict[str, Any]:
-    """Return which experts a job keeps and what that drops, as plain data; empty if it keeps all."""
-    pruning = job.source.pruning
-    whole = job.source.whole
-    seen = job.source.checkpoint
-    if pruning is None or whole is None:
-        return {}
-    tensors = len(whole.tensors) - len(seen.tensors)
-    num_bytes = whole.tensor_bytes - seen.tensor_bytes
-    dropped = {"source_tensors": tensors, "bytes_in": num_bytes}
-    return {"pruning": plain(pruning) | {"kept": pruning.kept.num_experts, "dropped": dropped}}
-
-
-def show_pruning(job: Job) -> None:
-    """Print which experts a job keeps and the size of the result, if it does not keep all."""
-    if job.source.pruning is not None:
-        dropped = pruning_document(job)["pruning"]["dropped"]
-        print_line(
-            f"{job.source.pruning.line}: drops {dropped['source_tensors']:,} tensors, "
-            f"{format_bytes(dropped['bytes_in'])} of the source; the result has {format_bytes(job.plan.data_bytes)}"
-        )
-        for what, shares in job.source.pruning.shares.items():
-            print_line(f"left out of the {what}: {share_words(shares)}")
-
-
 def show_plan(job: Job, document: Mapping[str, Any]) -> None:
     recipe = job.plan.recipe
     print_line(
@@ -147,7 +120,6 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
         for name, action in document["actions"].items()
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
-    show_pruning(job)
     for found in calibration_document(job).values():
         texts = f"{counted(len(found['texts']), 'text')}, {found['tokens']:,} tokens"
         print_line(f"statistics: {found['file']}: {texts}")
@@ -221,7 +193,6 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
         "tensor_bytes_out": job.plan.data_bytes,
         "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
         **calibration_document(job),
-        **pruning_document(job),
     }
 
 
@@ -241,7 +212,6 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
         print_table("weight error against the source", columns, rows)
     if TOTAL in totals and (words := totals[TOTAL].cast_words) is not None:
         print_line(f"cast: {words}")
-    show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = ""
     if fresh and seconds:

@@ -47,12 +47,6 @@ class EvaluatedCheckpoint:
         """Return the identity of every file that it is computed from, as it is now; raises SourceReadError."""
         return inputs_of(self.checkpoint, None if self.source.remote is None else self.source.identities())
 
-    def kept_experts(self, layer: int) -> tuple[int, ...] | None:
-        """Return the numbers in the source of a pruned result's experts, if its ledger has them."""
-        if self.ledger is None or self.ledger.pruning is None:
-            return None
-        return self.ledger.pruning.experts.get(layer)
-
 
 def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
     """Return the names of the final norm and of the output matrix, which is the embedding if the model ties them."""

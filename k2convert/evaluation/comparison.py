@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
 
-from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.moe import Routing
@@ -65,10 +64,10 @@ class LayerComparison:
                 write(states)
         layer.progress.reach(layer.walk.ids.size)
 
-    def run(self, number: int, layer: Layer, source: EvaluatedCheckpoint) -> None:
+    def run(self, number: int, layer: Layer) -> None:
         """Run another model through the layer, and compare it."""
         observer = _Choices()
-        numbers = self._expert_numbers(layer, source)
+        numbers = self._expert_numbers(layer)
         shape = layer.walk.shape
         after = layer.number + 1
         with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
@@ -91,11 +90,10 @@ class LayerComparison:
         arrays = {"norm": self._norm, "error": self._error, "agreeing": self._agreeing}
         return save(arrays | {"choices": np.array([choices])})
 
-    def _expert_numbers(self, layer: Layer, source: EvaluatedCheckpoint) -> NDArray[np.int64] | None:
+    def _expert_numbers(self, layer: Layer) -> NDArray[np.int64] | None:
         """Return which of the reference's experts each of a model's is, int64 [E]: None if that cannot be told.
 
-        The rows of a pruned model's router are some of the reference's, unless it was smoothed. Then the ledger of a
-        result has the list.
+        The rows of a pruned model's router are some of the reference's, unless it was smoothed.
         """
         rows = _router_rows(layer)
         if len(rows) == len(self._rows):
@@ -103,8 +101,7 @@ class LayerComparison:
         places = {row: expert for expert, row in enumerate(self._rows)}
         if len(places) == len(self._rows) and places.keys() >= set(rows):
             return np.array([places[row] for row in rows])
-        kept = source.kept_experts(layer.number)
-        return None if kept is None else np.array(kept)
+        return None
 
     def _agreement(self, window: int, experts: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> int:
         if numbers is None or (chosen := self._chosen.get(window)) is None:

@@ -205,7 +205,7 @@ def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
                 comparison = LayerComparison(len(walk.models), walk.shape[0])
                 comparison.run_reference(layer)
             else:
-                comparison.run(number, layer, plan.checkpoints[layer.model.checkpoint])
+                comparison.run(number, layer)
             if number == len(walk.models) - 1:
                 plan.walk.work.write(plan.walk.work.path(CLAIM, layer.number), comparison.encode())
 

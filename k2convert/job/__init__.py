@@ -2,7 +2,6 @@
 
 locations     where a job reads and writes
 prepare       plan the job, check destination and room; plan a calibration
-kept_experts  which experts a job keeps
 resources     devices, threads, memory, disk
 run           THE executor, and a part of a job
 pipeline      the stages, overlapping

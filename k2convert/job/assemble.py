@@ -38,8 +38,6 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     """Return the result's config.json: the source's, except for the quantization_config if weights were converted."""
     recipe = plan.recipe
     config = source.parse_config()
-    if recipe.target == "int4":
-        return config
     if recipe.target == "bf16":
         return unquantized_config(config)
     return LAYOUTS[recipe.layout].quantized_config(config, _declared(plan), version=__version__)
@@ -52,17 +50,15 @@ def _declared(plan: Plan) -> Quantization:
 
 def encode_config(plan: Plan, source: Source) -> bytes:
     """Return the result's config.json; raises CheckpointError if the source's changed, or would differ in more."""
-    whole = source.whole or source.checkpoint
     path = source.checkpoint.folder / CONFIG_NAME
-    if read_text_file(path) != whole.config_text:
+    if read_text_file(path) != source.checkpoint.config_text:
         raise CheckpointError(
             f"{path}: it changed after the job began. Restore it and run the same command again, "
             "or choose a new destination."
         )
     content = dump_json(config_document(plan, source.checkpoint))
-    unread = () if plan.recipe.target == "int4" else QUANTIZATION_KEYS
     result = parse_json_object(content.decode(), where=CONFIG_NAME)
-    for place, _, _ in config_differences(source.checkpoint.parse_config(), result, unread=unread):
+    for place, _, _ in config_differences(source.checkpoint.parse_config(), result, unread=QUANTIZATION_KEYS):
         raise InvalidCheckpointError(
             f"{CONFIG_NAME}: {place} would differ from the source's. It was not written. Run the same command again; "
             "if this happens twice, it is a defect of k2convert."

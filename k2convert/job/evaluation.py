@@ -342,7 +342,7 @@ def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Eve
 
 def _reference(job: Job) -> EvaluatedCheckpoint:
     """Return the source as it is, with every expert."""
-    checkpoint = job.source.whole or job.source.checkpoint
+    checkpoint = job.source.checkpoint
     if (remote := job.source.remote) is None:
         return _local(checkpoint.folder, None)
     place = str(RepoRef(remote.repo, remote.commit))

@@ -6,17 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k2convert.check.contract.result import view_source
 from k2convert.check.remote import Shards, folder_bytes, layer_bytes
 from k2convert.check.results import ValidationReport
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
 from k2convert.job.locations import open_named_statistics, open_result, open_source
 from k2convert.models import detect_family
-from k2convert.records.ledger import find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.statistics import Statistics
@@ -31,14 +28,6 @@ class Opened:
     source: Checkpoint | None
     shards: Shards
     statistics: "Statistics | None"
-
-    @property
-    def seen(self) -> Checkpoint | None:
-        """The source with the experts that the result keeps, as far as its ledger can be read."""
-        try:
-            return view_source(self.source, find_ledger(self.folder))[0] or self.source
-        except K2ConvertError:  # the validation names the problem
-            return self.source
 
     @property
     def num_bytes(self) -> int:

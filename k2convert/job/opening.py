@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -129,7 +129,6 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
     """Describe a checkpoint in a folder or on the Hub from its headers; raises CheckpointError, PlanError, HubError."""
     from k2convert.plan.inspection import inspect_checkpoint
 
-    pruning: dict[str, object] | None = None
     conversion: dict[str, object] | None = None
     with open_source(source, hub=hub) as opened:
         ledger = None
@@ -139,8 +138,4 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
             conversion = {name: getattr(ledger.recipe, name) for name in ("rule", "layout", "activations", "target")}
             if (total := ledger.totals.get(TOTAL)) is not None:
                 conversion |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
-        if ledger is not None and (kept := ledger.pruning) is not None:
-            pruning = {"kept": kept.kept.num_experts, "of": kept.num_source_experts, "chosen_by": kept.scores}
-            if kept.left_out:
-                pruning["left_out"] = {str(layer): asdict(part) for layer, part in kept.left_out.items()}
-        return inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=pruning, conversion=shown(conversion))
+        return inspect_checkpoint(opened.checkpoint, shown_as=source, conversion=shown(conversion))

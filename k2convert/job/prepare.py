@@ -41,7 +41,7 @@ from k2convert.job.resources import (
 from k2convert.machine import available_memory, num_cores, peak_bytes
 from k2convert.models import check_computed, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
-from k2convert.plan.plan import Plan, ShardJob, check_target, plan_conversion
+from k2convert.plan.plan import Plan, ShardJob, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
@@ -128,17 +128,12 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
         recipe = choose_recipe(checkpoint, options.recipe, options.settings)
         if statistics is not None or options.text is not None or recipe.needs_statistics:
             check_computed(checkpoint)
-        check_target(recipe, detect_family(checkpoint), checkpoint)
         recipe = settle_recipe(
             recipe,
             has_statistics=statistics is not None,
             has_text=options.text is not None,
             to_hub=options.destination.repo is not None,
         )
-        if recipe.keep_experts is not None:
-            from k2convert.job.kept_experts import prune_source
-
-            source = prune_source(source, recipe, hub=hub)
         text = None
         if options.text is not None:
             text = read_text(options.text, recipe.calibration, source, hub)
@@ -174,17 +169,15 @@ def prepare(
         identity = text.identity(device_name(text.devices))
     description = JobDescription(
         fingerprint=job_fingerprint(
-            source=source.whole or source.checkpoint,
+            source=checkpoint,
             recipe=plan.recipe,
             revision=source.revision,
             statistics=None if statistics is None else statistics.digest,
             walk=identity,
-            pruning=source.pruning,
         ),
         recipe=plan.recipe,
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
         source=source.identities(),
-        pruning=source.pruning,
         version=IDENTITY_VERSION,
     )
     finished = Journal(folder).finished(description.digest)
@@ -231,7 +224,7 @@ def _plan(
     from k2convert.calibration import channels
 
     architecture = read_architecture(checkpoint)
-    calibration = channels.choose_calibration(statistics, recipe=recipe, source=checkpoint, pruning=source.pruning)
+    calibration = channels.choose_calibration(statistics, recipe=recipe, source=checkpoint)
     layers = channels.scaled_layers(calibration, architecture)
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
     channels.check_widths(calibration, plan)

@@ -45,7 +45,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     from k2convert.report import card_files
 
     folder = job.destination.folder
-    source = job.source.whole or job.source.checkpoint
+    source = job.source.checkpoint
     if job.source.remote is None:
         source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
     else:
@@ -141,11 +141,6 @@ def prepare_publication(
 
     check_endpoint()
     ledger = read_ledger(folder)
-    if ledger.recipe.target == "int4":
-        raise CheckpointError(
-            f"{folder}: has the source's own weights (--to int4), but the card is written for NVFP4 results only. "
-            "Publish it with `hf upload`."
-        )
     base, commit = (base_model, None) if base_model else (ledger.source.repo, ledger.source.revision)
     source = None
     if base is not None:

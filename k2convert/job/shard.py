@@ -28,7 +28,6 @@ from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
-from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.metrics.measure import measure_quantized
@@ -62,7 +61,6 @@ class ShardTask:
     sha256: str | None = None  # of the source shard of that name, if a download left it and nearly all is read
     calibration: "Calibration | None" = None  # the statistics, for a recipe that uses them
     suffix: str = TEMPORARY_SUFFIX  # of the temporary file
-    kept: KeptExperts | None = None  # the experts that a pruned result keeps
 
 
 def shard_task(job: "Job", name: str) -> ShardTask:
@@ -83,7 +81,6 @@ def shard_task(job: "Job", name: str) -> ShardTask:
         inflight_bytes=job.limits.inflight // job.limits.workers,
         for_upload=job.target is not None,
         sha256=known_sha256(checkpoint.path(name)) if is_read else None,
-        kept=None if job.source.pruning is None else job.source.pruning.kept,
         family=job.plan.family,
     )
 
@@ -144,7 +141,6 @@ def convert_shard(
             source_folder=task.source_folder,
             recipe=recipe,
             calibration=task.calibration,
-            kept=task.kept,
             family=find_family(task.family),
         )
     except BaseException:

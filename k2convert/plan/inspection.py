@@ -47,7 +47,6 @@ class Inspection:
     architectures: list[str]
     layers: dict[str, int]
     experts_per_layer: int
-    pruning: Mapping[str, Any] | None
     conversion: Mapping[str, Any] | None
     hidden_size: int
     moe_intermediate_size: int
@@ -67,10 +66,9 @@ def inspect_checkpoint(
     source: Checkpoint,
     *,
     shown_as: str,
-    pruning: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Describe a checkpoint, with `pruning` and `conversion` from its ledger. Raises PlanError if it is unknown."""
+    """Describe a checkpoint, with `conversion` from its ledger. Raises PlanError if it is unknown."""
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed: dict[str, str] = {}
@@ -84,7 +82,7 @@ def inspect_checkpoint(
     found = find_quantization_config(source.config)
     recipe = cast(str | None, family.recipe)
     named = source.config.get("architectures")
-    oddities = _oddities(source, names, counts, family, is_pruned=pruning is not None)
+    oddities = _oddities(source, names, counts, family)
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
@@ -111,7 +109,6 @@ def inspect_checkpoint(
         architectures=list(map(str, cast(list[object], named))) if isinstance(named, list) else [],
         layers={"total": counts.num_layers, "dense": counts.num_dense_layers, "moe": len(counts.moe_layers)},
         experts_per_layer=counts.num_experts,
-        pruning=pruning,
         conversion=conversion,
         hidden_size=counts.hidden_size,
         moe_intermediate_size=counts.moe_intermediate_size,
@@ -138,7 +135,7 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _oddities(
-    source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, family: Family, *, is_pruned: bool
+    source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, family: Family
 ) -> list[str]:
     notes: list[str] = []
     if source.stray_shards:
@@ -159,7 +156,7 @@ def _oddities(
     top = source.config
     if inner is not top and "quantization_config" in inner and "quantization_config" in top:
         notes.append("two quantization_config: at the top level and in text_config")
-    if architecture.num_experts not in (0, family.usual_num_experts) and not is_pruned:
+    if architecture.num_experts not in (0, family.usual_num_experts):
         notes.append(
             f"{architecture.num_experts} experts per layer (the family's usual count is {family.usual_num_experts}): "
             "a pruned or a small model"

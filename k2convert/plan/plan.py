@@ -28,7 +28,6 @@ from k2convert.models.projections import (
     check_source_form,
     find_projections,
 )
-from k2convert.models.source_formats import INT4
 from k2convert.plan.recipe import Recipe
 
 BF16_SHARD_BYTES: Final = 5_000_000_000
@@ -163,15 +162,6 @@ def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
     return [t for p in (*step.members, *step.partners) for t in p.sources]
 
 
-def check_target(recipe: Recipe, family: Family, source: Checkpoint) -> None:
-    """Refuse to keep weights as they are that are not INT4 (PlanError)."""
-    if recipe.target == "int4" and family.source_format is not INT4:
-        raise PlanError(
-            f"recipe {recipe.name}: target int4 keeps weights as they are in INT4, but those of {source.folder} are "
-            f"{family.source_format.title}. Leave out --to: the result is NVFP4, also with --keep-experts."
-        )
-
-
 def claim_projections(
     *, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None
 ) -> tuple[Family, Architecture, dict[str, Projection], Mapping[str, TensorName]]:
@@ -190,7 +180,6 @@ def claim_projections(
     check_source_form(source, names, family=family)
     check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
-    check_target(recipe, family, source)
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
@@ -216,7 +205,6 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    projections = {} if recipe.target == "int4" else projections
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = family.unconverted(recipe.roles, architecture) if recipe.target == "nvfp4" else ()

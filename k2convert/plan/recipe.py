@@ -77,7 +77,7 @@ class TextUse(_Part):
 
 
 class Recipe(_Part):
-    """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept."""
+    """One kind of result: which roles become NVFP4, by which rule and in which layout."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
     purpose: str = ""  # whom the recipe serves, one sentence; the result does not depend on it
@@ -92,8 +92,6 @@ class Recipe(_Part):
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
     budget: Budget = Budget()
-    keep_experts: Annotated[str, Field(min_length=1)] | None = None  # a file that lists or scores them
-    experts: Annotated[int, Field(ge=1)] | None = None  # how many to keep, by scores
     calibration: TextUse = TextUse()
 
     @property
@@ -104,10 +102,9 @@ class Recipe(_Part):
     def document(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data, with every default; `smoothing` only if it is set.
 
-        Without the purpose, and without what the ledger has itself, wherever it was read from: the experts to keep
-        (records/pruning.py) and the text.
+        Without the purpose, and without the text, which the ledger has itself.
         """
-        document = self.model_dump(mode="json", exclude={"keep_experts", "experts", "purpose", "calibration"})
+        document = self.model_dump(mode="json", exclude={"purpose", "calibration"})
         if self.smoothing is None:
             del document["smoothing"]
         return document
@@ -182,11 +179,6 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
         f"kv_cache {r.kv_cache} has no effect in vLLM with the layout {r.layout}. Leave it out, and serve with "
         f"`vllm serve --kv-cache-dtype {r.kv_cache}`.",
     )
-    yield (
-        r.experts is not None and r.keep_experts is None,
-        f"experts {r.experts} needs a file with scores. Add --keep-experts FILE.",
-    )
-    yield r.target == "int4" and not r.keep_experts, "target int4 only drops experts. Add --keep-experts FILE."
     yield (
         "calibration" in r.model_fields_set and not text,
         "the keys of calibration are for a text. Add --calibrate FILE, or leave them out.",

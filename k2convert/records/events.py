@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate", "evaluate", "ask"]
+Phase = Literal["download", "copy", "convert", "upload", "check", "layers", "calibrate", "evaluate", "ask"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ bytes. So a job goes on with a copy of its source.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -22,7 +22,6 @@ from k2convert.checkpoint.names import CARD_NAME
 from k2convert.errors import ResumeError, SourceReadError, quoted, shortened
 from k2convert.plan.recipe import Recipe
 from k2convert.records.document import Count, JsonObject
-from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
     from k2convert.hub.source import RemoteRepo
@@ -60,16 +59,10 @@ def local_identity(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened source; `remote` is None for a folder. With `pruning`, `checkpoint` has the kept experts of `whole`."""
+    """An opened source; `remote` is None for a folder."""
 
     checkpoint: Checkpoint
     remote: "RemoteRepo | None" = None
-    pruning: PruningRecord | None = None
-    whole: Checkpoint | None = None
-
-    def pruned(self, pruning: PruningRecord) -> "Source":
-        """Return the source with only the kept experts; raises PlanError if they are not of this model."""
-        return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
 
     @property
     def card(self) -> "SourceCard":
@@ -112,7 +105,6 @@ def job_fingerprint(
     revision: str | None,
     statistics: str | None = None,
     walk: Mapping[str, JsonValue] | None = None,
-    pruning: PruningRecord | None = None,
 ) -> JsonObject:
     """Return the fingerprint field by field; `walk` is what the bytes depend on if the job walks through the layers."""
     identity: JsonObject = {
@@ -124,10 +116,6 @@ def job_fingerprint(
     if statistics is not None:
         identity["statistics"] = statistics
     identity |= walk or {}
-    if pruning is not None:
-        identity["kept_experts"] = pruning.digest
-        identity["num_kept_experts"] = f"{pruning.kept.num_experts} of {pruning.num_source_experts}"
-        identity["kept_experts_chosen_by"] = pruning.scores
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 
@@ -146,7 +134,6 @@ class JobDescription:
     recipe: StoredRecipe
     shards: dict[str, Count]
     source: dict[str, str]
-    pruning: PruningRecord | None = None
     version: Count = 1
 
     @property

@@ -29,7 +29,6 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, Real, encode, parse, plain, read_document, shown
 from k2convert.records.fingerprint import Source, StoredRecipe, fingerprint_digest, source_digest
-from k2convert.records.pruning import PruningRecord
 
 
 def _checked(metrics: WeightMetrics) -> WeightMetrics:
@@ -218,7 +217,10 @@ class LedgerSource:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The content of k2convert.json. `totals` maps roles, and "total", to metrics."""
+    """The content of k2convert.json. `totals` maps roles, and "total", to metrics.
+
+    `pruning` lists the experts that versions up to 0.3 kept of a source with more; `k2convert prune --keep` reads it.
+    """
 
     tool_version: Annotated[str, Field(alias="k2convert")]
     source: LedgerSource
@@ -228,7 +230,7 @@ class Ledger:
     shards: dict[str, LedgerShard]
     totals: dict[str, Metrics]
     calibration: CalibrationRecord | None = None
-    pruning: PruningRecord | None = None
+    pruning: JsonObject | None = None
 
     def __post_init__(self) -> None:
         kinds = {"arithmetic": int, "source_revision": str | None, "source_headers": str, "source_config": str}
@@ -287,7 +289,6 @@ def build_ledger(
         },
         totals=summarize(records.values()),
         calibration=calibration,
-        pruning=source.pruning,
     )
 
 
@@ -397,10 +398,3 @@ def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
     if ledger is None:
         return source_digest(checkpoint)
     return ledger.weights
-
-
-def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
-    """Return a source with only the experts that the ledger keeps; raises PlanError."""
-    if ledger is None or ledger.pruning is None:
-        return source
-    return ledger.pruning.view(source)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from k2convert.check.layers.result import labels, reference_name
+from k2convert.check.layers.result import labels
 from k2convert.check.results import Offender, RuleResult, Verdict
 from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.wording import decibels, last_part, with_exponents
@@ -16,8 +16,7 @@ from k2convert.report.wording import decibels, last_part, with_exponents
 class Checks:
     """A validation ready to be shown. `layers` are table rows, `sentences` are about what else was compared.
 
-    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit. `against` is what
-    the layers' rows are compared with.
+    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit.
     """
 
     has_passed: bool
@@ -26,7 +25,6 @@ class Checks:
     layers: tuple[tuple[str, ...], ...]
     hidden_states: str
     sentences: tuple[str, ...]
-    against: str
 
     def numbers(self, verdict: str) -> list[int]:
         """Return the numbers of the rules with an outcome: "pass", "warn", "fail" or "skipped"."""
@@ -59,7 +57,6 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
                 *_layer_sentences(document.get("layers_skipped"), computed),
                 *_against_sentences(document["against"]),
             ),
-            against=reference_name({str(error["variant"]) for layer in computed for error in layer["errors"]}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(

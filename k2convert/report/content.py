@@ -178,8 +178,7 @@ def _contract(checks: Checks) -> Iterator[Section]:
     tables.append(Table(("rule", "verdict", "count", "requirement"), rows, summary=f"Rules ({len(rows)})"))
     yield Section("Servable contract", (checks.summary, *checks.sentences), tables)
     if checks.layers:
-        what = f"Error of the output of MoE blocks against {checks.against} in FP32."
-        sentence = f"{what} Hidden states: {checks.hidden_states}."
+        sentence = f"Error of the output of MoE blocks against INT4 in FP32. Hidden states: {checks.hidden_states}."
         columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
         yield Section("Reference layers", (sentence,), (Table(columns, checks.layers),))
 

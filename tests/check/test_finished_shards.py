@@ -1,6 +1,5 @@
 """A finished shard of a job for the Hub is validated by the pass of `validate`: alone, and joined with the others."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,16 +16,13 @@ from k2convert.check.finished_shard import check_finished_shard
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.job.assemble import assemble
 from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.models import find_family
-from k2convert.plan.plan import CopyStep, plan_conversion
-from k2convert.plan.pruning import KeptExperts, keep_experts
-from k2convert.plan.recipe import load_recipe
+from k2convert.plan.plan import CopyStep
 from k2convert.records.document import encode, parse
 from k2convert.records.ledger import ShardFindings, ShardRecord
 from scripts.fixture_maker import damage
@@ -59,7 +55,7 @@ def tasks(job: Job) -> dict[str, ShardTask]:
 def check(task: ShardTask, record: ShardRecord, **other: Any) -> ShardFindings:
     options = {"source_folder": task.source_folder, "recipe": task.recipe, "calibration": task.calibration}
     options |= {"family": find_family(task.family)}
-    return check_finished_shard(task.destination / record.shard, record, **options | {"kept": task.kept} | other)
+    return check_finished_shard(task.destination / record.shard, record, **options | other)
 
 
 @pytest.fixture
@@ -161,49 +157,6 @@ def test_a_shard_with_statistics_is_compared_with_them(cut: Path, tmp_path: Path
     for other, words in (({"weighted": False}, "differ"), ({"smoothing": False}, "not the source's|differ")):
         with pytest.raises(InvalidCheckpointError, match=words):
             check(task, record, calibration=replace(task.calibration, **other))
-
-
-KEPT = KeptExperts({1: (0, 3)})
-
-
-def pruned_task(source: Path, folder: Path, view_of: KeptExperts) -> ShardTask:
-    """Plan the source with the experts of `view_of`."""
-    whole = open_checkpoint(source)
-    whole = replace(whole, config_text=json.dumps(whole.config | {"num_experts_per_tok": 2}))
-    found = plan_conversion(source=keep_experts(whole, view_of), recipe=load_recipe("kimi-k2-thinking-nvfp4"))
-    shard = next(shard for shard in found.jobs if shard.name == CUT_SHARD)
-    digests = {name: whole.headers[name].digest for name in shard.source_shards}
-    return ShardTask(shard, found.recipe, source, folder, "0" * 64, digests, 1 << 26, found.family, kept=KEPT)
-
-
-def test_every_tensor_of_a_pruned_shard_is_compared(cut: Path, tmp_path: Path) -> None:
-    """Gate and up of expert 0 lie in different shards of the source, those of expert 3 in one."""
-    task = pruned_task(cut, tmp_path, KEPT)
-    record = convert_shard(replace(task, for_upload=True))
-    compared = {*record.checked.copied, *record.checked.decoded}
-    assert all({o.name, o.name.rpartition(".")[0]} & compared for o in task.shard.outputs)
-    assert f"{ROUTER.removesuffix('weight')}e_score_correction_bias" in compared
-
-
-@pytest.mark.parametrize("view_of", [(0, 2), (1, 3)])
-def test_another_expert_is_found(cut: Path, tmp_path: Path, view_of: tuple[int, int]) -> None:
-    """Its source shards are those of the right one, or the pass does not find its tensors."""
-    task = pruned_task(cut, tmp_path, KeptExperts({1: view_of}))
-    with pytest.raises(InvalidCheckpointError, match=r"model\.layers\.1\.mlp\.(experts|gate)"):
-        convert_shard(replace(task, for_upload=True))
-    assert not (tmp_path / CUT_SHARD).exists()
-
-
-def test_wrong_rows_of_the_router_are_found(cut: Path, tmp_path: Path) -> None:
-    task = pruned_task(cut, tmp_path, KEPT)
-    steps = tuple(
-        replace(step, tensor=step.tensor._replace(rows=(0, 1)))
-        if isinstance(step, CopyStep) and step.tensor.rows is not None
-        else step
-        for step in task.shard.steps
-    )
-    with pytest.raises(InvalidCheckpointError, match=r"model\.layers\.1\.mlp\.gate\.\w+: .* not the source's"):
-        convert_shard(replace(task, shard=replace(task.shard, steps=steps), for_upload=True))
 
 
 @dataclass(frozen=True)

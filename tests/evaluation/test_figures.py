@@ -52,7 +52,9 @@ def pruned(source: Path, folder: Path) -> Path:
     """Ten of the sixteen experts of every layer."""
     kept = folder.with_name("kept.json")
     kept.write_text(json.dumps({"experts": {str(layer): KEPT for layer in (1, 2, 3)}}))
-    run_here("run", source, folder, "--keep-experts", kept, "--quiet", code=0)
+    fewer = folder.with_name("source")
+    run_here("prune", source, fewer, "--keep", kept, "--quiet", code=0)
+    run_here("run", fewer, folder, "--quiet", code=0)
     return folder
 
 

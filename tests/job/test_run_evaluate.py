@@ -58,7 +58,10 @@ def test_a_result_with_fewer_experts_and_a_bf16_copy_are_evaluated(
 ) -> None:
     kept = {str(layer): list(range(layer, layer + 10)) for layer in (1, 2, 3)}
     (tmp_path / "kept.json").write_text(json.dumps({"experts": kept}))
-    run_here("run", tiny, tmp_path / "pruned", "--keep-experts", tmp_path / "kept.json", "--evaluate", text, code=0)
+    run_here("prune", tiny, tmp_path / "source", "--keep", tmp_path / "kept.json", code=0)
+    run_here("run", tmp_path / "source", tmp_path / "pruned", "--quiet", code=0)
+    words = ("--text", text, "--tokens", "512", "--window", "128", "--device", "cpu", "--quiet")
+    run_here("evaluate", tiny, tmp_path / "pruned", *words, code=0)
     run_here("run", short, tmp_path / "bf16", "--to", "bf16", "--evaluate", text, code=0)
     pruned, exact = (json.loads(document(tmp_path / name))["rows"][0] for name in ("pruned", "bf16"))
     assert pruned["figures"]["divergence"]["mean"] > 1e-3

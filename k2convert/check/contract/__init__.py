@@ -12,7 +12,6 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from k2convert.check.contract.folder import (
     check_config_unchanged,
@@ -23,7 +22,7 @@ from k2convert.check.contract.folder import (
     check_sidecars,
 )
 from k2convert.check.contract.matchers import check_exclude_list
-from k2convert.check.contract.result import NO_SOURCE, PRUNING_PLACE, Result
+from k2convert.check.contract.result import NO_SOURCE, Result
 from k2convert.check.contract.scan import ScanResult
 from k2convert.check.contract.tensors import (
     check_alignment,
@@ -39,7 +38,7 @@ from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, Role
-from k2convert.records.ledger import ALL_ZERO, DecodedError, Ledger
+from k2convert.records.ledger import ALL_ZERO, DecodedError
 
 # These rules need every header. They are skipped if a shard cannot be read.
 _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
@@ -50,8 +49,6 @@ _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
     (9, check_expert_counts),
     (14, check_exclude_list),
 )
-_FOR_NVFP4: Final = frozenset({3, 4, 5, 6, 11, 13, 14, 15, 18})
-"""The rules that do not apply to a result with the source's own weights."""
 _FROM_CONFIGS: tuple[Callable[[Result], Findings], ...] = (
     check_alignment,
     check_quantization_config,
@@ -94,13 +91,10 @@ def check_result(
         for findings in on_data:
             findings.skip(result.limits)
     found += on_data
-    if result.is_int4:
-        reason = "the weights are the source's INT4"
-        found = [Findings(f.number).skip(reason) if f.number in _FOR_NVFP4 else f for f in found]
     return ContractReport(
         folder=str(result.folder),
-        layout="int4" if result.is_int4 else result.names.name,
-        activations="w4a4" if result.has_input_scale and not result.is_int4 else "w4a16",
+        layout=result.names.name,
+        activations="w4a4" if result.has_input_scale else "w4a16",
         rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
     )
 
@@ -166,9 +160,6 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
     Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
     found = Findings(7)
-    if result.pruning is not None:
-        every = "every tensor" if result.is_int4 else "every other tensor"
-        found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
     if result.is_smoothed:
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     for name in sorted(scan.not_finite):
@@ -275,8 +266,6 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     digest = None if stated is None or stated.gptq else stated.statistics
     if digest != used:
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
-    if not result.list_problem and (problem := _list_problem(ledger)):
-        found.error(PRUNING_PLACE, problem)
     evaluation = result.folder / EVALUATION_NAME
     if is_there(evaluation):
         from k2convert.records.evaluation import fresh_evaluation  # most results have none
@@ -298,27 +287,13 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     missing = sorted(set(ledger.shards) - set(digests) - set(result.unreadable))
     for shard in missing:
         found.error(shortened(shard), "in the ledger, but missing")
-    if result.source is not None and ledger.source.headers:
+    if result.source is not None and ledger.source.headers and ledger.pruning is None:
         headers = {shard: header.digest for shard, header in result.source.headers.items()}
         if headers != ledger.source.headers:
             found.warn(LEDGER_NAME, "states different source headers than --source has")
-    if result.is_int4:
-        found.note = "no weight was converted"
-    elif totals is None or missing or result.unreadable:
+    if totals is None or missing or result.unreadable:
         found.note = "totals were not compared: not every converted weight was measured"
     else:
         for place, problem in differing_totals(ledger.totals, totals):
             found.error(f"{LEDGER_NAME}: {place}", problem)
     return found
-
-
-def _list_problem(ledger: Ledger) -> str:
-    used = ledger.fingerprint.get("kept_experts")
-    kept = ledger.fingerprint.get("num_kept_experts")
-    if ledger.pruning is None:
-        if used is None:
-            return ""
-        return f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
-    if ledger.pruning.digest == used:
-        return ""
-    return f"its digest is not the fingerprint's {quoted(used)}"

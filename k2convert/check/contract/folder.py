@@ -33,7 +33,6 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import K2ConvertError, quoted, shortened
-from k2convert.models.config import EXPERTS_KEY, key_of
 from k2convert.models.names import Role
 
 QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
@@ -157,16 +156,11 @@ def check_config_unchanged(result: Result) -> Findings:
         return found.skip(result.no_source)
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
-    if result.pruning is not None:
-        part = "" if result.is_int4 else "the rest of "
-        found.title = f"{part}config.json equals the source's, except for the number of experts"
-    unread = () if result.is_int4 else QUANTIZATION_KEYS
     is_foreign = result.is_foreign
-    for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
+    for place, before, after in config_differences(
+        result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS
+    ):
         stated = "missing" if after is ABSENT else quoted(after)
-        if result.pruning is not None and place.rpartition(".")[2] == key_of(result.config, EXPERTS_KEY):
-            found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
-            continue
         problem = stated
         if before is ABSENT:
             problem = f"{stated}, not in the source"

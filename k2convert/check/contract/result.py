@@ -24,8 +24,7 @@ from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.ledger import Ledger, find_ledger, pruned_source
-from k2convert.records.pruning import PruningRecord
+from k2convert.records.ledger import Ledger, find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -48,8 +47,7 @@ class Result:
     """Contents of a folder by its headers and JSON files, and the source it was converted from, if given.
 
     config, index, ledger      None if the file is missing or damaged; `*_problem` has the reason
-    source                     as the ledger's list of kept experts asks for it; if it is None, no_source has the reason
-    list_problem               what is wrong with that list, if it is not one of this source
+    source                     if it is None, no_source has the reason
     headers, unreadable        shards that could be read, and why others could not
     tensors                    the name a tensor should have -> where it is
     renamed                    name found -> name it should have, if they differ
@@ -82,7 +80,6 @@ class Result:
     ledger: Ledger | None = None
     ledger_problem: str = ""
     no_source: str = ""
-    list_problem: str = ""
     calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
     whole: "Result | None" = None
@@ -122,11 +119,6 @@ class Result:
         return self.recipe.budget
 
     @property
-    def is_int4(self) -> bool:
-        """Return whether the ledger says that the weights are the source's own (--to int4): every tensor is a copy."""
-        return self.ledger is not None and self.ledger.recipe.target == "int4"
-
-    @property
     def is_foreign(self) -> bool:
         """Return whether another tool made the folder: it has no ledger, and nothing in it names k2convert."""
         has_job = (self.folder / WORK_FOLDER / JOB_NAME).exists()
@@ -158,13 +150,6 @@ class Result:
         return self.calibration_record is not None and self.calibration_record.exponents_digest is not None
 
     @property
-    def pruning(self) -> PruningRecord | None:
-        """The kept experts, by the ledger; None if it has no list of them."""
-        if self.ledger is None:
-            return None
-        return self.ledger.pruning
-
-    @property
     def converted(self) -> list[Module]:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
@@ -191,7 +176,7 @@ def read_result(
 ) -> Result:
     """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
-    `source` is the whole one, also of a pruned result. `known_headers` are those of shards that were removed. `read`
+    `known_headers` are those of shards that were removed. `read`
     reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
     Raises PlanError if the source belongs to no known family.
     """
@@ -202,14 +187,16 @@ def read_result(
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     recipe = None if ledger is None else ledger.recipe
-    view, no_source, list_problem = view_source(source, ledger)
+    if source is not None:
+        detect_family(source)
+    no_source = NO_SOURCE if source is None else ""
     if ledger is None and ledger_problem != "missing":
-        view = None
+        source = None
         no_source = "the ledger is damaged, see rule 19"
     found = [name for header in headers.values() for name in header.tensors]
-    family = detect_family(view) if view is not None else expected_family(config, found)
-    result = replace(
-        _from_headers(folder, headers, family=family, source=view, recipe=recipe),
+    family = detect_family(source) if source is not None else expected_family(config, found)
+    return replace(
+        _from_headers(folder, headers, family=family, source=source, recipe=recipe),
         config=config,
         config_problem=config_problem,
         index=index,
@@ -218,12 +205,7 @@ def read_result(
         ledger=ledger,
         ledger_problem=ledger_problem,
         no_source=no_source,
-        list_problem=list_problem,
     )
-    if not result.is_int4:
-        return result
-    modules = {name: replace(module, is_converted=False) for name, module in result.modules.items()}
-    return replace(result, int4_modules=frozenset[str](), modules=modules)
 
 
 def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Result:
@@ -321,20 +303,3 @@ def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str,
         except PlanError:
             unknown.append(name)
     return parsed, tuple(unknown)
-
-
-PRUNING_PLACE = f"{LEDGER_NAME}: pruning"
-
-
-def view_source(source: Checkpoint | None, ledger: Ledger | None) -> tuple[Checkpoint | None, str, str]:
-    """Return the source through the ledger's list of kept experts; if there is none, why, and the list's problem.
-
-    Raises PlanError for a source of unknown family.
-    """
-    if source is None:
-        return None, NO_SOURCE, ""
-    detect_family(source)
-    try:
-        return pruned_source(source, ledger), "", ""
-    except PlanError as error:
-        return None, "the ledger's list of kept experts is not of this source, see rule 9", str(error).removesuffix(".")

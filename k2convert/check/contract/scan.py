@@ -239,7 +239,7 @@ class _Scan:
 
     def _compare(self, target: _Target, source: TensorInfo, begin: int, data: Bytes) -> None:
         found = self.found
-        before = self._read_source(source, begin, begin + data.size)
+        before = self.source_reader.read(source, begin=begin, end=begin + data.size)
         found.compared.add(target.name)
         if target.exponents is None:
             if not same_bytes(before, data):
@@ -255,16 +255,6 @@ class _Scan:
             problem = misfit(before, data, dtype=source.dtype, begin=begin, exponents=target.exponents)
         if problem:
             found.misscaled[target.name] = problem
-
-    def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
-        """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
-        if tensor.rows is None:
-            return self.source_reader.read(tensor, begin=begin, end=end)
-        whole = tensor.end - tensor.begin
-        width = tensor.num_bytes // len(tensor.rows)
-        data = self.source_reader.read(tensor._replace(rows=None), end=whole).tobytes()
-        kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
-        return np.frombuffer(kept[begin:end], dtype=np.uint8)
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""

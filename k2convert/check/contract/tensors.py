@@ -5,15 +5,15 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 
 import re
 
-from k2convert.check.contract.result import PRUNING_PLACE, Module, Result
+from k2convert.check.contract.result import Module, Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.config import EXPERTS_KEY, DescribedModel, Fault, expert_columns_key, key_of, text_config
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
-from k2convert.models.projections import find_experts, format_of, span
+from k2convert.models.config import DescribedModel, Fault, expert_columns_key, text_config
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.models.projections import find_experts, format_of
 
 HIDDEN_ALIGNMENT = 256
 WIDTH_ALIGNMENT = 16
@@ -178,7 +178,6 @@ def check_expert_counts(result: Result) -> Findings:
     family = result.family
     experts = find_experts(module.parts for module in result.modules.values())
     found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
-    _check_list(result, architecture, found)
     for layer in sorted({*architecture.moe_layers, *experts}):
         experts_name = family.experts.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
@@ -191,12 +190,11 @@ def check_expert_counts(result: Result) -> Findings:
     for fault in model.find_faults(result.tensors, experts):
         if not _is_reported(result, fault):
             found.error(fault.name, model.problem(fault))
-    if not found.errors and result.pruning is None and result.source is not None:
+    if not found.errors and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
-            problem = f"the result has {count} experts per layer, the source {total}, and the ledger has no list of "
-            problem += "kept experts. Pass the source that it was converted from, or restore the ledger"
-            found.error(LEDGER_NAME, problem)
+            problem = f"the result has {count} experts per layer, the source {total}. "
+            found.error(CONFIG_NAME, problem + "Pass the source that it was converted from")
     return found
 
 
@@ -219,22 +217,6 @@ def _is_reported(result: Result, fault: Fault) -> bool:
     if fault.found is None:
         return before is not None or not fault.expected.dtypes
     return before is not None and (before.dtype, before.shape) != (fault.found.dtype, fault.found.shape)
-
-
-def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
-    pruning = result.pruning
-    if pruning is None:
-        return
-    kept = pruning.kept.num_experts
-    layers = tuple(pruning.kept.layers)
-    key = key_of(result.config or {}, EXPERTS_KEY)
-    found.note += f", {kept} of {pruning.num_source_experts} kept"
-    if kept != architecture.num_experts:
-        found.error(PRUNING_PLACE, f"keeps {kept} experts, but {key} is {architecture.num_experts}")
-    if layers != architecture.moe_layers:
-        found.error(PRUNING_PLACE, f"has {span(layers)}, but the MoE layers are {span(architecture.moe_layers)}")
-    if result.list_problem and not found.errors:
-        found.error(PRUNING_PLACE, result.list_problem)
 
 
 def check_alignment(result: Result) -> Findings:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.check.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
+from k2convert.check.layers.result import W4A4_VARIANTS, Variant, VariantError
 from k2convert.forward.moe import PROJECTIONS, Mlp, MlpTokens, Routing, block_mlps, run_in_order
-from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.machine import num_cores
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
@@ -41,7 +39,6 @@ def compute_block(
     converted: WeightReader,
     with_fp4_inputs: bool,
     exponents: NDArray[np.int8] | None = None,
-    whole: Tensor | None = None,
     progress: Callable[[int, int], None],
 ) -> tuple[list[VariantError], list[float], int]:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
@@ -49,13 +46,9 @@ def compute_block(
     Returns the errors by variant, the weight-only SQNR of each expert's output in dB, and how many experts a token
     chose.
     `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
-    j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
-    was pruned, if it was.
+    j of the input times 2**exponents[j], int8 [hidden].
     """
-    left_out = AGAINST_WHOLE
-    if not with_fp4_inputs:
-        left_out = (*AGAINST_WHOLE, *W4A4_VARIANTS)
-    variants = [variant for variant in Variant if variant not in left_out]
+    variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
     expected = torch.zeros_like(hidden_TK, dtype=torch.float64)
     outputs = {variant: torch.zeros_like(expected) for variant in variants}
     expert_sqnr_db: dict[Variant, list[float]] = {variant: [] for variant in variants}
@@ -90,40 +83,18 @@ def compute_block(
     for variant in variants:
         experts = expert_sqnr_db[variant]
         worst = min(range(len(experts)), key=experts.__getitem__)
-        error = replace(
-            _output_error(variant, expected, outputs[variant]),
+        cosine = torch.nn.functional.cosine_similarity(expected, outputs[variant], dim=-1)
+        error = VariantError(
+            variant=variant,
+            sqnr_db=sqnr_db(expected, outputs[variant]),
+            cosine=float(cosine.mean()),
+            worst_cosine=float(cosine.min()),
             worst_expert=worst,
             worst_expert_sqnr_db=experts[worst],
             shared_experts_sqnr_db=shared_sqnr_db.get(variant),
         )
         errors.append(error)
-    if whole is not None:
-        served = Variant.CONVERTED
-        if with_fp4_inputs:
-            served = Variant.CONVERTED_W4A4
-        errors.append(_output_error(Variant.PRUNING_ALONE, whole, expected))
-        errors.append(_output_error(Variant.PRUNED_RESULT, whole, outputs[served]))
     return errors, expert_sqnr_db[Variant.CONVERTED], num_reached
-
-
-def int4_output(
-    stem: str, hidden_TK: Tensor, routing: Routing, *, source: WeightReader, progress: Callable[[int, int], None]
-) -> Tensor:
-    """Return the output f64 [T, hidden] of the block `stem` with the source's weights."""
-    total = torch.zeros_like(hidden_TK, dtype=torch.float64)
-
-    def run(mlp: MlpTokens) -> Tensor:
-        if not mlp.tokens.numel():
-            return hidden_TK[mlp.tokens]
-        output = read_source_mlp(source, mlp.module)(hidden_TK[mlp.tokens])
-        if mlp.weights is None:
-            return output
-        return output * mlp.weights.unsqueeze(-1)
-
-    with closing(_run_block(stem, routing, run, source=source, progress=progress)) as computed:
-        for mlp, output in computed:
-            total.index_add_(0, mlp.tokens, output.double())
-    return total
 
 
 def _run_block(
@@ -141,16 +112,6 @@ def _run_block(
             yield mlp, result
             if mlp.expert is not None:
                 progress(mlp.expert + 1, routing.scores.shape[1])
-
-
-def _output_error(variant: Variant, reference: Tensor, result: Tensor) -> VariantError:
-    cosine = torch.nn.functional.cosine_similarity(reference, result, dim=-1)
-    return VariantError(
-        variant=variant,
-        sqnr_db=sqnr_db(reference, result),
-        cosine=float(cosine.mean()),
-        worst_cosine=float(cosine.min()),
-    )
 
 
 def sqnr_db(reference: Tensor, result: Tensor) -> float:

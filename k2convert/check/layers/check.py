@@ -9,10 +9,6 @@ An expert that no token chose is run on the tokens with the highest scores for i
 nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
 largest, which is the same number if they are constant.
 
-A pruned result is compared with the kept experts of the source: its conversion is judged. Beside it stands what pruning
-costs: the same hidden states through all experts of the source. Those of a text are computed by the whole source, so
-every row of a layer has the same inputs, and no layer has the errors of the layers below.
-
 Cost of a check, said before it starts: layers, experts, bytes to read. Real text needs the layers below too: their
 experts are computed once, from the source's weights.
 """
@@ -32,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.text import Windows
-from k2convert.check.layers.block import compute_block, int4_output
-from k2convert.check.layers.result import LayerPruning, LayerResult, LayersReport, Variant, VariantError, labels
+from k2convert.check.layers.block import compute_block
+from k2convert.check.layers.result import LayerResult, LayersReport, Variant, VariantError, labels
 from k2convert.check.remote import layer_bytes
 from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
@@ -68,39 +64,27 @@ def check_layers(
     tokens: int = 256,
     budget: Budget,
     scaling: Scaling = NO_SCALING,
-    whole: Checkpoint | None = None,
     events: Events = SILENT,
 ) -> LayersReport:
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
     `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
-    source's layers compute in FP32; without it they are drawn. `whole` is the source with all experts if
-    `source` has only those that a pruned result keeps: its layers compute the text.
+    source's layers compute in FP32; without it they are drawn.
     `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
     """
     check_layers_exist(source, layers)
     with (
         closing(WeightReader(source)) as from_source,
-        closing(WeightReader(whole or source)) as from_whole,
         closing(WeightReader(converted)) as from_converted,
     ):
         results: list[LayerResult] = []
         if isinstance(hidden_states, Windows):
-            found = states_of_text(from_whole.checkpoint, hidden_states.ids, layers, events=events)
+            found = states_of_text(source, hidden_states.ids, layers, events=events)
         else:
             found = _given_states(from_source, layers, hidden_states, tokens=tokens)
         for layer, states in found:
             stem = f"{detect_family(source).layer.format(layer=layer)}.mlp"
             progress = partial(events.experts_computed, layer)
-            pruning = None
-            output = None
-            if whole is not None:
-                routing = read_router(from_whole, stem)(states)
-                kept = from_source.info(f"{stem}.gate.weight").rows or ()
-                dropped = ~torch.isin(routing.experts, torch.tensor(kept, dtype=torch.int64))
-                share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
-                pruning = LayerPruning(routing.scores.shape[1], share)
-                output = int4_output(stem, states, routing, source=from_whole, progress=progress)
             errors, expert_sqnr_db, num_reached = compute_block(
                 stem,
                 states,
@@ -109,7 +93,6 @@ def check_layers(
                 converted=from_converted,
                 with_fp4_inputs=from_converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None,
                 exponents=scaling.exponents.get(layer),
-                whole=output,
                 progress=progress,
             )
             router = (f"{stem}.gate.{name}" for name in ("weight", "e_score_correction_bias"))
@@ -122,7 +105,6 @@ def check_layers(
                 router_unchanged=unchanged,
                 errors=tuple(errors),
                 failures=_failures(errors, expert_sqnr_db, budget=budget, router_unchanged=unchanged),
-                pruning=pruning,
             )
             results.append(result)
     described = "synthetic, seed 0"
@@ -268,8 +250,7 @@ class _Observer:
 class LayersCost:
     """The cost of computing `layers`.
 
-    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too, and
-    those of the whole layers that a pruned result is compared with.
+    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too.
     """
 
     layers: tuple[int, ...]
@@ -279,25 +260,20 @@ class LayersCost:
 
 
 def layers_cost(
-    *, source: Checkpoint, whole: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
+    *, source: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
 ) -> LayersCost:
     """Return the cost of computing `layers` (empty: all) from both checkpoints.
 
-    `converted` is None if shards are still to be fetched. `is_text`: the hidden states are
-    those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
-    `source`.
+    `converted` is None if shards are still to be fetched. `is_text`: the hidden states are those of a text, which the
+    layers below compute.
     """
     family = detect_family(source)
     architecture = read_architecture(source)
     chosen = tuple(layers) or architecture.moe_layers
-    is_pruned = whole is not source
-    read = (source, converted or source, *((whole,) if is_pruned else ()))
-    num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in read)
+    num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in (source, converted or source))
     below = range(max(chosen)) if is_text and chosen else range(0)
     stems_below = tuple(f"{family.layer.format(layer=layer)}." for layer in below)
-    num_bytes += sum(t.num_bytes for name, t in whole.tensors.items() if name.startswith(stems_below))
+    num_bytes += sum(t.num_bytes for name, t in source.tensors.items() if name.startswith(stems_below))
     experts = architecture.num_experts * len(chosen)
-    num_whole = read_architecture(whole).num_experts
-    experts_below = num_whole * len([layer for layer in below if layer in architecture.moe_layers])
-    experts_below += num_whole * len(chosen) if is_pruned else 0
+    experts_below = architecture.num_experts * len([layer for layer in below if layer in architecture.moe_layers])
     return LayersCost(chosen, len(below), experts + experts_below, num_bytes)

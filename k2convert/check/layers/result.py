@@ -20,16 +20,9 @@ class Variant(StrEnum):
     MAX_W4A4 = "max-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
     """The source's weights with FP4 activations: the error that no weight conversion can remove."""
-    PRUNING_ALONE = "pruning-alone"
-    """The source's weights of the kept experts, against those of all experts."""
-    PRUNED_RESULT = "pruned-result"
-    """The result as it is served, against the source's weights of all experts."""
 
 
 W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.MAX_W4A4, Variant.ACTIVATIONS_ONLY)
-
-AGAINST_WHOLE = (Variant.PRUNING_ALONE, Variant.PRUNED_RESULT)
-"""The variants of a pruned result that are compared with all experts of the source."""
 
 _LABELS: Final[dict[str, str]] = {
     Variant.CONVERTED_W4A4: "this result as served (W4A4)",
@@ -37,8 +30,6 @@ _LABELS: Final[dict[str, str]] = {
     Variant.MAX_W4A4: "usual rule, W4A4",
     Variant.MAX: "usual rule (max)",
     Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
-    Variant.PRUNING_ALONE: "pruning alone, against the whole INT4",
-    Variant.PRUNED_RESULT: "this result as served, against the whole INT4",
 }
 
 
@@ -48,45 +39,26 @@ def labels(found: Collection[str]) -> dict[str, str]:
     return {variant: label for variant, label in (_LABELS | served).items() if variant in found}
 
 
-def reference_name(found: Collection[str]) -> str:
-    """Return what the variants are compared with that are not compared with the whole INT4."""
-    if Variant.PRUNING_ALONE in found:
-        return "the pruned INT4"
-    return "INT4"
-
-
 @dataclass(frozen=True, slots=True)
 class VariantError:
-    """Error of one layer's output against the INT4 source in FP32: of a pruned result, against its kept experts.
+    """Error of one layer's output against the INT4 source in FP32.
 
     `sqnr_db` over all tokens, `cosine` the mean over tokens and `worst_cosine` the least; experts are judged by their
-    own outputs. Infinite if nothing differs, -infinite if a value is not finite. The variants that are compared with
-    all experts have no figures of experts.
+    own outputs. Infinite if nothing differs, -infinite if a value is not finite.
     """
 
     variant: Variant
     sqnr_db: float
     cosine: float
     worst_cosine: float
-    worst_expert: int | None = None
-    worst_expert_sqnr_db: float | None = None
+    worst_expert: int
+    worst_expert_sqnr_db: float
     shared_experts_sqnr_db: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPruning:
-    """Number of experts in the source's layer, and the share of its router's weight that the dropped ones get."""
-
-    num_source_experts: int
-    router_weight_left_out: float
-
-
-@dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One MoE layer: `num_reached` of `num_experts` experts were chosen by some token (the others were still run).
-
-    The router of a pruned result is unchanged if it has the source's rows of the kept experts.
-    """
+    """One MoE layer: `num_reached` of `num_experts` experts were chosen by some token (the others were still run)."""
 
     layer: int
     tokens: int
@@ -95,16 +67,13 @@ class LayerResult:
     router_unchanged: bool
     errors: tuple[VariantError, ...]
     failures: tuple[str, ...]
-    pruning: LayerPruning | None = None
 
     @property
     def router(self) -> str:
         """The router in words."""
-        if not self.router_unchanged:
-            return "CHANGED"
-        if self.pruning is None:
+        if self.router_unchanged:
             return "unchanged"
-        return f"renumbered, {self.num_experts} of {self.pruning.num_source_experts} rows"
+        return "CHANGED"
 
     def error(self, variant: Variant) -> VariantError | None:
         """The error of one variant; None for W4A4 if the checkpoint has no input scales."""
@@ -127,11 +96,6 @@ class LayersReport:
     def passed(self) -> bool:
         """Return whether every layer kept its router and stayed within the budget."""
         return not any(layer.failures for layer in self.layers)
-
-    @property
-    def router_weights_left_out(self) -> dict[int, float]:
-        """The share of the router's weight that the dropped experts have, by layer; empty if none were dropped."""
-        return {one.layer: one.pruning.router_weight_left_out for one in self.layers if one.pruning is not None}
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON; figures that are not finite become None."""

@@ -1,0 +1,278 @@
+"""`k2convert prune`: copy a checkpoint with some experts of each MoE layer. The copy is a source like any other.
+
+    experts       the kept ones have the numbers 0, 1, 2, ..., in the source's order; the others have no tensors
+    router        weight and e_score_correction_bias have the rows of the kept experts
+    config.json   n_routed_experts is the new count, where the model reads it: text_config of K2.5 and later
+
+Nothing else differs. Shards keep their names and the order of their tensors. src/reap/prune.py of CerebrasResearch/reap
+and REAPPruningModifier of llm-compressor change the same parts of a loaded model.
+
+DEST/.k2convert/prune.json says which source and which experts DEST is made from. A shard that has its final name is
+finished: it was synced before it was renamed. config.json comes last.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from k2convert.checkpoint.files import (
+    Content,
+    dump_json,
+    holds_exactly,
+    list_folder,
+    num_bytes_of,
+    write_atomically,
+)
+from k2convert.checkpoint.folders import make_folder
+from k2convert.checkpoint.header import TensorInfo, encode_header
+from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LOCK_NAME, LOST_FOUND, WORK_FOLDER
+from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.errors import DestinationError, ResumeError, check_disk, remedy
+from k2convert.job.locations import check_destination
+from k2convert.job.resources import existing_parent
+from k2convert.models import detect_family, parse_tensor_names
+from k2convert.models.config import EXPERTS_KEY, key_of, text_config
+from k2convert.models.names import Family, Role, TensorName
+from k2convert.models.projections import SOURCE_REMEDY, check_model, check_source_form
+from k2convert.records.document import Count, LayerNumber, encode, read_document
+from k2convert.records.events import SILENT, Events
+from k2convert.records.experts import KeptExperts, read_list
+from k2convert.records.fingerprint import changed_shards, fingerprint_digest, local_identity, source_digest
+from k2convert.records.lock import lock_destination
+
+PRUNE_NAME: Final = "prune.json"
+PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are read whole: 15 MB in K3
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What DEST is made from: the digests of headers and config, the identity of each shard, the kept experts."""
+
+    source_headers: str
+    source_config: str
+    source: dict[str, str]
+    experts: dict[LayerNumber, tuple[Count, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedTensor:
+    """One tensor of the copy: where it is in the source, its new name, and the rows that are kept, None for all."""
+
+    source: TensorInfo
+    name: str
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.rows is None:
+            return self.source.shape
+        return (len(self.rows), *self.source.shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        if self.rows is None:
+            return self.source.num_bytes
+        return self.source.num_bytes // self.source.shape[0] * len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedShard:
+    """One shard of the copy: the bytes before its data, and its tensors in file order."""
+
+    name: str
+    header: bytes
+    tensors: tuple[PrunedTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """A planned copy. Nothing has been written yet; `finished` are the shards that an earlier run wrote."""
+
+    source: Checkpoint
+    destination: Path
+    kept: KeptExperts
+    num_source_experts: int
+    shards: tuple[PrunedShard, ...]
+    finished: frozenset[str]
+
+    @property
+    def num_experts(self) -> int:
+        return len(next(iter(self.kept.values())))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def finished_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards if shard.name in self.finished)
+
+
+def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
+    """Plan a copy with the experts that the file `keep` lists; raises PlanError, CheckpointError, DestinationError.
+
+    ResumeError if the destination is made from something else, DiskFullError if the rest has no room.
+    """
+    with remedy(SOURCE_REMEDY):
+        source = open_checkpoint(source_folder)
+        sidecars = list_sidecars(source_folder)
+    check_destination(destination, source=source_folder)
+    family = detect_family(source)
+    architecture = family.read_architecture(source.config, str(source.folder))
+    names = parse_tensor_names(source, family=family)
+    check_source_form(source, names, family=family)
+    check_model(source, names, architecture, family)
+    kept = read_list(keep, architecture, source.config)
+    shards = tuple(_shards(source, names, family, kept))
+    _check_begun(destination, _begun(source, kept))
+    finished = frozenset(shard.name for shard in shards if _is_written(destination / shard.name, shard))
+    pruning = Pruning(source, destination, kept, architecture.num_experts, shards, finished)
+    small = sum(num_bytes_of(source.folder / path) for path in sidecars) + len(_encode_index(pruning))
+    free = shutil.disk_usage(existing_parent(destination)).free
+    check_disk(
+        f"{destination}: the copy",
+        needed=pruning.num_bytes - pruning.finished_bytes + small,
+        allowed=free,
+        remedy="Free some space, or choose a folder on a different disk.",
+    )
+    return pruning
+
+
+def copy_pruned(pruning: Pruning, *, events: Events = SILENT) -> None:
+    """Write what is left of a planned copy; raises DestinationError, SourceReadError, DiskFullError, LockedError."""
+    folder = pruning.destination
+    make_folder(folder / WORK_FOLDER, root=folder)
+    with lock_destination(folder, events=events), closing(ShardReader(pruning.source.path)) as reader:
+        begun = _begun(pruning.source, pruning.kept)
+        _check_begun(folder, begun)  # another process may have begun since the plan
+        record = folder / WORK_FOLDER / PRUNE_NAME
+        if not record.exists():
+            write_atomically(record, encode(begun), root=folder)
+        for shard in pruning.shards:
+            if not _is_written(folder / shard.name, shard):
+                _write_shard(folder / shard.name, shard, reader, events)
+                events.shard_finished(shard.name)
+        for relative, content in _other_files(pruning):
+            if not holds_exactly(folder / relative, content):
+                make_folder((folder / relative).parent, root=folder)
+                write_atomically(folder / relative, content, root=folder)
+
+
+def _shards(
+    source: Checkpoint, names: Mapping[str, TensorName], family: Family, kept: KeptExperts
+) -> Iterator[PrunedShard]:
+    """Yield the shards of the copy. One with nothing but dropped experts is left out."""
+    numbers = {layer: {old: new for new, old in enumerate(experts)} for layer, experts in kept.items()}
+    for shard, header in source.headers.items():
+        in_order = sorted(header.tensors.values(), key=lambda tensor: tensor.begin)
+        pruned = (_pruned(tensor, names[tensor.name], family, numbers) for tensor in in_order)
+        tensors = tuple(tensor for tensor in pruned if tensor is not None)
+        if tensors:
+            entries = [(tensor.name, tensor.source.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors]
+            yield PrunedShard(shard, encode_header(entries, metadata=header.metadata, alignment=ALIGNMENT), tensors)
+
+
+def _pruned(
+    tensor: TensorInfo, parts: TensorName, family: Family, numbers: Mapping[int, Mapping[int, int]]
+) -> PrunedTensor | None:
+    """Return a tensor as the copy has it: renamed, with fewer rows, unchanged, or None for a dropped expert's."""
+    layer = parts.layer
+    if layer is None or layer not in numbers:
+        return PrunedTensor(tensor, tensor.name)
+    if parts.role is Role.EXPERTS and parts.expert is not None:
+        new = numbers[layer].get(parts.expert)
+        if new is None:
+            return None
+        stem = family.experts.format(layer=layer)
+        return PrunedTensor(tensor, f"{stem}.{new}" + tensor.name[len(f"{stem}.{parts.expert}") :])
+    if parts.role is Role.ROUTER:
+        return PrunedTensor(tensor, tensor.name, tuple(numbers[layer]))
+    return PrunedTensor(tensor, tensor.name)
+
+
+def _write_shard(path: Path, shard: PrunedShard, reader: ShardReader, events: Events) -> None:
+    with ShardWriter(path, shard.num_bytes) as writer:
+        writer.write(shard.header)
+        for tensor in shard.tensors:
+            for piece in _pieces(tensor, reader):
+                writer.write(piece.data)
+                events.progress(bytes_in=piece.nbytes, bytes_out=piece.nbytes)
+            events.progress(tensors=1)
+        writer.commit()
+
+
+def _pieces(tensor: PrunedTensor, reader: ShardReader) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor of the copy, in order."""
+    source = tensor.source
+    if tensor.rows is not None:
+        width = source.num_bytes // source.shape[0]
+        yield reader.read(source).reshape(-1, width)[list(tensor.rows)].reshape(-1)
+        return
+    for begin in range(0, source.num_bytes, PIECE_BYTES):
+        yield reader.read(source, begin=begin, end=min(begin + PIECE_BYTES, source.num_bytes))
+
+
+def _other_files(pruning: Pruning) -> Iterator[tuple[Path, Content]]:
+    """Yield path and content of every file that is not a shard, config.json last."""
+    for relative in list_sidecars(pruning.source.folder):
+        yield relative, pruning.source.folder / relative
+    yield Path(INDEX_NAME), _encode_index(pruning)
+    yield Path(CONFIG_NAME), _encode_config(pruning)
+
+
+def _encode_index(pruning: Pruning) -> bytes:
+    places = {tensor.name: shard.name for shard in pruning.shards for tensor in shard.tensors}
+    total = sum(tensor.num_bytes for shard in pruning.shards for tensor in shard.tensors)
+    metadata = {**pruning.source.index_metadata, "total_size": total}
+    return dump_json({"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+
+
+def _encode_config(pruning: Pruning) -> bytes:
+    config = pruning.source.parse_config()
+    changed = {**text_config(config), key_of(config, EXPERTS_KEY): pruning.num_experts}
+    return dump_json(changed if text_config(config) is config else {**config, "text_config": changed})
+
+
+def _begun(source: Checkpoint, kept: KeptExperts) -> _Begun:
+    identities = {shard: local_identity(source.path(shard)) for shard in source.headers}
+    return _Begun(source_digest(source), fingerprint_digest(source.config), identities, dict(kept))
+
+
+def _check_begun(destination: Path, now: _Begun) -> None:
+    """Refuse a folder that has anything else, or is of another list or source (DestinationError, ResumeError)."""
+    record = destination / WORK_FOLDER / PRUNE_NAME
+    own = {LOCK_NAME, PRUNE_NAME, f"{PRUNE_NAME}.tmp"}
+    if not record.exists():
+        files = [path for path in list_folder(destination) if path.name not in (WORK_FOLDER, LOST_FOUND)]
+        files += [path for path in list_folder(destination / WORK_FOLDER) if path.name.split("-")[0] not in own]
+        if files:
+            raise DestinationError(f"{files[0]}: is not from `k2convert prune`. Choose a new folder.")
+        return
+    before = read_document(_Begun, record)
+    what = ""
+    if before.experts != now.experts:
+        layer = next(n for n in {**before.experts, **now.experts} if before.experts.get(n) != now.experts.get(n))
+        what = f"another list of experts (layer {layer} differs)"
+    elif (before.source_headers, before.source_config) != (now.source_headers, now.source_config):
+        what = "another source: its headers or its config differ"
+    elif changed := changed_shards(before.source, now.source):
+        what = f"another source: {changed[0]} has other bytes"
+    if what:
+        raise ResumeError(f"{destination}: is made from {what}. Choose a new folder, or delete this one.")
+
+
+def _is_written(path: Path, shard: PrunedShard) -> bool:
+    """Return whether a shard is there: the file has its final name, its size and its header."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != shard.num_bytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(shard.header)) == shard.header

@@ -1,0 +1,371 @@
+"""`prune`: the copy is a source like any other, and its conversion is what version 0.3 made of the kept experts."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from command import ROOT, assert_refused, run, run_here
+from job.crash_runs import crash
+from job.results import contents, files_of, raw_tensors, read_json
+
+import k2convert
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.models import read_architecture
+from k2convert.records.experts import read_list
+from scripts.fixture_maker.damage import edit_config
+from scripts.fixture_maker.layouts import reap_survivors
+
+EIGHT = list(range(8))
+LISTS = {
+    "survivors": {layer: list(experts) for layer, experts in reap_survivors().items()},
+    "first": dict.fromkeys((1, 2, 3), EIGHT),
+    "mixed": {1: [1, 3, 5, 7, 9, 11, 13, 15], 2: [0, 2, 4, 6, 8, 10, 12, 14], 3: [0, 1, 2, 3, 12, 13, 14, 15]},
+    "three": {1: [1, 2, 3], 2: [0, 1, 3], 3: [0, 2, 3]},
+    "two": {1: [0, 3], 2: [1, 2], 3: [2, 3]},
+}
+FORMS = {
+    "modelopt w4a4": ("--layout", "modelopt", "--activations", "w4a4"),
+    "modelopt w4a16": ("--layout", "modelopt", "--activations", "w4a16"),
+    "compressed-tensors w4a4": ("--layout", "compressed-tensors", "--activations", "w4a4"),
+    "compressed-tensors w4a16": ("--layout", "compressed-tensors", "--activations", "w4a16"),
+    "bf16": ("--to", "bf16"),
+    "max": ("--rule", "max"),
+}
+DIGESTS = {
+    ("tiny", "survivors", "modelopt w4a4"): "f4958549e377fb2b7b27144870cba6ee",
+    ("k25", "mixed", "modelopt w4a4"): "c101089f8a221e8dc7f6fb714d88ec58",
+    ("k3_tiny", "three", "modelopt w4a4"): "9f057c6dad9dc120bbd747cc13f108b1",
+    ("tiny", "survivors", "compressed-tensors w4a16"): "fbc2c80ce81f0250c671a87da7870212",
+    ("k25", "mixed", "compressed-tensors w4a16"): "c53349dcef0fcea1c7b90fcf099be544",
+    ("k3_tiny", "three", "compressed-tensors w4a16"): "e0c9667826b70d7a27e33c2d337eff33",
+    ("tiny", "survivors", "modelopt w4a16"): "2c3a72224068eaf19457f88ea73fc632",
+    ("tiny", "survivors", "compressed-tensors w4a4"): "5a43fce17295a8afa7dfd7741f63b9fb",
+    ("tiny", "survivors", "bf16"): "22db933eb2764dc5750f578a7e5d4a6b",
+    ("tiny", "survivors", "max"): "ca716397805637b9c5962c16bbf41afa",
+    ("k25", "mixed", "modelopt w4a16"): "55a8d8c0e2f303a4809f886b0c13faa2",
+    ("k25", "mixed", "compressed-tensors w4a4"): "3aa6735002f0988debab84d9df34aff4",
+    ("k3_tiny", "three", "modelopt w4a16"): "e11373bd51f554853ebddd7409665f43",
+    ("k3_tiny", "three", "compressed-tensors w4a4"): "8981d94a00a799930a6e11021874e328",
+    ("k3_tiny", "three", "bf16"): "36ead6a8009345560ff4dc0f37722e4a",
+    ("split", "survivors", "modelopt w4a4"): "dd3911d2267fe60e83453bd64d816f0b",
+    ("split", "survivors", "compressed-tensors w4a16"): "ff4fa64c530aa1d034f36c89ce54c93c",
+    ("split", "survivors", "modelopt w4a16"): "f872eea4ebd74e0c043357089e03b1c2",
+    ("split", "survivors", "compressed-tensors w4a4"): "9636ebee9395906f429a4e28b10bf671",
+    ("k3_edges", "two", "modelopt w4a4"): "8e369df94f96d93f0486ae0a79bcd779",
+    ("k3_edges", "two", "compressed-tensors w4a16"): "541604bbef6424ed39e038028ccea80f",
+    ("k3_edges", "two", "modelopt w4a16"): "84e7332c2023459f3c05122983f55ee0",
+    ("k3_edges", "two", "compressed-tensors w4a4"): "26f6dee294db5ed5ee523fb33fb0dc55",
+    ("tiny", "first", "modelopt w4a4"): "d17d3c81aba514464bc33bae5ed78b30",
+    ("tiny", "first", "compressed-tensors w4a16"): "cd2709aeaaa59156bdcaef8791b86661",
+    ("tiny", "first", "modelopt w4a16"): "ab5e2f9a626c9c84a43fa6057eee733b",
+    ("tiny", "first", "compressed-tensors w4a4"): "dd55b37a39fd03beb42dbeed24c1656a",
+    ("tiny", "mixed", "modelopt w4a4"): "ed034bb5ba0484f241925792b97318bf",
+    ("tiny", "mixed", "compressed-tensors w4a16"): "811fee1ee0a93273116c2ff1721f7d81",
+    ("tiny", "mixed", "modelopt w4a16"): "b8583cedc2267ea30e6cd2030f0be8cf",
+    ("tiny", "mixed", "compressed-tensors w4a4"): "6d64c4766615f6ec02e27c1e1ad080f1",
+    ("k25", "survivors", "modelopt w4a4"): "5f26331fca61c911f97261a3a8a9f4eb",
+    ("k25", "survivors", "compressed-tensors w4a16"): "1acabeaba6e9ec070859deff41e1ef65",
+    ("k25", "survivors", "modelopt w4a16"): "421685b2d10a3289b7e004d670724fcd",
+    ("k25", "survivors", "compressed-tensors w4a4"): "075b808f332f2ea9c0d0c0db6e26083b",
+    ("k3_tiny", "two", "modelopt w4a4"): "ff510d6fbad21bd74681261ae3e07286",
+    ("k3_tiny", "two", "compressed-tensors w4a16"): "06e2cb03480799d00409debecd1705a0",
+    ("k3_tiny", "two", "modelopt w4a16"): "63ec2bc67150d0c777567aa9c6d98656",
+    ("k3_tiny", "two", "compressed-tensors w4a4"): "a4b639fb8befd465ed6916a3837d71d6",
+}
+"""Of shards, index and configs that version 0.3 made, which dropped experts while it converted."""
+LEDGER_OF_0_3 = ROOT / "tests" / "data" / "pruned-by-0.3.json"
+"""The ledger of ("tiny", "survivors", "modelopt w4a4")."""
+
+
+def write_list(path: Path, experts: dict[int, list[int]], **others: Any) -> Path:
+    path.write_text(json.dumps({"experts": {str(layer): numbers for layer, numbers in experts.items()}, **others}))
+    return path
+
+
+def digest_of(result: Path) -> str:
+    """The digest of shards, index and configs, whatever version made them."""
+    found = blake3()
+    shards = sorted(path.name for path in result.glob("*.safetensors"))
+    for name in (*shards, "model.safetensors.index.json", "config.json", "hf_quant_config.json"):
+        if (result / name).exists():
+            data = (result / name).read_bytes()
+            if name in ("config.json", "hf_quant_config.json"):
+                data = data.replace(k2convert.__version__.encode(), b"VERSION")
+            found.update(name.encode() + b"\0" + blake3(data).digest())
+    return found.hexdigest()[:32]
+
+
+Prune = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def prune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prune:
+    """Prune a fixture by a list, once for each pair. Read it only."""
+    folder = tmp_path_factory.mktemp("pruned")
+
+    def pruned(source: str, experts: str) -> Path:
+        out = folder / f"{source}-{experts}"
+        if not out.exists():
+            keep = write_list(folder / f"{experts}.json", LISTS[experts])
+            assert run("prune", request.getfixturevalue(source), out, "--keep", keep, "--quiet") == 0
+        return out
+
+    return pruned
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize(("source", "experts", "form"), DIGESTS)
+def test_its_conversion_has_the_bytes_of_version_0_3(
+    source: str, experts: str, form: str, prune: Prune, tmp_path: Path
+) -> None:
+    assert run("run", prune(source, experts), tmp_path / "out", *FORMS[form], "--quiet") == 0
+    assert digest_of(tmp_path / "out") == DIGESTS[source, experts, form]
+
+
+def test_it_is_the_checkpoint_that_another_program_pruned(prune: Prune, tiny: Path, reap: Path) -> None:
+    pruned = prune("tiny", "survivors")
+    assert raw_tensors(pruned) == raw_tensors(reap)
+    headers = [{n: (t.dtype, t.shape) for n, t in open_checkpoint(f).tensors.items()} for f in (pruned, reap)]
+    assert headers[0] == headers[1]
+    assert read_json(pruned) == read_json(tiny) | {"n_routed_experts": 10} == read_json(reap)
+    index, theirs = (read_json(folder, "model.safetensors.index.json") for folder in (pruned, reap))
+    assert index["weight_map"] == theirs["weight_map"]
+    assert index["metadata"]["total_size"] == sum(map(len, raw_tensors(reap).values()))
+    assert files_of(tiny).keys() - {"README.md"} == files_of(pruned).keys(), "a model card would describe other weights"
+    assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+
+
+def test_the_count_is_changed_where_the_model_reads_it(prune: Prune) -> None:
+    for source, experts, key, count in (
+        ("k25", "mixed", "n_routed_experts", 8),
+        ("k3_tiny", "three", "num_experts", 3),
+    ):
+        config = read_json(prune(source, experts))
+        assert config["text_config"][key] == count
+        assert key not in config
+
+
+@pytest.mark.parametrize("source", ["tiny", pytest.param("k3_tiny", marks=pytest.mark.slow)])
+def test_killed_and_interrupted_it_resumes_to_the_same_bytes(
+    source: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors" if source == "tiny" else "three"])
+    words = ["prune", request.getfixturevalue(source), "OUT", "--keep", keep, "--quiet"]
+    [found] = crash(tmp_path, words, points="spread" if source == "tiny" else "every")
+    assert found["wrong"] == []
+    assert found["tried"] > 15
+    assert found["interrupted"]["code"] == 130
+    assert found["interrupted"]["lines"][-1] == "interrupted: finished work is kept. The same command resumes"
+
+
+def test_running_it_again_writes_only_what_is_missing(prune: Prune, tiny: Path, tmp_path: Path) -> None:
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    before = contents(tiny)
+    words = ("prune", tiny, tmp_path / "out", "--keep", keep, "--json")
+    first = json.loads(run_here(*words, code=0).stdout)
+    assert (first["experts"], first["of"], first["shards"], first["finished_shards"]) == (10, 16, 5, 0)
+    assert first["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    lost = tmp_path / "out" / "model-00003-of-000005.safetensors"
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "out").glob("*.*") if path != lost}
+    lost.write_bytes(lost.read_bytes()[:-1])
+    again = json.loads(run_here(*words, code=0).stdout)
+    assert again["finished_shards"] == 4
+    assert {path: path.stat().st_ino for path in inodes} == inodes
+    assert files_of(tmp_path / "out") == files_of(prune("tiny", "survivors"))
+    assert contents(tiny) == before
+
+
+def test_a_snapshot_of_the_cache_is_a_source(prune: Prune, tiny: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    blobs = snapshot.parents[1] / "blobs"
+    shutil.copytree(tiny, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    run_here("prune", snapshot, tmp_path / "out", "--keep", keep, code=0)
+    assert files_of(tmp_path / "out") == files_of(prune("tiny", "survivors"))
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    for inside in (snapshot / "new", blobs.parent / "new"):
+        assert_refused(run_here("prune", snapshot, inside, "--keep", keep), "is inside the source")
+
+
+def test_a_dry_run_writes_nothing_and_the_next_commands_work(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = write_list(tmp_path / "keep it.json", LISTS["survivors"])
+    done = run_here("prune", tiny, "a copy", "--keep", keep, "--dry-run", code=0)
+    assert not (tmp_path / "a copy").exists()
+    assert "10 of 16 experts per layer" in done.stdout
+    for _ in range(2):
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith("next: k2convert ")
+        done = run_here(*shlex.split(line)[2:], code=0)
+    assert (tmp_path / "a copy-NVFP4" / "hf_quant_config.json").exists()
+
+
+def other_config(source: Path) -> str:
+    edit_config(source, rope_theta=5.0)
+    return "another source: its headers or its config differ"
+
+
+def other_bytes(source: Path) -> str:
+    shard = source / "model-00002-of-000005.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    shard.write_bytes(data)
+    return "another source: model-00002-of-000005.safetensors has other bytes"
+
+
+@pytest.mark.parametrize("change", [other_config, other_bytes])
+def test_another_source_is_refused_by_name(change: Callable[[Path], str], tiny: Path, tmp_path: Path) -> None:
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    words = ("prune", source, tmp_path / "out", "--keep", keep, "--quiet")
+    run_here(*words, code=0)
+    moved = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    run_here("prune", moved, *words[2:], code=0)  # a copy is the same source
+    before = contents(tmp_path / "out")
+    problem = change(source)
+    assert_refused(run_here(*words), f"is made from {problem}. Choose a new folder, or delete this one.")
+    assert contents(tmp_path / "out") == before
+
+
+def test_another_list_and_other_files_are_refused(tiny: Path, tmp_path: Path) -> None:
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    out = tmp_path / "out"
+    run_here("prune", tiny, out, "--keep", keep, "--quiet", code=0)
+    other = write_list(tmp_path / "other.json", LISTS["survivors"] | {2: list(range(10))})
+    assert_refused(run_here("prune", tiny, out, "--keep", other), "is made from another list of experts (layer 2")
+    for name in ("config.json", ".k2convert/job.json"):
+        path = tmp_path / name.replace("/", "-") / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+        refused = run_here("prune", tiny, tmp_path / name.replace("/", "-"), "--keep", keep)
+        assert_refused(refused, f"{path}: is not from `k2convert prune`. Choose a new folder.")
+    assert_refused(run_here("prune", tiny, tiny, "--keep", keep), "is the source, which is never written to")
+
+
+def test_results_and_addresses_are_no_sources(local_result: Path, tmp_path: Path) -> None:
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    out = tmp_path / "out"
+    assert_refused(run_here("prune", local_result, out, "--keep", keep), "is already NVFP4")
+    assert_refused(run_here("prune", "hf://me/model", out, "--keep", keep), "not a folder of this machine")
+    assert not out.exists()
+
+
+def test_a_full_disk_is_known_before_the_start(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    refused = run_here("prune", tiny, tmp_path / "out", "--keep", keep)
+    assert_refused(refused, "of disk at once, but may use 1.00 MB")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_form_of_a_list_is_read(tiny: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(tiny)
+    for document in (
+        {"experts": {str(layer): experts[::-1] for layer, experts in LISTS["survivors"].items()}},
+        {
+            "experts": {str(layer): experts for layer, experts in LISTS["survivors"].items()},
+            "of": 16,
+            "chosen_by": "me",
+        },
+        {f"model.layers.{layer}.mlp": experts for layer, experts in LISTS["survivors"].items()},
+        json.loads(LEDGER_OF_0_3.read_text()),
+    ):
+        path = tmp_path / "keep.json"
+        path.write_text(json.dumps(document))
+        kept = read_list(path, read_architecture(source), source.config)
+        assert {layer: list(experts) for layer, experts in kept.items()} == LISTS["survivors"]
+
+
+def in_layer_2(experts: object, key: str = "2") -> dict[str, object]:
+    return {"experts": {"1": EIGHT, key: experts, "3": EIGHT}}
+
+
+BAD_LISTS: list[tuple[object, dict[str, int], str]] = [
+    ({"experts": {"1": EIGHT, "2": EIGHT}}, {}, "has no layer 3"),
+    (in_layer_2(EIGHT, "4"), {}, "has no layer 2"),
+    ({"experts": dict.fromkeys("1234", EIGHT)}, {}, "has the layer 4"),
+    (in_layer_2([*range(7), 16]), {}, "layer 2: expert 16 is not in the model, which has 0..15"),
+    (in_layer_2([-1, *range(7)]), {}, "layer 2: expert -1 is not in the model"),
+    (in_layer_2([0, 0, *range(1, 7)]), {}, "layer 2: expert 0 is in the list twice"),
+    (in_layer_2(list(range(9))), {}, "layer 2 keeps 9 experts, but layer 1 keeps 8"),
+    (in_layer_2([*range(7), 7.0]), {}, "experts.2.7 is 7.0"),
+    (in_layer_2(EIGHT, "02"), {}, "'02' is not the number of a layer"),
+    (in_layer_2(EIGHT) | {"of": 32}, {}, "is for a model with 32 experts per layer, but this model has 16"),
+    (in_layer_2(EIGHT) | {"keep": 8}, {}, "keep is unknown"),
+    ({"scores": {}}, {}, "`k2convert guide prune` shows the forms"),
+    ({"layers.1.mlp": EIGHT, "a.layers.1.mlp": EIGHT}, {}, "has a layer twice"),
+    ([EIGHT], {}, "not a JSON object"),
+    (in_layer_2(EIGHT), {"num_experts_per_tok": 9}, "each token uses 9"),
+    (in_layer_2(EIGHT), {"n_group": 3}, "cannot form 3 equal groups"),
+    (in_layer_2(EIGHT), {"n_group": 2}, "8 experts of group 0 are kept, but the router needs 4"),
+    (
+        {"experts": {key: [0, 1, 8, 9] for key in "123"}},
+        {"n_group": 2, "topk_group": 1},
+        "1 groups (topk_group) hold fewer than the 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "config", "problem"), BAD_LISTS, ids=[case[2] for case in BAD_LISTS])
+def test_a_list_that_does_not_fit_is_refused(
+    document: object, config: dict[str, int], problem: str, tiny: Path, tmp_path: Path
+) -> None:
+    keep = tmp_path / "keep.json"
+    keep.write_text(json.dumps(document))
+    source = tiny
+    if config:
+        source = Path(shutil.copytree(tiny, tmp_path / "source"))
+        edit_config(source, **config)
+    refused = run_here("prune", source, tmp_path / "out", "--keep", keep)
+    assert_refused(refused, problem)
+    assert refused.stderr.startswith(f"error: {keep}: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_router_that_is_not_the_models_is_refused(tiny: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    edit_config(source, n_routed_experts=12)
+    keep = write_list(tmp_path / "keep.json", LISTS["first"])
+    assert run_here("prune", source, tmp_path / "out", "--keep", keep).returncode == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def result_of_0_3(prune: Prune, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result with the ledger of version 0.3: its shards have the hashes that the ledger states."""
+    out = tmp_path_factory.mktemp("old") / "out"
+    assert run("run", prune("tiny", "survivors"), out, "--quiet") == 0
+    shutil.rmtree(out / ".k2convert")
+    shutil.copy(LEDGER_OF_0_3, out / "k2convert.json")
+    return out
+
+
+@pytest.mark.usefixtures("quick_pictures")
+def test_a_result_that_0_3_pruned_validates_and_reports(result_of_0_3: Path, tmp_path: Path) -> None:
+    run_here("validate", result_of_0_3, code=0)
+    run_here("report", result_of_0_3, "--out", tmp_path, code=0)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_result_that_0_3_pruned_needs_its_source_pruned(
+    result_of_0_3: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run_here("validate", result_of_0_3, "--source", tiny)
+    assert_refused(refused, f"has 10 experts per layer, but {tiny} has 16. Prune the source first")
+    _, command, _ = refused.stderr.split("`")
+    run_here(*shlex.split(command)[1:], code=0)
+    found = json.loads(run_here("validate", result_of_0_3, "--source", "PRUNED", "--json", code=0).stdout)
+    assert found["passed"]
+    assert [rule["verdict"] for rule in found["contract"]["rules"]] == ["pass"] * 19
