@@ -28,7 +28,7 @@ OWNERS = {
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
     "triton": {"quantize/gptq/panel_kernels.py"},
-    "pydantic": {"plan", "records", "job/kept_experts.py"},
+    "pydantic": {"plan", "records"},
     "PIL": {"report/drawing.py"},
     "markdown_it": {"report/render.py"},
     "jinja2": {"calibration/chat.py"},

@@ -17,7 +17,7 @@ import k2convert
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import read_architecture
 from k2convert.records.experts import read_list
-from scripts.fixture_maker.damage import edit_config
+from scripts.fixture_maker.damage import edit_config, edit_json
 from scripts.fixture_maker.layouts import reap_survivors
 
 EIGHT = list(range(8))
@@ -346,13 +346,19 @@ def result_of_0_3(prune: Prune, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The result with the ledger of version 0.3: its shards have the hashes that the ledger states."""
     out = tmp_path_factory.mktemp("old") / "out"
     assert run("run", prune("tiny", "survivors"), out, "--quiet") == 0
-    shutil.rmtree(out / ".k2convert")
     shutil.copy(LEDGER_OF_0_3, out / "k2convert.json")
+    ledger = read_json(out, "k2convert.json")
+    shutil.rmtree(out / ".k2convert" / "shards")  # its records are of another job
+    edit_json(out / ".k2convert" / "job.json", lambda job: job.pop("version"))
+    edit_json(
+        out / ".k2convert" / "job.json", lambda job: job.update({k: ledger[k] for k in ("fingerprint", "pruning")})
+    )
     return out
 
 
 @pytest.mark.usefixtures("quick_pictures")
 def test_a_result_that_0_3_pruned_validates_and_reports(result_of_0_3: Path, tmp_path: Path) -> None:
+    run_here("status", result_of_0_3, code=0)
     run_here("validate", result_of_0_3, code=0)
     run_here("report", result_of_0_3, "--out", tmp_path, code=0)
     assert (tmp_path / "report.html").exists()

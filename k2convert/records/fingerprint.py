@@ -127,7 +127,7 @@ def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
 class JobDescription:
     """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards.
 
-    `version` is the IDENTITY_VERSION of the release that began it.
+    `version` is the IDENTITY_VERSION of the release that began it; `pruning` the experts that one up to 0.3 kept.
     """
 
     fingerprint: JsonObject
@@ -135,6 +135,7 @@ class JobDescription:
     shards: dict[str, Count]
     source: dict[str, str]
     version: Count = 1
+    pruning: JsonObject | None = None
 
     @property
     def source_revision(self) -> str | None:

@@ -232,10 +232,8 @@ def read_records(folder: Path) -> Ledger | JobDescription:
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    if (target := found.recipe.target) != "nvfp4":
-        raise CheckpointError(
-            f"{folder}: holds a BF16 copy, which is exact (--to {target}), so there is no error to report on."
-        )
+    if found.recipe.target != "nvfp4":
+        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16), which is exact: there is no error to show.")
     return found
 
 

@@ -159,7 +159,7 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Pa
         "fits with 176 of 384 experts per layer: 266,310 tokens of KV cache, 1 request of 262,144 tokens\n"
         "fits with all experts on 8 x RTX PRO 6000\n"
     ) in shown.stdout
-    assert shown.stderr.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --set experts=224\n")
+    assert shown.stderr.endswith(f"next: k2convert prune {k2_headers} PRUNED --keep FILE\n")
     [found] = answer(k2_headers, *RTX, code=3)["fits"]
     assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224, 176]
     assert found["ways_out"]["count"] == 8
@@ -177,7 +177,7 @@ def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, resu
     assert nothing["experts_per_layer"] == 16
     for place, source in ((tiny, tiny), (result, "SOURCE")):
         shown = run_fit(place, "--gpu", "h200", "--count", "1", "--experts", "10").stderr
-        assert shown.endswith(f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n")
+        assert shown.endswith(f"next: k2convert prune {source} PRUNED --keep FILE\n")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_smal
 KEEP = 4  # experts; as many as a token chooses
 
 
-def keep_experts(checkpoint: SmallCheckpoint, count: int) -> None:
+def cut_experts(checkpoint: SmallCheckpoint, count: int) -> None:
     """Drop every expert from `count` on, and cut router and config to match."""
     for shard, members in checkpoint.shards.items():
         kept = {n: t for n, t in members.items() if int(n.partition(".experts.")[2].partition(".")[0] or 0) < count}
@@ -26,7 +26,7 @@ def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPath
     made = {"reap": reap, "tiny": tiny}
     for name, whole in (("thinking", tiny), ("k2.5", k25)):
         checkpoint = read_small(whole)
-        keep_experts(checkpoint, KEEP)
+        cut_experts(checkpoint, KEEP)
         made[name] = write_small(checkpoint, folder / name)
     return made
 
