@@ -72,13 +72,11 @@ Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTab
 // The same functions in plain C++ and with vectors; the latter take multiples of four groups or blocks. They add their
 // counts to the tally and the totals; g = 2**exponent. Words are histograms, see block_word.
 namespace portable {
-void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
 void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
 void convert_max(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace portable
 
 namespace vectors {
-void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
 void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
 void convert_max(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace vectors

@@ -70,20 +70,6 @@ RowSums measure_int4(const Int4& source, const Quantized& written, const Channel
 RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, const double* importance,
                      Figures& figures);
 
-// Every `stride`th block from `first` on.
-struct Sample {
-    size_t first, stride, num_blocks;
-};
-
-// Squared errors of the sampled blocks: of what was written, of what `max` writes, and the least that is possible.
-struct Sampled {
-    double achieved = 0.0, plain = 0.0, bound = 0.0;
-};
-Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Sample& sample, float max_scale);
-// `exponents` of the columns of a row, or null.
-Sampled sample_int4(const Int4& source, const int8_t* exponents, size_t columns, const Quantized& written,
-                    const Sample& sample, float max_scale);
-
 // Add the number of times that each byte occurs to 256 counts.
 void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
 

@@ -218,36 +218,6 @@ FigureTuple measure_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, 
                         });
 }
 
-using SampledTuple = std::tuple<double, double, double>;
-
-k2::Sample sample_of(size_t first, size_t stride, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
-                     const In<double>& block_values) {
-    require(stride > 0 && packed.size() == 8 * block_scales.size() && block_values.size() == 256, "sizes do not fit");
-    return {first, stride, block_scales.size()};
-}
-
-SampledTuple sample_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
-                         const In<double>& block_values, size_t first, size_t stride, float max_scale) {
-    require_bf16(source.size(), packed.size(), block_scales.size());
-    const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
-    const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
-    const k2::Sampled found = k2::sample_bf16(source.data(), written, sample, max_scale);
-    return {found.achieved, found.plain, found.bound};
-}
-
-SampledTuple sample_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bits, const std::optional<In<int8_t>>& exponents,
-                         const In<uint8_t>& packed, const In<uint8_t>& block_scales, const In<double>& block_values,
-                         size_t first, size_t stride, float max_scale) {
-    const k2::Int4 groups = int4_of(source, scale_bits);
-    require(source.size() == packed.size(), "sizes do not fit");
-    const size_t columns = exponents ? columns_of(exponents, std::nullopt, groups).size : 0;
-    const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
-    const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
-    const k2::Sampled found = k2::sample_int4(groups, exponents ? exponents->data() : nullptr, columns, written, sample,
-                                              max_scale);
-    return {found.achieved, found.plain, found.bound};
-}
-
 void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
     require(counts.size() == 256, "counts");
     k2::count_bytes(bytes.data(), bytes.size(), counts.data());
@@ -295,9 +265,6 @@ NB_MODULE(_cpu, module) {
                "columns"_a, "powers"_a.none(), "inverses"_a.none(), "importance"_a.none(), "sums"_a);
     module.def("measure_bf16", &measure_bf16, freely, "source"_a, "packed"_a, "block_scales"_a, "block_values"_a, "columns"_a,
                "importance"_a.none(), "sums"_a);
-    module.def("sample_bf16", &sample_bf16, freely);
-    module.def("sample_int4", &sample_int4, freely, "source"_a, "scale_bits"_a, "exponents"_a.none(), "packed"_a,
-               "block_scales"_a, "block_values"_a, "first"_a, "stride"_a, "max_scale"_a);
     module.def("count_bytes", &count_bytes, freely);
     module.def("tally_mxfp4", &tally_mxfp4, freely);
     module.def("round_gptq", &round_gptq, freely);

@@ -7,7 +7,6 @@
 
 namespace k2::vectors {
 
-void count_blocks(const uint8_t*, size_t, uint64_t*) {}
 void convert_mse(const Batch&, int, const SearchTables&, Tally&, Totals&) {}
 void convert_max(const Batch&, Tally&, Totals&) {}
 void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, const uint8_t*, int*) {}

@@ -42,10 +42,6 @@ int32_t num_counted(uint64_t word) {
 
 }  // namespace
 
-void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
-    for (size_t block = 0; block < num_blocks; ++block) words[block] = block_word(packed + 8 * block);
-}
-
 void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
     for (size_t block = 0; block < 2 * batch.num_groups; ++block) {
         const uint8_t* packed = batch.packed + 8 * block;

@@ -137,13 +137,6 @@ void count_batch(const Batch& batch, Buffers& buffers) {
 
 }  // namespace
 
-void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
-    for (size_t block = 0; block < num_blocks; block += 4) {
-        const __m256i counted = count_magnitudes(split_nibbles(load_unaligned(packed + 8 * block)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + block), counted);
-    }
-}
-
 void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
     Buffers buffers;
     count_batch(batch, buffers);
