@@ -1,18 +1,17 @@
-"""The error of written NVFP4 bytes against their source. The decoder shares nothing with the code that wrote them.
+"""The error of every written NVFP4 weight against its source, by the compiled code, and the figures of a ledger.
 
 metrics/measure.py compares source and result element by element, whatever the rule. Here it gets its own table of E4M3
-numbers, and any bytes, those of damaged scales too.
+numbers, and any bytes, those of damaged scales too. It reads the source by the conversion's own code: what that hides
+the certificate finds (certificate.py).
 
-A weight with channel exponents is q * s * 2**-a. Importance w weights the sums a second time, by w / 255 per column.
-
-`Totals` are those of a ledger, measured again. With a rule, the figures are those of the same bytes regenerated, so
-every one of them is known. Otherwise they are the decoder's, which measures fewer. If the global scale is known only
-from a rounded divisor, only figures of the source remain.
+A weight with channel exponents is q * s * 2**-a. `Totals` are those of a ledger, measured again. If the global scale is
+known only from a rounded divisor, only figures of the source remain.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, cast
 
@@ -22,10 +21,9 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.metrics.measure import add_up
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
-from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.document import plain
-from k2convert.records.ledger import TOTAL, DecodedError
+from k2convert.records.ledger import TOTAL, DecodedError, doubt_of
 
 F64 = NDArray[np.float64]
 
@@ -45,70 +43,94 @@ def _e4m3_values() -> F64:
 _E4M3 = _e4m3_values()
 
 
+COUNTED: Final = ("equal_blocks", "recoverable_codes", "num_five_or_seven", "num_minus_eight")
+"""Counts that a ledger states beside the error; the last three are of INT4 weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWeight:
+    """Measurements of one written weight.
+
+    `counts` are those of `COUNTED`, `scales` how often each byte of a block scale occurs. `has_exact_scale` is false if
+    a rounded divisor was all there is to tell the global scale from. `doubt` is what makes the source's codes doubtful.
+    """
+
+    error: DecodedError
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    scales: Mapping[int, int] = field(default_factory=dict[int, int])
+    has_exact_scale: bool = True
+    doubt: str = ""
+
+
 def measure_decoded(
     source: SourceWeight,
     *,
     packed: NDArray[np.uint8],
     block_scales: NDArray[np.uint8],
     global_scale: float,
-    importance: NDArray[np.uint8] | None = None,
-) -> DecodedError:
+    has_exact_scale: bool = True,
+    changed_codes: int | None = None,
+) -> MeasuredWeight:
     """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source.
 
-    `importance` [K] adds the weighted sums.
+    `changed_codes` are those of a cast; None for other weights.
     """
-    found = add_up(source, packed, block_scales, _E4M3 * global_scale, importance)
-    return DecodedError(
-        num_weights=source.shape[0] * source.shape[1],
-        num_nonzero=found.num_nonzero,
-        equal_nonzero=found.equal_nonzero,
-        energy=found.energy,
-        squared_error=found.squared_error,
-        max_error_steps=found.max_error_steps,
-        weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
-        weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
+    num_weights = source.shape[0] * source.shape[1]
+    sums = add_up(source, packed, block_scales, _E4M3 * global_scale, None)
+    error = DecodedError(
+        num_weights=num_weights,
+        num_nonzero=sums.num_nonzero,
+        equal_nonzero=sums.equal_nonzero,
+        energy=sums.energy,
+        squared_error=sums.squared_error,
+        max_error_steps=sums.max_error_steps,
+        changed_codes=changed_codes,
+    )
+    counts = {key: getattr(sums, key) for key in COUNTED} | {"lossless_tensors": error.lossless_tensors}
+    histogram = np.bincount(block_scales.reshape(-1), minlength=256)
+    return MeasuredWeight(
+        error,
+        counts={key: count for key, count in counts.items() if count is not None},
+        scales={byte: int(histogram[byte]) for byte in np.flatnonzero(histogram).tolist()},
+        has_exact_scale=has_exact_scale,
+        doubt=doubt_of(sums.num_minus_eight, num_weights),
     )
 
 
 Figures = Mapping[str, Any]
 TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
-_MERGED_AT_ONCE: Final = 32
 _OF_SOURCE: Final = ("num_weights", "num_blocks", "energy", "num_nonzero")
 
 
 class Totals:
-    """Adds up what was measured, by role. Weights may come from several threads."""
+    """Adds up counts by role. Weights may come from several threads."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, list[WeightMetrics]] = {}
-        self._num_metrics = 0
+        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._scales: dict[str, Counter[int]] = defaultdict(Counter)
         self._has_exact_scales = True
         self._lock = Lock()
 
-    def add(self, role: str, metrics: WeightMetrics | None, *, has_exact_scale: bool) -> None:
+    def add(self, role: str, weight: MeasuredWeight) -> None:
         """Add one weight."""
         with self._lock:
-            self._has_exact_scales &= has_exact_scale
-            if metrics is None:
-                return
-            self._num_metrics += 1
-            parts = self._metrics.setdefault(role, [])
-            parts.append(metrics)
-            if len(parts) == _MERGED_AT_ONCE:  # a trillion weights have too many to keep
-                self._metrics[role] = [total_metrics(parts)]
+            self._has_exact_scales &= weight.has_exact_scale
+            for key in (role, TOTAL):
+                self._counts[key].update(weight.counts)
+                self._scales[key].update(weight.scales)
 
-    def figures(self, decoded: Mapping[str, DecodedError], *, num_modules: int) -> dict[str, Figures]:
-        """Return the figures by role and under "total". `decoded` are the decoder's, by the same keys."""
-        measured: dict[str, Figures] = {
-            role: plain(error) | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in decoded.items()
+    def figures(self, errors: Mapping[str, DecodedError]) -> dict[str, Figures]:
+        """Return the figures by role and under "total". `errors` are the measured ones, by the same keys."""
+        measured = {
+            role: plain(error) | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in errors.items()
         }
         if not self._has_exact_scales:
-            return {role: {key: found[key] for key in _OF_SOURCE} for role, found in measured.items()}
-        if self._num_metrics < num_modules:
-            return measured
-        again = {role: total_metrics(parts) for role, parts in self._metrics.items()}
-        again[TOTAL] = total_metrics(again.values())
-        return {role: {**plain(again[role]), **found} for role, found in measured.items()}
+            return {role: {key: figures[key] for key in _OF_SOURCE} for role, figures in measured.items()}
+        for role, figures in measured.items():
+            figures.update(self._counts[role])
+            if scales := self._scales[role]:
+                figures["scale_histogram"] = {str(byte): count for byte, count in scales.items()}
+        return measured
 
 
 def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -> dict[str, DecodedError]:
@@ -158,8 +180,7 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
 
 def is_same_error(measured: DecodedError, recorded: WeightMetrics) -> bool:
     """Return whether the figures that a conversion recorded are those of the written bytes."""
-    weighted = () if measured.weighted_error is None else ("weighted_energy", "weighted_error")
-    keys = ("squared_error", "energy", "equal_nonzero", "num_nonzero", *weighted)
+    keys = ("squared_error", "energy", "equal_nonzero", "num_nonzero")
     return all(_is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
 
 

@@ -8,18 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from k2convert.check.certificate import Verdict
 from k2convert.check.contract.result import Result, open_shard
-from k2convert.check.decode import differing_totals
+from k2convert.check.decode import MeasuredWeight, differing_totals
 from k2convert.check.scaling import Scaling
 from k2convert.check.shards import ShardsFound, validate_shards
-from k2convert.check.weights import CheckedWeight
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.models.names import Family
 from k2convert.plan.recipe import Recipe
-from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, proven, summarize
+from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, summarize
 
 if TYPE_CHECKING:
     from k2convert.calibration.channels import Calibration
@@ -53,8 +52,7 @@ def check_finished_shard(
         scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
         result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
-    rule = recipe.rule if recipe.quantizer == "native" else None
-    found = validate_shards(result, rule=rule, recorded=recorded)
+    found = validate_shards(result, recorded=recorded)
     scan = found.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
@@ -67,7 +65,8 @@ def check_finished_shard(
         copied=tuple(sorted(scan.compared)),
         scaled=tuple(sorted(scan.scaled)),
         decoded=found.errors,
-        sampled_blocks={module: checked.sampled_blocks for module, checked in found.checked.items()},
+        certified_rows=found.certified.rows,
+        certified_whole=found.certified.all_rows,
         invalid_scales=scan.invalid_scales,
         subnormal_scales=scan.subnormal_scales,
         zero_blocks_with_codes=scan.zero_blocks_with_codes,
@@ -76,19 +75,17 @@ def check_finished_shard(
 
 
 def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
-    for module, checked in found.checked.items():
-        if checked.problems:
-            yield module, "; ".join(checked.problems)
     for name, count in found.scan.different.items():
         yield name, f"{count:,} bytes are not the source's"
     yield from found.scan.misscaled.items()
     for name in result.tensors:
         module, _, parameter = name.rpartition(".")
-        is_measured = module in found.checked and parameter in result.expected_parameters
+        is_measured = module in found.measured and parameter in result.expected_parameters
         if name not in found.scan.compared and not is_measured:
             yield name, "could not be compared with the source"
+    yield from found.certified.problems.items()
     if all(projection.metrics is not None for projection in record.projections):
-        yield from differing_totals(summarize([record]), found.figures(result) if found.checked else {})
+        yield from differing_totals(summarize([record]), found.figures(result) if found.measured else {})
 
 
 def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
@@ -112,18 +109,18 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.subnormal_scales.update(checked.subnormal_scales)
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
         scan.scalars.update(checked.scalars)
+        joined.certified.add(
+            Verdict(rows=checked.certified_rows, copies=len(checked.copied), all_rows=checked.certified_whole)
+        )
         for projection in record.projections:
             module = projection.module
             error = checked.decoded[module]
-            sampled = checked.sampled_blocks[module]
-            num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
-            metrics = None
-            doubt = ""
-            if projection.metrics is not None:
-                metrics = proven(projection.metrics, error)
-                doubt = doubt_of(projection.metrics)
-            joined.totals.add(projection.role, metrics, has_exact_scale=True)
-            joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled, doubt=doubt)
+            metrics = projection.metrics
+            measured = MeasuredWeight(
+                error, doubt="" if metrics is None else doubt_of(metrics.num_minus_eight, metrics.num_codes)
+            )
+            joined.totals.add(projection.role, measured)
+            joined.measured[module] = measured
             if error.energy == 0.0:
                 scan.all_zero.add(module)
     return joined

@@ -47,23 +47,25 @@ class Shards:
             return 0
         return sum(h.file_bytes - h.data_begin for h in self.result.headers.values() if isinstance(h, ShardHeader))
 
-    def plan(self, result: Result, *, settle: Callable[[], object] = int) -> "Around":
+    def plan(self, result: Result) -> "Around":
         """Return what makes the context in which one result shard is read; raises DiskFullError without room.
 
-        The context brings what the pass over the shard reads, and drops it after calling `settle`.
+        The context brings what the pass over the shard reads, and drops it.
         """
         if not self.is_remote:
             return nullcontext
         of_result: dict[str, Ranges] = {shard: {shard: {(0, h.file_bytes)}} for shard, h in result.headers.items()}
         of_result |= {shard: {shard: {(0, 1 << 62)}} for shard in result.unreadable}  # their size is not known
-        for module in result.converted:  # a pass over block scales reads codes that lie elsewhere too
-            weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
-            if weight is not None and scale is not None and weight.shard != scale.shard:
-                of_result[scale.shard].setdefault(weight.shard, set()).add((weight.begin, weight.end))
+        for module in result.converted:  # what is checked together may lie in different shards
+            for shard in {tensor.shard for tensor in module.parameters.values()}:
+                for tensor in module.parameters.values():
+                    if tensor.shard != shard:
+                        of_header = (0, result.headers[tensor.shard].data_begin)
+                        of_result[shard].setdefault(tensor.shard, set()).update((of_header, (tensor.begin, tensor.end)))
         of_source = _source_needs(result)
         needs = {shard: self._remote(ranges, of_source.get(shard, {})) for shard, ranges in of_result.items()}
         self._check_room(needs.values())
-        return lambda shard: _on_disk(needs.get(shard, []), settle=settle)
+        return lambda shard: _on_disk(needs.get(shard, []))
 
     def _remote(self, of_result: Ranges, of_source: Ranges) -> "Needs":
         parts = ((self.result, of_result), (self.source, of_source))
@@ -96,18 +98,20 @@ Around = Callable[[str], AbstractContextManager[object]]
 
 
 @contextmanager
-def _on_disk(needs: Needs, *, settle: Callable[[], object] = int) -> Generator[None]:
+def _on_disk(needs: Needs) -> Generator[None]:
     for side, ranges in needs:
         side.bring(ranges)
     yield
-    settle()
     for side, ranges in needs:
         side.drop(ranges)
 
 
 def _source_needs(result: Result) -> dict[str, Ranges]:
     """Return what each result shard needs of the source: copies, and weights that share its global scales."""
-    tensors = result.source.tensors if result.source is not None else {}
+    if result.source is None:
+        return {}
+    tensors = result.source.tensors
+    headers = result.source.headers
     shared: dict[str, list[TensorInfo]] = defaultdict(list)
     for name, parts in result.source_names.items():
         if parts.parameter in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT):
@@ -119,7 +123,11 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
             found[tensor.shard] += shared[module.parts.sharing_key]
         elif name in tensors:
             found[tensor.shard].append(tensors[name])
-    return {shard: ranges_of(tensors) for shard, tensors in found.items()}
+    needs = {shard: ranges_of(tensors) for shard, tensors in found.items()}
+    for ranges in needs.values():
+        for shard, of_shard in ranges.items():  # the certificate reads headers too
+            of_shard.add((0, headers[shard].data_begin))
+    return needs
 
 
 def folder_bytes(folder: Path) -> int:

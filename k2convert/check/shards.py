@@ -3,43 +3,36 @@
 `validate_shards` reads all shards of a finished result (`k2convert validate`), or the one that a job for the Hub has
 just written (`check_finished_shard`). The findings on such a shard go into its record, and are joined when all shards
 have been sent (`join_findings`). The scan (contract/scan.py) hashes shards and compares copies. Converted modules are
-checked here, set by set, in a pool of threads, against what the recipe's rule makes of the source (weights.py).
+measured here, in a pool of threads. When a shard was read, the certificate checks it (certificate.py).
 """
 
-import math
 import struct
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 
-from blake3 import blake3
+import numpy as np
 
-from k2convert import __version__
+from k2convert.check.certificate import Certificate, Claim, Fault, Verdict
 from k2convert.check.contract.result import Result
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
-from k2convert.check.decode import Figures, Totals, total_errors
+from k2convert.check.decode import Figures, MeasuredWeight, Totals, measure_decoded, total_errors
 from k2convert.check.remote import LOCAL, Shards
 from k2convert.check.scaling import over_powers
-from k2convert.check.weights import CheckedWeight, WrittenWeight, check_weights
-from k2convert.checkpoint.files import list_folder, write_atomically
-from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import VALIDATION_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.choices import BLOCK_SIZE, Rule
-from k2convert.errors import K2ConvertError, remedy
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role, TensorName
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import SourceReadError, remedy
+from k2convert.models.names import TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.rules import RULES
-from k2convert.records.document import Digest, read_sealed, seal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.ledger import DecodedError, ProjectionRecord
@@ -47,21 +40,23 @@ from k2convert.records.ledger import DecodedError, ProjectionRecord
 if TYPE_CHECKING:
     from k2convert.check.library_decoders import Decoder
 
-MAX_PENDING: Final = 3  # sets of tensors checked at once; the pass over the shards waits for the slowest
-MAX_HELD: Final = 4  # sets that wait for a tensor
+MAX_PENDING: Final = 4  # tensors measured at once; the pass over the shards waits for the slowest
+SMALLEST_STEP: Final = -9
+"""E4M3 has the powers of two from 2**-9 on: a cast keeps the codes of a group from there on."""
 
 
 @dataclass(slots=True)
 class ShardsFound:
-    """Findings of the pass: by the scan, and on each converted module, in the order of the shards.
+    """Findings of the pass: by the scan, on each converted module in the order of the shards, and by the certificate.
 
     `recorded` are the conversion's records of the modules. `decoder_mismatches` are modules that the layout's own
     library decodes to other weights, if it decoded them (`with_library`).
     """
 
     scan: ScanResult = field(default_factory=ScanResult)
-    checked: dict[str, CheckedWeight] = field(default_factory=dict[str, CheckedWeight])
+    measured: dict[str, MeasuredWeight] = field(default_factory=dict[str, MeasuredWeight])
     totals: Totals = field(default_factory=Totals)
+    certified: Verdict = field(default_factory=Verdict)
     recorded: Mapping[str, ProjectionRecord] = field(default_factory=dict[str, ProjectionRecord])
     decoder_mismatches: set[str] = field(default_factory=set[str])
     with_library: bool = False
@@ -69,7 +64,8 @@ class ShardsFound:
     def add(self, other: "ShardsFound") -> None:
         """Add what the pass over another part of the same result found, except for its totals."""
         self.scan.add(other.scan)
-        self.checked |= other.checked
+        self.measured |= other.measured
+        self.certified.add(other.certified)
         self.recorded = other.recorded
         self.with_library = other.with_library
         self.decoder_mismatches |= other.decoder_mismatches
@@ -77,36 +73,49 @@ class ShardsFound:
     @property
     def errors(self) -> dict[str, DecodedError]:
         """The decoded error of each module."""
-        return {module: found.error for module, found in self.checked.items()}
+        return {module: measured.error for module, measured in self.measured.items()}
 
     @property
     def doubts(self) -> dict[str, str]:
         """Doubts about the source's codes, by module."""
-        return {module: found.doubt for module, found in self.checked.items() if found.doubt}
+        return {module: measured.doubt for module, measured in self.measured.items() if measured.doubt}
 
     def figures(self, result: Result) -> dict[str, Figures]:
         """Return the measured figures by role and under "total"."""
-        roles = {module: result.modules[module].parts.role for module in self.checked}
-        return self.totals.figures(total_errors(self.errors, roles), num_modules=len(self.checked))
+        roles = {module: result.modules[module].parts.role for module in self.measured}
+        return self.totals.figures(total_errors(self.errors, roles))
+
+
+def claim_of(result: Result) -> Claim:
+    """Return what a result says of its conversion."""
+    recipe = result.recipe
+    exponents = result.scaling.exponents
+    if recipe is None:
+        return Claim(exponents=exponents)
+    arithmetic = None if result.ledger is None else result.ledger.fingerprint.get("arithmetic")
+    scales = recipe.input_scale
+    return Claim(
+        rule=recipe.rule if arithmetic in (None, ARITHMETIC_VERSION) else None,
+        layout=recipe.layout,
+        input_scales=(scales.gate_up, scales.down) if recipe.activations == "w4a4" else (),
+        roles=recipe.roles,
+        exponents=exponents,
+    )
 
 
 def validate_shards(
     result: Result,
     *,
-    rule: Rule | None,
     recorded: Mapping[str, ProjectionRecord],
     with_library: bool = False,
     events: Events = SILENT,
     visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
-    identity: str | None = None,
 ) -> ShardsFound:
-    """Read every shard once, and measure each converted module if there is a source.
+    """Read every shard once; with a source, measure each converted module and let the certificate check each shard.
 
-    Weights are regenerated by `rule`, with the result's calibration; without a rule they are only decoded.
     `with_library` decodes each by the layout's own library too. `visitor` gets all bytes. `shards` brings those that
-    are on the Hub. With an `identity`, the findings on shards that an interrupted validation of this identity left are
-    used, and those on each shard are kept. Raises SourceReadError, FormatError.
+    are on the Hub. Raises SourceReadError, FormatError.
     """
     source = result.source
     if source is None:
@@ -117,244 +126,171 @@ def validate_shards(
         from k2convert.check.library_decoders import create_decoder
 
         decoder = create_decoder(result.names.name)
+    certificate = Certificate(
+        result=lambda name: _path(result.folder, result.tensors.get(name)),
+        source=lambda name: _path(source.folder, source.tensors.get(name)),
+        claim=claim_of(result),
+    )
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        sharing: dict[str, dict[str, TensorName]] = defaultdict(dict)
-        for parts in result.source_names.values():
-            if parts.role in CONVERTIBLE_ROLES and parts.parameter in (WEIGHT, WEIGHT_PACKED):
-                sharing[parts.sharing_key][parts.module] = parts
         found = ShardsFound(recorded=recorded, with_library=with_library)
-        measurer = _Measurer(result, source, reader, pool, decoder, rule, sharing, found)
-        known = {} if identity is None else measurer.restore(identity)
-        events.progress(bytes_in=sum(h.file_bytes - h.data_begin for s, h in result.headers.items() if s in known))
+        measurer = _Measurer(result, source, reader, pool, decoder, certificate, found)
 
-        def finished(shard: str, scan: ScanResult) -> None:
-            checked = measurer.take()
-            if identity is None or not measurer.is_between_modules:
+        def finished(shard: str, digest: str) -> None:
+            measurer.settle()
+            if result.whole is not None:
                 return
-            path = _kept_folder(result.folder) / f"{shard}.json"
-            kept = ShardFound(identity, scan, checked, found.decoder_mismatches & checked.keys())
-            with suppress(K2ConvertError):  # where nothing can be written, nothing is kept
-                make_folder(path.parent, root=result.folder)
-                write_atomically(path, seal(kept), root=result.folder)
+            try:
+                found.certified.add(certificate.check_shard(result.folder / shard, seed=digest))
+            except OSError as error:
+                raise SourceReadError(f"{result.folder / shard}: cannot be read ({error.strerror}).") from None
+            finally:
+                certificate.release()
 
         found.scan = scan_shards(
             result,
             shard_visitor=visitor,
             tensor_visitor=measurer.tensor,
             events=events,
-            around=shards.plan(result, settle=measurer.settle),
-            known=known,
+            around=shards.plan(result),
             finished=finished,
         )
-        measurer.take()
+    _compare_errors(found)
     return found
+
+
+def _path(folder: Path, tensor: TensorInfo | None) -> Path | None:
+    return None if tensor is None else folder / tensor.shard
+
+
+def _compare_errors(found: ShardsFound) -> None:
+    """Compare the errors that the compiled code measured with those that the certificate computed of all rows."""
+    for module, sums in found.certified.errors.items():
+        measured = found.measured.get(module)
+        if measured is None:
+            continue
+        error = measured.error
+        if not np.allclose((error.energy, error.squared_error), sums, rtol=1e-9, atol=0):
+            problem = f"measured {error.squared_error!r} of {error.energy!r}, but it is {sums[1]!r} of {sums[0]!r}"
+            found.certified.problems.setdefault(module, problem)
 
 
 @dataclass(slots=True)
 class _Measurer:
-    """Collects the tensors of each module during the scan and checks them in the pool.
-
-    Modules that share a global scale are checked together if they come soon after one another. `sharing` maps each
-    sharing key to the modules of the source that have it.
-    """
+    """Collects the tensors of each module during the scan and measures them in the pool."""
 
     result: Result
     source: Checkpoint
     reader: ShardReader
     pool: ThreadPoolExecutor
     decoder: "Decoder | None"
-    rule: Rule | None
-    sharing: Mapping[str, Mapping[str, TensorName]]
+    certificate: Certificate
     found: ShardsFound
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
-    _held: dict[str, dict[str, dict[str, Bytes]]] = field(default_factory=dict[str, dict[str, dict[str, Bytes]]])
-    _pending: list[Future[list[CheckedWeight]]] = field(default_factory=list[Future[list[CheckedWeight]]])
+    _pending: list[Future[tuple[str, MeasuredWeight]]] = field(default_factory=list[Future[tuple[str, MeasuredWeight]]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Keep one tensor; check its module once codes, block scales and global scale are there.
-
-        It is checked with those that share its global scale, when all of them are here or too many wait.
-        """
+        """Keep one tensor; measure its module once codes, block scales and global scale are there."""
         names = self.result.names
         needed = (names.weight, names.block_scale, names.global_scale)
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
             return
         parts = self._parts.setdefault(module, {})
         parts[parameter] = data
-        if len(parts) == len(needed):
-            del self._parts[module]
-            found = self.result.modules[module]
-            if not self.result.is_in_source(found) or shape_problems(self.result, found):
-                return
-            key = found.parts.sharing_key
-            held = self._held.setdefault(key, {})
-            held[module] = parts
-            if len(held) >= len(self.sharing.get(key, ())):
-                self._submit(key)
-            elif len(self._held) > MAX_HELD:
-                self._submit(next(iter(self._held)))
+        if len(parts) < len(needed):
+            return
+        del self._parts[module]
+        place = self.result.modules[module]
+        if self.result.is_in_source(place) and not shape_problems(self.result, place):
+            self._room.acquire()
+            self._pending.append(self.pool.submit(self._measure, module, place.parts, parts))
 
-    def _submit(self, key: str) -> None:
-        self._room.acquire()
-        self._pending.append(self.pool.submit(self._check, key, self._held.pop(key)))
-
-    def _check(self, key: str, held: dict[str, dict[str, Bytes]]) -> list[CheckedWeight]:
+    def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> tuple[str, MeasuredWeight]:
         try:
-            weights = [self._weight(module, parts) for module, parts in held.items()]
-            others = {module: place for module, place in self.sharing.get(key, {}).items() if module not in held}
-            partners = [] if self.rule is None else [self._load(place) for place in others.values()]
-            checked = check_weights(weights, partners=partners, names=self.result.names, rule=self.rule)
-            for found in checked:
-                self._count(found)
-            return checked
+            names = self.result.names
+            with remedy(SOURCE_REMEDY):
+                source = load_projection(self.reader.read, projection_of(self.source, place))
+                source = over_powers(source, self.result.scaling.of_weight(place))
+            raw = parts[names.global_scale].tobytes()
+            scale, is_exact = self._global_scale(module, raw)
+            packed, scales = parts[names.weight], parts[names.block_scale]
+            changed = None
+            recipe = self.result.recipe
+            if recipe is not None and (recipe.rule, recipe.quantizer) == ("mse", "native"):
+                changed = _changed_codes(source, packed, scale)
+            if self.decoder is not None:
+                self._decode_by_library(self.decoder, module, source, parts)
+            measured = measure_decoded(
+                source,
+                packed=packed,
+                block_scales=scales,
+                global_scale=scale,
+                has_exact_scale=is_exact,
+                changed_codes=changed,
+            )
+            self.found.totals.add(place.role, measured)
+            return module, measured
         finally:
             self._room.release()
 
-    def _weight(self, module: str, parts: Mapping[str, Bytes]) -> WrittenWeight:
+    def _global_scale(self, module: str, raw: bytes) -> tuple[float, bool]:
+        """Return g, and whether it is exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""
         names = self.result.names
+        scale = names.decode_scalar(raw)
+        if not names.is_divisor or np.frexp(scale)[0] == 0.5:
+            return scale, True
         record = self.found.recorded.get(module)
-        place = self.result.modules[module].parts
-        source = self._load(place)
-        calibration = self.result.calibration
-        importance = None
-        if calibration is not None:
-            importance = calibration.importance(place)
-        # Weights that a calibration chose cannot be regenerated, nor can others without their statistics.
-        needs_walk = self.rule is not None and RULES[self.rule].needs_walk
-        weight = WrittenWeight(
-            module,
-            source,
-            packed=parts[names.weight],
-            block_scales=parts[names.block_scale],
-            global_scale=parts[names.global_scale].tobytes(),
-            recorded_scale=None if record is None else record.global_scale,
-            importance=importance,
-            is_measured_only=needs_walk and (place.role is Role.EXPERTS or calibration is None),
-            codes=None if calibration is None else calibration.converted(module),
-        )
-        if self.decoder is not None:
-            self._decode_by_library(self.decoder, weight)
-        return weight
+        try:
+            known = [self.certificate.global_scale(module)]
+        except Fault:
+            known = []
+        known += [] if record is None else [record.global_scale]
+        exact = next((scale for scale in known if scale is not None and names.stores(scale, raw)), None)
+        return (scale, False) if exact is None else (exact, True)
 
-    def _load(self, place: TensorName) -> SourceWeight:
-        with remedy(SOURCE_REMEDY):
-            weight = load_projection(self.reader.read, projection_of(self.source, place))
-            return over_powers(weight, self.result.scaling.of_weight(place))
-
-    def _decode_by_library(self, decoder: "Decoder", weight: WrittenWeight) -> None:
+    def _decode_by_library(
+        self, decoder: "Decoder", module: str, source: SourceWeight, parts: Mapping[str, Bytes]
+    ) -> None:
         from k2convert.check.library_decoders import agrees
 
-        global_scale = self.result.names.decode_scalar(weight.global_scale)
-        if not 0 < global_scale < math.inf:  # rule 6 reports it
-            self.found.decoder_mismatches.add(weight.module)
+        names = self.result.names
+        raw = parts[names.global_scale].tobytes()
+        global_scale = names.decode_scalar(raw)
+        if not 0 < global_scale < np.inf:  # rule 6 reports it
+            self.found.decoder_mismatches.add(module)
             return
-        rows, columns = weight.source.shape
+        rows, columns = source.shape
         written = Nvfp4Weight(
-            packed=weight.packed.copy().reshape(rows, columns // 2),
-            block_scales=weight.block_scales.copy().reshape(rows, columns // BLOCK_SIZE),
+            packed=parts[names.weight].copy().reshape(rows, columns // 2),
+            block_scales=parts[names.block_scale].copy().reshape(rows, columns // BLOCK_SIZE),
             global_scale=global_scale,
         )
-        (stored,) = struct.unpack("<f", weight.global_scale)
+        (stored,) = struct.unpack("<f", raw)
         theirs = decoder(written.packed, written.block_scales, stored)
         if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
-            self.found.decoder_mismatches.add(weight.module)
-
-    def _count(self, found: CheckedWeight) -> None:
-        role = self.result.modules[found.module].parts.role
-        self.found.totals.add(role, found.metrics, has_exact_scale=found.has_exact_scale)
+            self.found.decoder_mismatches.add(module)
 
     def settle(self) -> None:
-        """Check the modules taken so far, and close the source's files."""
-        for key in list(self._held):
-            self._submit(key)
+        """Wait for the modules taken so far, and close the source's files."""
         wait(self._pending)
         self.reader.release()
-
-    def take(self) -> dict[str, CheckedWeight]:
-        """Check the modules taken so far; return those that were not returned before, in the order of the shards."""
-        self.settle()
-        new = {found.module: found for future in self._pending for found in future.result()}
+        measured = [future.result() for future in self._pending]
         self._pending.clear()
-        self.found.checked |= {module: replace(found, metrics=None) for module, found in new.items()}
-        return new
-
-    @property
-    def is_between_modules(self) -> bool:
-        """Return whether no module has tensors in the shards read so far and in later ones."""
-        return not self._parts
-
-    def restore(self, identity: str) -> dict[str, ScanResult]:
-        """Take the findings on the shards that need not be read again."""
-        known = dict[str, ScanResult]()
-        for shard in self.result.headers:
-            try:
-                kept = read_sealed(ShardFound, _kept_folder(self.result.folder) / f"{shard}.json")
-            except K2ConvertError:
-                break
-            if kept.identity != identity or not kept.checked.keys() <= self.result.modules.keys():
-                break  # what follows may share a module with this one
-            known[shard] = kept.scan
-            self.found.decoder_mismatches |= kept.decoder_mismatches
-            for weight in kept.checked.values():
-                self._count(weight)
-                self.found.checked[weight.module] = replace(weight, metrics=None)
-        return known
+        self.found.measured |= dict(measured)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFound:
-    """Findings on one shard: DEST/.k2convert/check/SHARD.json, sealed, until the validation ends.
+def _changed_codes(source: SourceWeight, packed: Bytes, scale: float) -> int | None:
+    """Return how many bytes of codes differ from an MXFP4 source's, in groups that are not below the window of a cast.
 
-    `identity` is that of the validation.
+    None for other sources, and for a global scale that is no power of two.
     """
-
-    identity: Digest
-    scan: ScanResult
-    checked: dict[str, CheckedWeight]
-    decoder_mismatches: set[str]
-
-
-def validation_identity(
-    result: Result, rule: Rule | None, recorded: Mapping[str, ProjectionRecord], *, with_library: bool
-) -> str | None:
-    """Return the identity of a validation of a local result; None if a shard is not there.
-
-    It stands for all that the findings follow from: files by size and times, headers, options, this version.
-    """
-    digest = blake3()
-    job = None if result.ledger is None else result.ledger.digest
-    statistics = None
-    if result.calibration is not None:
-        statistics = getattr(result.calibration.statistics, "digest", None)
-    options = (__version__, ARITHMETIC_VERSION, rule, with_library, statistics, job)
-    scales = {module: projection.global_scale for module, projection in recorded.items()}
-    digest.update(repr((options, sorted(scales.items()))).encode())
-    for checkpoint in (result, result.source):
-        if checkpoint is None:
-            continue
-        for shard, header in checkpoint.headers.items():
-            try:
-                found = (checkpoint.folder / shard).stat()
-            except OSError:
-                return None
-            state = (shard, header.digest, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-            digest.update(repr(state).encode())
-    return digest.hexdigest()
-
-
-def num_kept(folder: Path) -> int:
-    """Return on how many shards of a result an interrupted validation left its findings."""
-    return len(list_folder(_kept_folder(folder)))
-
-
-def forget_shards(folder: Path) -> None:
-    """Remove the findings of a validation that has ended. Behind a link there are none."""
-    kept = _kept_folder(folder)
-    with suppress(OSError, K2ConvertError):
-        remove_folder(kept, root=folder)
-        kept.parent.rmdir()  # if there is nothing else in it
-
-
-def _kept_folder(folder: Path) -> Path:
-    return folder / WORK_FOLDER / VALIDATION_FOLDER
+    fraction, exponent = np.frexp(scale)
+    if not isinstance(source, Mxfp4Weight) or fraction != 0.5:
+        return None
+    groups = source.groups()
+    written = packed.reshape(-1, GROUP_BYTES)
+    if np.array_equal(groups, written):
+        return 0
+    steps = source.scale_bytes.reshape(-1).astype(np.int64) - SCALE_BIAS - (int(exponent) - 1)
+    is_copied = (steps >= SMALLEST_STEP) | is_empty(groups)
+    return int(np.count_nonzero((groups != written)[is_copied]))

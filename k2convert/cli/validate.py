@@ -13,12 +13,12 @@ from k2convert.check.layers.result import LayersReport, Variant, labels
 from k2convert.check.remote import folder_bytes
 from k2convert.check.results import (
     MAX_OFFENDERS,
+    CertificateReport,
     ContractReport,
     ValidationReport,
     WeightsReport,
     validation_document,
 )
-from k2convert.check.shards import num_kept
 from k2convert.check.validate import LayersRequest, validate_checkpoint
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
@@ -34,7 +34,6 @@ from k2convert.errors import (
     CheckpointError,
     InvalidCheckpointError,
     K2ConvertError,
-    counted,
     format_bytes,
     remedy,
     require_extra,
@@ -96,7 +95,7 @@ def validate(options: ValidateOptions) -> None:
             cost = _say_layers_cost(opened, request)
         extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
         display = Display("validate", extent)
-        say_when_interrupted(partial(_how_far, opened.folder), resumes=False)
+        say_when_interrupted(lambda: NOTHING_KEPT, resumes=False)
         with display as events:
             found = validate_checkpoint(
                 folder=opened.folder,
@@ -122,12 +121,6 @@ def validate(options: ValidateOptions) -> None:
             ref = parse_repo(found.folder)
         name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
         print_serve(name, folder=opened.folder, revision=revision)
-
-
-def _how_far(folder: Path) -> str:
-    if not (num_checked := num_kept(folder)):
-        return NOTHING_KEPT
-    return f"{counted(num_checked, 'shard')} checked. The same command resumes"
 
 
 def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
@@ -249,29 +242,27 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
-    rule = weights.rule
-    if rule.skip_reason:
-        print_line(f"rule: skipped ({rule.skip_reason})")
-    elif rule.tensors > rule.measured:
-        sampled = f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
-        by = "by the rule's arithmetic (it has no kernel)"
-        if rule.sampled_blocks:
-            by = sampled
-        print_line(
-            f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors regenerated from the source, all "
-            f"{rule.blocks:,} blocks {by}; {len(rule.mismatches):,} tensors differ"
-        )
-    if rule.measured:
-        print_line(
-            f"rule {rule.rule}: {rule.measured:,} tensors measured against the source, not regenerated, because their "
-            "rule needs the calibration; their global scales were regenerated"
-        )
-    for module, problem in list(rule.mismatches.items())[:MAX_OFFENDERS]:
-        print_line(f"rule {rule.rule}: {module}: {problem}")
+    _show_certificate(weights.certificate)
     _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
     _show_comparison_with(
         "library decoder", weights.decoder_compared, weights.decoder_mismatches, "only with --reference"
     )
+
+
+def _show_certificate(certificate: CertificateReport) -> None:
+    if not certificate.tensors:
+        print_line(f"certificate: skipped ({certificate.skip_reason or 'no tensor is converted'})")
+        return
+    rows = f"all {certificate.rows:,} rows" if certificate.is_whole else f"{certificate.rows:,} rows, drawn by a hash,"
+    by = f"by the conditions of rule {certificate.rule}"
+    if certificate.skip_reason:
+        by = f"by their error alone ({certificate.skip_reason})"
+    print_line(
+        f"certificate: {rows} of {certificate.tensors:,} tensors checked {by}, {certificate.copies:,} copies compared; "
+        f"{len(certificate.mismatches):,} differ"
+    )
+    for name, problem in list(certificate.mismatches.items())[:MAX_OFFENDERS]:
+        print_line(f"certificate: {name}: {problem}")
 
 
 def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], skip_reason: str) -> None:

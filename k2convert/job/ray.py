@@ -57,6 +57,7 @@ from k2convert.job import resources
 from k2convert.job.locations import shown_as
 from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard, shard_task
+from k2convert.job.transfers import check_for_upload
 from k2convert.machine import available_memory, num_cores
 from k2convert.records.events import Events
 from k2convert.records.ledger import ShardRecord
@@ -190,7 +191,8 @@ def do_on_node(
             return convert_shard(task, threads=threads)
         result = folder / "result"
         result.mkdir()
-        record = convert_shard(replace(task, destination=result), threads=threads)
+        task = replace(task, destination=result)
+        record = check_for_upload(task, convert_shard(task, threads=threads))
         branch = Branch(Hub(), target, branch_name(task.fingerprint))
         branch.send(record.shard, result / record.shard, sha256=record.sha256)
         return record

@@ -314,6 +314,10 @@ def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item:
         check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
     task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
     record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
+    if task.for_upload:
+        from k2convert.job.transfers import check_for_upload
+
+        record = check_for_upload(task, record)
     run.journal.record(record)
     run.records[item.name] = record
     if walk is not None:

@@ -3,14 +3,13 @@
 Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
 threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
-A shard for upload is validated at once: later neither it nor its source may be here.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -25,7 +24,6 @@ from k2convert.checkpoint.reader import Bytes, FileHash, ShardReader, is_finite,
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import CheckpointError, FormatError, InterruptedRun, MalformedFileError, remedy
 from k2convert.job.resources import Threads, encoded_header, open_threads
-from k2convert.models import find_family
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
@@ -57,7 +55,7 @@ class ShardTask:
     header_digests: dict[str, str]  # of the shards that are read
     inflight_bytes: int  # in memory at most
     family: str  # the name of the source's
-    for_upload: bool = False  # compute the sha256 too, and validate the written file with the source
+    for_upload: bool = False  # compute the sha256 too
     sha256: str | None = None  # of the source shard of that name, if a download left it and nearly all is read
     calibration: "Calibration | None" = None  # the statistics, for a recipe that uses them
     suffix: str = TEMPORARY_SUFFIX  # of the temporary file
@@ -90,8 +88,7 @@ def convert_shard(
 ) -> ShardRecord:
     """Write one shard and return its record, not in the journal yet.
 
-    Raises InterruptedRun when `stop` is set, CheckpointError, SourceReadError, DiskFullError, DestinationWriteError;
-    InvalidCheckpointError for a shard `for_upload` that does not validate; it is removed.
+    Raises InterruptedRun when `stop` is set, CheckpointError, SourceReadError, DiskFullError, DestinationWriteError.
     """
     shard = task.shard
     recipe = task.recipe
@@ -119,7 +116,7 @@ def convert_shard(
         work.check_source()
         digest = writer.commit()
     copied = [step.tensor for step in shard.steps if isinstance(step, CopyStep)]  # a bias may be all zero
-    record = ShardRecord(
+    return ShardRecord(
         shard=shard.name,
         fingerprint=task.fingerprint,
         blake3=digest,
@@ -130,23 +127,6 @@ def convert_shard(
         sha256=writer.sha256,
         zero_copies=tuple(t.name for t in copied if t.num_bytes and is_weight(t.name) and t.name not in has_values),
     )
-    if not task.for_upload:
-        return record
-    from k2convert.check.finished_shard import check_finished_shard
-
-    try:
-        checked = check_finished_shard(
-            path,
-            record,
-            source_folder=task.source_folder,
-            recipe=recipe,
-            calibration=task.calibration,
-            family=find_family(task.family),
-        )
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return replace(record, checked=checked)
 
 
 @contextmanager

@@ -6,10 +6,11 @@ it, so that a different machine can continue the job.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
+from k2convert.check.finished_shard import check_finished_shard
 from k2convert.checkpoint.files import discard_file, write_atomically
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.header import read_header
@@ -23,6 +24,8 @@ from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
 from k2convert.job.prepare import Job
 from k2convert.job.resources import Item
+from k2convert.job.shard import ShardTask
+from k2convert.models import find_family
 from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, PackedRecords
@@ -176,3 +179,24 @@ def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event, events
     download_shard(job.hub, remote, shard, target=path, stop=stop, arrived=arrived)
     if read_header(path).digest != job.source.checkpoint.headers[shard].digest:
         raise CheckpointError(f"{remote.repo}/{shard}: its header changed since planning. Run the same command again.")
+
+
+def check_for_upload(task: ShardTask, record: ShardRecord) -> ShardRecord:
+    """Validate a shard that was just written, while its source is here; return the record with the findings.
+
+    Raises InvalidCheckpointError if the shard is not what the source gives; its file is removed.
+    """
+    path = task.destination / record.shard
+    try:
+        checked = check_finished_shard(
+            path,
+            record,
+            source_folder=task.source_folder,
+            recipe=task.recipe,
+            calibration=task.calibration,
+            family=find_family(task.family),
+        )
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return replace(record, checked=checked)

@@ -88,6 +88,13 @@ class DecodedError:
     changed_codes: Count | None = None  # bytes of codes in the window of a cast; None without a cast
 
     @property
+    def lossless_tensors(self) -> int | None:
+        """1 if every value of a cast is the source's, else 0; None without a cast."""
+        if self.changed_codes is None:
+            return None
+        return int(self.squared_error == 0.0 and self.equal_nonzero == self.num_nonzero)
+
+    @property
     def relative_mse(self) -> float:
         """squared_error / energy; infinite if an all-zero source did not stay zero."""
         return ratio(self.squared_error, self.energy)
@@ -118,10 +125,10 @@ def is_weight(name: str) -> bool:
     return name.endswith(".weight")
 
 
-def doubt_of(metrics: WeightMetrics) -> str:
-    """Return what the codes of a source weight make doubtful; empty for most."""
-    count = metrics.num_minus_eight
-    total = metrics.num_codes
+def doubt_of(num_minus_eight: int | None, num_codes: int | None) -> str:
+    """Return what the codes of a source weight make doubtful; empty for most, and for other weights than INT4."""
+    count = num_minus_eight
+    total = num_codes
     if count is None or not total or count <= MOST_MINUS_EIGHT * total:
         return ""
     share = f"{100 * count / total:.0f} % of the codes are -8, which Moonshot's training never writes"
@@ -136,8 +143,7 @@ def proven(metrics: WeightMetrics, decoded: DecodedError | None) -> WeightMetric
         return metrics
     if decoded is None:
         return replace(metrics, lossless_tensors=None)
-    is_lossless = decoded.squared_error == 0.0 and decoded.equal_nonzero == decoded.num_nonzero
-    return replace(metrics, lossless_tensors=int(is_lossless))
+    return replace(metrics, lossless_tensors=decoded.lossless_tensors)
 
 
 def _is_scalar(data: str) -> str:
@@ -157,7 +163,8 @@ class ShardFindings:
     copied: tuple[str, ...]  # tensors with the source's bytes
     scaled: tuple[str, ...]  # those of them that smoothing changes
     decoded: dict[str, DecodedError]  # by module
-    sampled_blocks: dict[str, Count]  # that the reference arithmetic regenerated, 0 without a rule
+    certified_rows: dict[str, Count]  # that the certificate checked, by module
+    certified_whole: bool  # whether these are all
     invalid_scales: dict[str, Count]
     subnormal_scales: dict[str, Count]
     zero_blocks_with_codes: dict[str, Count]
@@ -182,7 +189,7 @@ class ShardRecord:
     def __post_init__(self) -> None:
         found = self.checked
         modules = {projection.module for projection in self.projections}
-        if found is not None and not found.decoded.keys() == found.sampled_blocks.keys() == modules:
+        if found is not None and not found.decoded.keys() == modules:
             raise ValueError("checked and projections name different modules")
 
     @property
@@ -332,7 +339,7 @@ def doubts(records: Iterable[ShardRecord]) -> list[str]:
                 continue
             if projection.metrics.energy == 0.0:
                 zeros.append(projection.module)
-            elif doubt := doubt_of(projection.metrics):
+            elif doubt := doubt_of(projection.metrics.num_minus_eight, projection.metrics.num_codes):
                 minus_eights[projection.module] = doubt
     found = list[str]()
     if zeros:

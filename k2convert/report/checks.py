@@ -89,21 +89,14 @@ def _layer_sentences(skipped: Any, layers: list[Mapping[str, Any]]) -> Iterator[
 def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
     if not weights:
         return
-    rule = weights["rule"]
-    measured = int(rule["measured"])
-    wrong = len(rule["mismatches"])
-    if (regenerated := int(rule["tensors"]) - measured) > 0:
-        outcome = "all are byte for byte the same"
-        if wrong:
-            outcome = f"{wrong:,} differ"
+    certificate = weights.get("certificate")  # documents of earlier releases have none
+    if certificate and int(certificate["tensors"]):
+        wrong = len(certificate["mismatches"])
+        outcome = f"{wrong:,} differ" if wrong else "none differs"
+        rows = "Every row" if certificate["is_whole"] else f"{int(certificate['rows']):,} rows"
         yield (
-            f"{regenerated:,} tensors were regenerated from the source by the rule {rule['rule']}: {outcome}. The "
-            f"reference arithmetic also computed {int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks."
-        )
-    if measured:
-        yield (
-            f"{measured:,} tensors were measured against the source. The rule {rule['rule']} chooses them in the "
-            "calibration, so they were not regenerated."
+            f"{rows} of {int(certificate['tensors']):,} converted tensors, and {int(certificate['copies']):,} copies, "
+            f"were compared with the source by code that shares nothing with the conversion: {outcome}."
         )
     for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         if compared := int(weights[key]["compared"]):

@@ -129,7 +129,7 @@ def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     assert "lossless_tensors" not in total
     assert (total["cast_tensors"], total["min_source_byte"], total["max_source_byte"]) == (36, 0, 252)
     validated = run_here("validate", tmp_path / "out", "--source", k3_edges, "--reference", code=0).stdout
-    assert "36 tensors regenerated from the source" in validated
+    assert "of 36 tensors checked by the conditions of rule mse" in validated
     assert "rule 5 warn" in validated
     run_here("report", tmp_path / "out", "--source", k3_edges, code=0)
     assert words in (tmp_path / "out" / "report.md").read_text()

@@ -5,7 +5,7 @@ once in file order, in batches of whole tensors. The next batch is read while th
 the bytes too: to hash whole shards, or to decode converted tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -87,13 +87,12 @@ def scan_shards(
     tensor_visitor: TensorBytes | None = None,
     events: Events = SILENT,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    known: Mapping[str, "ScanResult"] | None = None,
-    finished: Callable[[str, "ScanResult"], object] | None = None,
+    finished: Callable[[str, str], object] | None = None,
 ) -> ScanResult:
     """Read every readable shard once; raises SourceReadError if reading fails.
 
-    `around` makes the context in which a shard is read: its files are opened and closed inside it. Shards in `known`
-    are not read. `finished` gets what was found on each of the others.
+    `around` makes the context in which a shard is read: its files are opened and closed inside it. `finished` gets the
+    name and the blake3 of each shard that was read, inside it too.
     """
     found = ScanResult()
     targets = _targets(result)
@@ -103,19 +102,14 @@ def scan_shards(
         ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
+        scan = _Scan(result, targets, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
         for shard, header in result.headers.items():
-            if known is not None and shard in known:
-                found.add(known[shard])
-                continue
-            part = ScanResult()
-            scan = _Scan(result, targets, reader, source_reader, part, ahead, shard_visitor, tensor_visitor, events)
             with around(shard):
-                part.digests[shard] = scan.shard(header)
+                found.digests[shard] = scan.shard(header)
                 reader.release()
                 source_reader.release()
-            if finished is not None:
-                finished(shard, part)
-            found.add(part)
+                if finished is not None:
+                    finished(shard, found.digests[shard])
         for shard in result.unreadable:
             path = result.folder / shard
             if path.is_file():

@@ -1,0 +1,650 @@
+"""The verdict on a converted shard, from the bytes of result and source by the format documents alone.
+
+Only the standard library and NumPy are imported, and no other module of the package, so a fault that the conversion
+has in common with other readers of a checkpoint is found here. Headers and numbers are decoded anew:
+
+    INT4    q * s       q + 8 in 4 bits, the even column in the low nibble; BF16 s for 32 columns of a row
+    MXFP4   v * 2**e    E2M1 v, the even column in the low nibble; e = byte - 127 for 32 columns of a row
+    NVFP4   v * b * g   E2M1 v, the even column in the low nibble; E4M3 b for 16 columns; FP32 g, or 1/g in the layout
+                        compressed-tensors
+
+Modules, experts and partners are found by their names. A right result fulfills these conditions:
+
+    g        mse, gptq: the least 2**k, k >= -126, with 448 * g >= 2.6 * s_max; of MXFP4 2**(k_max - 8).
+             max: amax / 2688. Over gate and up together. s_max of BF16 is amax / 7. 1.0 if there is nothing but zeros
+    mse      every code is the nearest under its scale, ties to even, never -0. No normal E4M3 number up to three steps
+             away has less error, none above it the same. MXFP4: codes are copied, scales are the powers of two
+    max      block scales and codes are those of the formula, in FP32 from BF16 weights
+    others   no row or block has far more error than rounding to nearest with the scale amax / 6
+    copies   the source's bytes; under smoothing, the source's numbers times the power of two of their column
+
+Every weight of a shard of up to `ALL_WEIGHTS` is checked. Of a larger one, rows are drawn: at least one in 1,024 and
+two of every tensor, and its last one. A hash of the tensor's name and the shard's content draws them, so a conversion
+cannot know them. Global and input scales, dtypes and shapes are always checked.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+Rows = NDArray[np.int64]
+Exponents = NDArray[np.int8]
+
+KNOWN_RULES: Final = ("max", "mse", "gptq")
+ALL_WEIGHTS: Final = 1 << 22
+LEAST_SHARE: Final = 1 / 1024
+MOST_ROW_ERROR: Final = 8.0
+MOST_BLOCK_ERROR: Final = 32.0
+"""Times the error of rounding to nearest. GPTQ has up to 1.9 in a row and 4.8 in a block of tests/data/k2-tiny."""
+_TOO_MUCH: Final = "have far more error than rounding to nearest"
+_CHUNK: Final = 1 << 18  # weights checked at once
+_PAGE: Final = 4096
+
+_E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E4M3: Final = np.array(
+    [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:127] + [math.nan] * 129
+)
+_GROUP: Final = 32
+_BLOCK: Final = 16
+_PARAMETERS: Final = {
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+}
+_DIVISORS: Final = ("compressed-tensors",)  # layouts that store 1/g
+_PARTNERS: Final = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_DOWN: Final = ("down_proj", "w2")
+_NORM: Final = re.compile(r".*\.layers\.(\d+)\.post_attention_layernorm\.weight")
+_READERS: Final = re.compile(
+    r".*\.layers\.(\d+)\.mlp\.(?:gate|(?:shared_experts|experts\.\d+)\.(?:gate|up)_proj)\.weight(?:_packed|_scale\w*)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a result says of its conversion. None: it does not say.
+
+    rule           "max", "mse" or "gptq"; of any other only codes, scales and the error are checked
+    layout         "modelopt" or "compressed-tensors"
+    input_scales   those of gate and up, and of down; empty in W4A16
+    roles          of the weights that are converted
+    exponents      of smoothing, by layer: int8 [K], a in the norm's w * 2**a
+    """
+
+    rule: str | None = None
+    layout: str | None = None
+    input_scales: tuple[float, ...] | None = None
+    roles: tuple[str, ...] | None = None
+    exponents: Mapping[int, NDArray[np.int8]] = field(default_factory=dict[int, NDArray[np.int8]])
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Findings: rows checked by module, number of copies compared, and what is wrong, by tensor or module.
+
+    `errors` are energy and squared error of the modules of which every row was checked.
+    """
+
+    rows: dict[str, int] = field(default_factory=dict[str, int])
+    copies: int = 0
+    all_rows: bool = True
+    problems: dict[str, str] = field(default_factory=dict[str, str])
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    def add(self, other: "Verdict") -> None:
+        """Add the findings on another shard."""
+        self.rows |= other.rows
+        self.copies += other.copies
+        self.all_rows &= other.all_rows
+        self.problems |= other.problems
+        self.errors |= other.errors
+
+
+class Fault(Exception):  # noqa: N818
+    """What is wrong with one tensor or module."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file, by its header: bytes [begin, end) of the file."""
+
+    file: "ShardFile"
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def read(self, begin: int = 0, end: int | None = None) -> U8:
+        """Return bytes [begin, end) of the tensor."""
+        return self.file.read(self.begin + begin, self.end if end is None else self.begin + end)
+
+    def rows(self, rows: Rows) -> U8:
+        """Return the bytes of some ascending rows, [R, bytes of a row]."""
+        width = (self.end - self.begin) // self.shape[0]
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == rows.size:
+            return self.read(first * width, (last + 1) * width).reshape(-1, width)
+        return np.stack([self.read(row * width, (row + 1) * width) for row in rows.tolist()])
+
+
+class ShardFile:
+    """An open safetensors file: 8 bytes with the length of the header, the header, the tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
+        header: dict[str, Any] = json.loads(self.read(8, 8 + length).tobytes())
+        header.pop("__metadata__", None)
+        self.tensors: dict[str, Tensor] = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            self.tensors[name] = Tensor(self, entry["dtype"], tuple(entry["shape"]), begin, end)
+
+    def read(self, begin: int, end: int) -> U8:
+        """Return bytes [begin, end); Fault if the file ends before."""
+        data = bytearray()
+        while len(data) < end - begin:
+            part = os.pread(self._descriptor, end - begin - len(data), begin + len(data))
+            if not part:
+                raise Fault(f"the file ends before byte {end:,}")
+            data += part
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name. `locate` says in which file one lies; None: in none."""
+
+    def __init__(self, locate: Callable[[str], Path | None]) -> None:
+        self._locate = locate
+        self._files: dict[Path, ShardFile] = {}
+        self._lock = Lock()
+
+    def release(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def file(self, path: Path) -> ShardFile:
+        """Return an open file."""
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = ShardFile(path)
+            return self._files[path]
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor by its name; None if there is none."""
+        path = self._locate(name)
+        return None if path is None else self.file(path).tensors.get(name)
+
+    def get(self, name: str) -> Tensor:
+        """Return a tensor by its name; Fault if there is none."""
+        tensor = self.find(name)
+        if tensor is None:
+            raise Fault(f"there is no {name}")
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceWeight:
+    """A weight [N, K] of the source, INT4, MXFP4 or BF16, column j over 2**a_j where there are exponents."""
+
+    kind: str
+    codes: Tensor
+    scales: Tensor | None
+    shape: tuple[int, int]
+    exponents: Exponents | None
+
+    def values(self, rows: Rows) -> F64:
+        """Return the exact weights of some rows, float64 [R, K]."""
+        data = self.codes.rows(rows)
+        if self.scales is None:
+            values = _bf16(data)
+        else:
+            values = self._numbers(data) * self._units(self.scales.rows(rows)).repeat(_GROUP, axis=1)
+        return values if self.exponents is None else np.ldexp(values, -self.exponents.astype(np.int32))
+
+    def _numbers(self, data: U8) -> F64:
+        nibbles = _nibbles(data)
+        return nibbles.astype(np.float64) - 8 if self.kind == "INT4" else _E2M1[nibbles]
+
+    def _units(self, scales: U8) -> F64:
+        return _bf16(scales) if self.kind == "INT4" else np.ldexp(1.0, scales.astype(np.int32) - 127)
+
+    def scale_max(self) -> float:
+        """Return the largest INT4 scale, over the powers of two of its columns; the largest |w| of a BF16 weight."""
+        if self.scales is None:
+            return self.amax()
+        units = np.abs(self._units(self.scales.read().reshape(self.shape[0], -1)))
+        if self.exponents is not None:
+            units = np.ldexp(units, -self.exponents.reshape(-1, _GROUP).min(axis=1).astype(np.int32))
+        return float(units.max(initial=0.0))
+
+    def amax(self) -> float:
+        """Return the largest |w| after rounding to BF16."""
+        if self.scales is None or self.exponents is not None:
+            rows = max(1, _CHUNK // self.shape[1])
+            parts = (np.arange(i, min(i + rows, self.shape[0])) for i in range(0, self.shape[0], rows))
+            return max((float(np.abs(_to_bf16(self.values(part))).max(initial=0.0)) for part in parts), default=0.0)
+        units = np.abs(self._units(self.scales.read())).reshape(-1)
+        most = 8.0 if self.kind == "INT4" else 6.0
+        largest = 0.0
+        candidates = np.flatnonzero(units == units.max(initial=0.0))[:_GROUP]  # most weights are answered by these
+        for _ in range(2):
+            sizes = np.abs(self._group_numbers(candidates)).max(axis=1, initial=0.0)
+            largest = max(largest, float(_to_bf16(sizes * units[candidates]).max(initial=0.0)))
+            candidates = np.flatnonzero(_to_bf16(units * most) > largest)
+        return largest
+
+    def largest_exponent(self) -> int | None:
+        """Return the largest exponent of an MXFP4 group that has anything but zeros; None if there is none."""
+        assert self.scales is not None
+        scales = self.scales.read().reshape(-1)
+        for byte in np.flatnonzero(np.bincount(scales, minlength=256))[::-1].tolist():
+            groups = np.flatnonzero(scales == byte)
+            for start in range(0, groups.size, _GROUP):
+                if self._group_numbers(groups[start : start + _GROUP]).any():
+                    return byte - 127
+        return None
+
+    def _group_numbers(self, groups: Rows) -> F64:
+        """Return q or v of some groups, float64 [M, 32]."""
+        width = _GROUP // 2
+        if 16 * groups.size > self.shape[0] * self.shape[1] // _GROUP:
+            data = self.codes.read().reshape(-1, width)[groups]
+        else:
+            parts = [self.codes.read(group * width, (group + 1) * width) for group in groups.tolist()]
+            data = np.stack(parts) if parts else np.empty((0, width), dtype=np.uint8)
+        return self._numbers(data)
+
+
+class Certificate:
+    """The checks of one result.
+
+    `result` and `source` say in which file a tensor lies; headers decide what it is. Files stay open until `release`.
+    """
+
+    def __init__(
+        self, *, result: Callable[[str], Path | None], source: Callable[[str], Path | None], claim: Claim
+    ) -> None:
+        self.written = Checkpoint(result)
+        self.before = Checkpoint(source)
+        self.claim = claim
+        self.global_scale = lru_cache(maxsize=64)(self._global_scale)
+
+    def release(self) -> None:
+        """Close all files."""
+        self.written.release()
+        self.before.release()
+
+    def check_shard(self, path: Path, *, seed: str) -> Verdict:
+        """Check the modules whose global scales lie in this shard, and its copies; OSError if a file cannot be read.
+
+        `seed` is the hash of the shard.
+        """
+        return _ShardCheck(self, seed).run(self.written.file(path))
+
+    def source_weight(self, module: str) -> SourceWeight:
+        """Return the weight of a module in the source; Fault if there is none."""
+        codes = self.before.find(f"{module}.weight_packed")
+        if codes is None:
+            codes = self.before.get(f"{module}.weight")
+            is_right = codes.dtype == "BF16" and len(codes.shape) == 2
+            _expect(is_right, f"the source's weight is {codes.dtype} {codes.shape}")
+            return SourceWeight("BF16", codes, None, codes.shape, self.exponents(f"{module}.weight"))
+        kind, wide, dtypes = ("INT4", 8, ("BF16",)) if codes.dtype == "I32" else ("MXFP4", 2, ("U8", "F8_E8M0"))
+        scales = self.before.get(f"{module}.weight_scale")
+        shape = (codes.shape[0], codes.shape[1] * wide)
+        is_right = scales.dtype in dtypes and scales.shape == (shape[0], shape[1] // _GROUP)
+        is_right &= codes.dtype in ("I32", "U8")
+        _expect(is_right, f"the source's codes {codes.dtype} {codes.shape} have scales {scales.dtype} {scales.shape}")
+        return SourceWeight(kind, codes, scales, shape, self.exponents(f"{module}.weight_packed"))
+
+    def exponents(self, name: str) -> Exponents | None:
+        """Return a [K] of a tensor whose columns smoothing divides by 2**a; None: it does not."""
+        reader = _READERS.fullmatch(name)
+        exponents = None if reader is None else self.claim.exponents.get(int(reader[1]))
+        return None if exponents is None or not exponents.any() else exponents
+
+    def _global_scale(self, module: str) -> float | None:
+        """Return the scale that the rule gives a module; None if the rule is not known, Fault if it has none."""
+        if self.claim.rule not in KNOWN_RULES:
+            return None
+        names = [module]
+        partner = _partner(module)
+        if partner is not None and any(self.before.find(f"{partner}.{p}") for p in ("weight_packed", "weight")):
+            names.append(partner)
+        weights = [self.source_weight(name) for name in names]
+        if self.claim.rule == "max":
+            amax = max(weight.amax() for weight in weights)
+            return float(np.float32(amax) / np.float32(2688)) if amax else 1.0
+        if any(weight.kind == "MXFP4" for weight in weights):
+            exponents = [e for e in (weight.largest_exponent() for weight in weights) if e is not None]
+            return 2.0 ** max(max(exponents) - 8, -126) if exponents else 1.0
+        largest = Fraction(max(weight.scale_max() for weight in weights))
+        if all(weight.kind == "BF16" for weight in weights):
+            largest /= 7
+        if not largest:
+            return 1.0
+        exponent = -126
+        while 448 * Fraction(2) ** exponent < Fraction(26, 10) * largest:
+            exponent += 1
+        return 2.0**exponent
+
+
+class _ShardCheck:
+    def __init__(self, certificate: Certificate, seed: str) -> None:
+        self.written = certificate.written
+        self.before = certificate.before
+        self.claim = certificate.claim
+        self.certificate = certificate
+        self.seed = seed
+        self.found = Verdict()
+        self.share = 1.0
+
+    def run(self, file: ShardFile) -> Verdict:
+        names = [name.rpartition(".") for name in file.tensors]
+        modules = {m: layout for m, _, p in names for layout, own in _PARAMETERS.items() if p == own[2]}
+        of_modules = {f"{module}.{p}" for module, layout in modules.items() for p in _PARAMETERS[layout]}
+        weights = sum(2 * (t.end - t.begin) for n, t in file.tensors.items() if n in of_modules and t.dtype == "U8")
+        self.share = min(1.0, max(LEAST_SHARE, ALL_WEIGHTS / max(weights, 1)))
+        self.found.all_rows = self.share == 1.0
+        for module, layout in modules.items():
+            self._guarded(module, lambda m=module, y=layout: self._module(m, y))
+        for name, tensor in file.tensors.items():
+            if name not in of_modules:
+                self._guarded(name, lambda n=name, t=tensor: self._copy(n, t))
+        return self.found
+
+    def _guarded(self, name: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Fault as fault:
+            self.found.problems[name] = str(fault)
+
+    def _module(self, module: str, layout: str) -> None:
+        claim = self.claim
+        self.found.rows[module] = 0
+        _expect(claim.layout in (None, layout), f"is in the layout {layout}, but the recipe's is {claim.layout}")
+        role = _role(module)
+        is_named = claim.roles is None or role is None or role in claim.roles
+        _expect(is_named, f"was converted, but the recipe does not name {role}")
+        weight = self.certificate.source_weight(module)
+        rows, columns = weight.shape
+        codes = self._tensor(f"{module}.{_PARAMETERS[layout][0]}", "U8", (rows, columns // 2))
+        scales = self._tensor(f"{module}.{_PARAMETERS[layout][1]}", "F8_E4M3", (rows, columns // _BLOCK))
+        g = self._scalars(module, layout)
+        chosen = self._rows(module, rows)
+        self.found.rows[module] = chosen.size
+        energy = error = 0.0
+        step = max(1, _CHUNK // columns)
+        for part in (chosen[start : start + step] for start in range(0, chosen.size, step)):
+            written = Written(_nibbles(codes.rows(part)), scales.rows(part), g)
+            values = weight.values(part)
+            difference = values - written.values()
+            energy += float((values**2).sum())
+            error += float((difference**2).sum())
+            self._conditions(weight, part, values, written)
+        if self.found.all_rows:
+            self.found.errors[module] = (energy, error)
+
+    def _conditions(self, weight: SourceWeight, rows: Rows, values: F64, written: "Written") -> None:
+        _expect(bool((written.scales < 0x7F).all()), "has block scales that are negative or NaN")
+        rule = self.claim.rule
+        if rule == "max":
+            _check_max(values, written)
+        elif rule == "mse" and weight.scales is not None and weight.kind == "MXFP4":
+            _check_cast(_nibbles(weight.codes.rows(rows)), weight.scales.rows(rows), written)
+        elif rule == "mse":
+            _check_nearest(values, written)
+            _check_best(values, written)
+        else:
+            _check_error(values, written)
+
+    def _tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.written.get(name)
+        is_right = (tensor.dtype, tensor.shape) == (dtype, shape)
+        _expect(is_right, f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+        return tensor
+
+    def _scalars(self, module: str, layout: str) -> float:
+        """Check global scale and input scale; return g."""
+        _, _, scale, input_scale = _PARAMETERS[layout]
+        is_divisor = layout in _DIVISORS
+        shape = (1,) if is_divisor else ()
+        stored = self._tensor(f"{module}.{scale}", "F32", shape).read().tobytes()
+        (number,) = struct.unpack("<f", stored)
+        _expect(0 < number < math.inf, f"{scale} is {number!r}")
+        g = 1 / number if is_divisor else number
+        expected = self.certificate.global_scale(module)
+        if expected is not None:
+            wanted = struct.pack("<f", 1 / expected if is_divisor else expected)
+            _expect(stored == wanted, f"{scale} is {number!r}, the rule gives {struct.unpack('<f', wanted)[0]!r}")
+            g = expected
+        else:
+            partner = _partner(module)
+            other = None if partner is None else self.written.find(f"{partner}.{scale}")
+            _expect(other is None or other.read().tobytes() == stored, f"{scale} differs between gate and up")
+        wanted = self.claim.input_scales
+        if wanted is not None and not wanted:
+            _expect(self.written.find(f"{module}.{input_scale}") is None, f"has {input_scale}, but is W4A16")
+        elif wanted is not None:
+            value = wanted[module.endswith(_DOWN)]
+            found = self._tensor(f"{module}.{input_scale}", "F32", shape).read().tobytes()
+            is_right = found == struct.pack("<f", 1 / value if is_divisor else value)
+            _expect(is_right, f"{input_scale} is {struct.unpack('<f', found)[0]!r}, the recipe's is {value!r}")
+        return g
+
+    def _rows(self, name: str, rows: int) -> Rows:
+        """Draw the rows to check, in ascending order."""
+        count = max(2, math.ceil(rows * self.share))
+        if count >= rows:
+            return np.arange(rows)
+        return np.unique(np.append(self._draw(name).choice(rows, count, replace=False), rows - 1))
+
+    def _draw(self, name: str) -> np.random.Generator:
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        before = self.before.get(name)
+        is_same = (tensor.dtype, tensor.shape, tensor.end - tensor.begin) == (
+            before.dtype, before.shape, before.end - before.begin,
+        )  # fmt: skip
+        _expect(is_same, f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}")
+        role = _role(name.rpartition(".")[0])
+        is_left = tensor.dtype != "I32" and self.claim.roles is not None and role in self.claim.roles
+        _expect(not is_left, f"was copied, but the recipe names {role}")
+        self.found.copies += 1
+        for begin, end in self._pieces(name, tensor.end - tensor.begin):
+            self._compare(name, before.dtype, begin, before.read(begin, end), tensor.read(begin, end))
+
+    def _pieces(self, name: str, size: int) -> list[tuple[int, int]]:
+        """Return the bytes of a copy to compare: all of a small shard, else drawn pages, the first and the last one."""
+        if self.share == 1.0 or size <= 2 * _PAGE:
+            return [(begin, min(begin + (1 << 22), size)) for begin in range(0, size, 1 << 22)]
+        pages = math.ceil(size / _PAGE)
+        drawn = self._draw(name).choice(pages, math.ceil(pages * self.share), replace=False).tolist()
+        return [(page * _PAGE, min(page * _PAGE + _PAGE, size)) for page in sorted({0, *drawn, pages - 1})]
+
+    def _compare(self, name: str, dtype: str, begin: int, before: U8, after: U8) -> None:
+        norm = _NORM.fullmatch(name)
+        exponents = self.claim.exponents.get(int(norm[1])) if norm is not None else None
+        if exponents is None and (divided := self.certificate.exponents(name)) is not None:
+            exponents = -divided
+        if exponents is None:
+            _expect(np.array_equal(before, after), "is not the source's, byte for byte")
+            return
+        _expect(dtype in ("BF16", "F32"), f"is {dtype}, but smoothing scales its columns")
+        old, new = (_bf16(x) if dtype == "BF16" else x.view("<f4").astype(np.float64) for x in (before, after))
+        columns = (begin // (2 if dtype == "BF16" else 4) + np.arange(old.size)) % exponents.size
+        is_scaled = np.ldexp(old, exponents[columns].astype(np.int32)) == new
+        is_scaled &= np.signbit(old) == np.signbit(new)
+        _expect(bool(is_scaled.all()), "is not the source's times the powers of two of its columns")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """Rows of a result: nibbles [R, K], block scales [R, K/16] and g."""
+
+    nibbles: U8
+    scales: U8
+    g: float
+
+    def values(self) -> F64:
+        """Return v * b * g, float64 [R, K]."""
+        return _E2M1[self.nibbles] * (_E4M3[self.scales] * self.g).repeat(_BLOCK, axis=1)
+
+    @property
+    def codes(self) -> U8:
+        """The codes without their signs, [16, M]: the elements of each block below one another."""
+        return _blocks(self.nibbles & 7)
+
+
+def _partner(module: str) -> str | None:
+    """Return the module that shares the global scale of this one; None for a down projection."""
+    parent, _, last = module.rpartition(".")
+    return f"{parent}.{_PARTNERS[last]}" if last in _PARTNERS else None
+
+
+def _role(module: str) -> str | None:
+    if ".shared_experts." in module:
+        return "shared_experts"
+    if re.search(r"\.experts\.\d+\.", module):
+        return "experts"
+    if re.search(r"\.layers\.\d+\.mlp\.(gate|up|down)_proj$", module):
+        return "dense_mlp"
+    return None
+
+
+def _expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise Fault(problem)
+
+
+def _count(wrong: NDArray[np.bool_], what: str) -> None:
+    if wrong.any():
+        raise Fault(f"{np.count_nonzero(wrong):,} of {wrong.size:,} {what}")
+
+
+def _nibbles(data: U8) -> U8:
+    """Return two nibbles for each byte, the low one first."""
+    nibbles = np.empty((*data.shape[:-1], 2 * data.shape[-1]), dtype=np.uint8)
+    nibbles[..., 0::2] = data & 15
+    nibbles[..., 1::2] = data >> 4
+    return nibbles
+
+
+def _blocks(rows: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(rows.reshape(-1, _BLOCK).T)
+
+
+def _bf16(data: U8) -> F64:
+    return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def _to_bf16(values: F64) -> F64:
+    """Round numbers of at most 24 bits to BF16, ties to even."""
+    with np.errstate(over="ignore"):
+        bits = values.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def _nearest(ratio: NDArray[Any]) -> F64:
+    """Return the E2M1 number next to each number >= 0, ties to the even code: steps are .5, 1 and 2."""
+    unit = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
+    return np.minimum(np.rint(ratio / unit) * unit, 6.0)
+
+
+def _check_nearest(values: F64, written: Written) -> None:
+    sizes = np.abs(_blocks(values))
+    nearest = _nearest(sizes / (_E4M3[written.scales.reshape(-1)] * written.g))
+    _count(_E2M1[written.codes] != nearest, "codes are not the nearest ones")
+    is_negative = _blocks(values < 0) & (nearest > 0)
+    _count((_blocks(written.nibbles) >= 8) != is_negative, "signs are not the source's")
+
+
+def _check_best(values: F64, written: Written) -> None:
+    sizes = np.abs(_blocks(values))
+    scales = written.scales.reshape(-1).astype(np.int64)
+    is_zero = ~sizes.any(axis=0)
+    _count((scales != 0x38) & is_zero, "blocks of zeros have another scale than 1")
+    _count((scales < 8) & ~is_zero, "block scales are below 2**-6")
+    errors = {0: _block_errors(sizes, scales, written.g)}
+    for offset in (-3, -2, -1, 1, 2, 3):
+        near = scales + offset
+        exists = (near >= 8) & (near <= 0x7E) & ~is_zero
+        error = _block_errors(sizes, np.where(exists, near, scales), written.g)
+        is_better = error <= errors[0] if offset > 0 else error < errors[0]
+        _count(exists & is_better, "block scales are not the best ones, the larger one of equals")
+
+
+def _block_errors(sizes: F64, scales: Rows, g: float) -> F64:
+    """Return the squared error of each block, its terms added in their order, float64 [M]."""
+    steps = _E4M3[scales] * g
+    terms = (sizes - _nearest(sizes / steps) * steps) ** 2
+    error = terms[0].copy()
+    for term in terms[1:]:
+        error += term
+    return error
+
+
+def _check_max(values: F64, written: Written) -> None:
+    weights = _blocks(_to_bf16(values)).astype(np.float32)
+    g = np.float32(written.g)
+    with np.errstate(all="ignore"):
+        wanted = np.abs(weights).max(axis=0) / (np.float32(6) * g)
+        wanted = np.where(wanted == 0, np.float32(1), wanted).clip(2**-9, 448).astype(np.float64)
+        steps = _E4M3[written.scales.reshape(-1)].astype(np.float32) * g
+        ratio = weights / steps
+    # The nearest E4M3 number, ties to the even byte: its unit is an eighth of its power of two, 2**-9 at least.
+    unit = np.ldexp(1.0, np.maximum(np.frexp(wanted)[1] - 4, -9))
+    nearest = np.rint(wanted / unit) * unit
+    _count(_E4M3[written.scales.reshape(-1)] != nearest, "block scales are not the formula's")
+    codes = _nearest(np.where(np.isnan(ratio), 0, np.abs(ratio)).astype(np.float64))
+    _count(_E2M1[written.codes] != codes, "codes are not the nearest ones")
+    _count((_blocks(written.nibbles) >= 8) != (ratio < 0), "signs are not the source's")
+
+
+def _check_cast(nibbles: U8, scales: U8, written: Written) -> None:
+    """MXFP4: each group keeps its codes and its power of two, as far as E4M3 has it."""
+    groups = nibbles.reshape(-1, _GROUP)
+    after = written.nibbles.reshape(-1, _GROUP)
+    steps = scales.reshape(-1).astype(np.int64) - 127 - round(math.log2(written.g))
+    is_empty = ~(groups & 7).any(axis=1)
+    is_below = (steps < -9) & ~is_empty
+    bytes_of = np.where(is_empty & ((steps < -9) | (steps > 8)), 0, np.maximum(steps, -9))
+    wrong = _E4M3[written.scales.reshape(-1, 2)] != np.ldexp(1.0, bytes_of.astype(np.int32))[:, None]
+    _count(wrong, "block scales are not the source's powers of two")
+    _count((groups != after)[~is_below], "codes are not the source's")
+    shifted = np.ldexp(np.abs(_E2M1[groups[is_below]]), (steps[is_below] + 9).astype(np.int32)[:, None])
+    _count(_E2M1[after[is_below] & 7] != _nearest(shifted), "codes below the window are not the nearest ones")
+    _count((after ^ groups)[is_below] > 7, "signs are not the source's")
+
+
+def _check_error(values: F64, written: Written) -> None:
+    """Codes that no formula gives: no row or block may have much more error than the simplest rounding has."""
+    sizes = np.abs(_blocks(values))
+    wanted = (sizes.max(axis=0) / (6 * written.g)).clip(2**-6, 448)
+    steps = np.where(sizes.any(axis=0), wanted, 1.0) * written.g
+    usual = ((sizes - _nearest(sizes / steps) * steps) ** 2).sum(axis=0).reshape(len(values), -1)
+    error = ((values - written.values()) ** 2).reshape(*usual.shape, _BLOCK).sum(axis=2)
+    _count(~(error.sum(axis=1) <= MOST_ROW_ERROR * usual.sum(axis=1)), f"rows {_TOO_MUCH}")
+    _count(~(error <= MOST_BLOCK_ERROR * (usual + usual.mean(axis=1, keepdims=True))), f"blocks {_TOO_MUCH}")
