@@ -13,7 +13,7 @@ The package from the ground up. A subpackage imports itself and what is above it
     fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
     forward     one forward pass, and the walk: the loop over the layers of a model
-    calibration statistics of activations, what a conversion uses of them, conversion with gptq
+    calibration texts, and the conversion with gptq
     check       the servable contract, weight error, reference layers
     evaluation  the whole model, layer by layer
     report      the report as page, Markdown and picture, and the model card
@@ -60,7 +60,6 @@ if TYPE_CHECKING:  # importing this package takes no time: the command has to ca
     from os import PathLike
     from typing import Literal
 
-    from k2convert.calibration.statistics import StatisticsHeader
     from k2convert.check.results import ValidationReport
     from k2convert.errors import K2ConvertError as K2ConvertError
     from k2convert.job.run import Outcome
@@ -90,7 +89,6 @@ def convert(
     *,
     recipe: str | PathLike[str] | None = None,
     settings: Mapping[str, object] | None = None,
-    statistics: str | PathLike[str] | None = None,
     text: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     device: Literal["auto", "cpu", "cuda"] = "auto",
     workers: int | None = None,
@@ -102,8 +100,8 @@ def convert(
     """Convert a checkpoint: `k2convert run`. Called again after a failure, it resumes.
 
     `source` and `destination` are folders or hf://owner/name. `recipe` is a name or a file, that of the source's family
-    by default; `settings` replace its keys, like {"rule": "max", "calibration.tokens": 4096}. `statistics` is a file
-    that `calibrate` wrote; the files `text` convert by rule gptq. `device` computes the text; weights are converted on
+    by default; `settings` replace its keys, like {"rule": "max", "calibration.tokens": 4096}. The files `text`
+    convert by rule gptq. `device` computes the text; weights are converted on
     the CPU. `max_disk` is in bytes, or text like "200GB". Without `private`, a new repository is public. With `verify`,
     finished shards are hashed first. `events` gets the progress.
 
@@ -134,7 +132,6 @@ def convert(
                 destination=read_destination(read_place("destination", destination)),
                 recipe=read_optional_place("recipe", recipe),
                 settings=settings or {},
-                statistics=read_optional_place("statistics", statistics),
                 text=text_files(files, device=device, rounds=True) if files else None,
                 workers=workers,
                 max_disk=read_size("max_disk", max_disk),
@@ -156,57 +153,10 @@ def convert(
         return outcome
 
 
-def calibrate(
-    source: str | PathLike[str],
-    statistics: str | PathLike[str],
-    text: str | PathLike[str] | Sequence[str | PathLike[str]],
-    *,
-    tokens: int | None = None,
-    window: int | None = None,
-    seed: int | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    max_disk: int | str | None = None,
-    events: Events | None = None,
-) -> StatisticsHeader:
-    """Collect statistics of activations on a text, and write them to the file `statistics`: `k2convert calibrate`.
-
-    `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
-    again after a failure, it resumes. Raises any K2ConvertError.
-    """
-    from pathlib import Path
-
-    from k2convert.errors import read_size
-    from k2convert.hub.client import Hub
-    from k2convert.job.guest import guest, read_place, read_places
-    from k2convert.job.opening import open_calibration, text_files
-    from k2convert.plan.recipe import text_use
-    from k2convert.records.events import SILENT
-
-    path = Path(read_place("statistics", statistics))
-    with (
-        guest(torch_for="calibrate"),
-        open_calibration(
-            read_place("source", source),
-            path,
-            text_files(read_places("text", text), device=device),
-            text_use(tokens=tokens, window=window, seed=seed, save_statistics=path),
-            hub=Hub(),
-            max_disk=read_size("max_disk", max_disk),
-        ) as plan,
-    ):
-        from k2convert.calibration.accumulate import calibrate as collect
-
-        if (finished := plan.finished_header()) is not None:
-            plan.walk.work.remove_leftovers(plan.walk.job)
-            return finished
-        return collect(plan, events=events or SILENT)
-
-
 def validate(
     result: str | PathLike[str],
     source: str | PathLike[str] | None = None,
     *,
-    statistics: str | PathLike[str] | None = None,
     reference: bool = False,
     against: str | PathLike[str] | None = None,
     events: Events | None = None,
@@ -214,7 +164,7 @@ def validate(
     """Check a result against the rules of a servable checkpoint, and measure its weights against the source's:
     `k2convert validate`.
 
-    `result` and `source` are folders or hf://owner/name. `statistics` are those of the conversion. With `reference`,
+    `result` and `source` are folders or hf://owner/name. With `reference`,
     the layout's own library decodes every tensor too; `against` is another result in a folder, to compare with.
     `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
     other K2ConvertError.
@@ -238,7 +188,6 @@ def validate(
             read_place("result", result),
             read_optional_place("source", source),
             hub=Hub(),
-            statistics=read_optional_place("statistics", statistics),
         ) as opened,
     ):
         found = validate_checkpoint(
@@ -248,7 +197,6 @@ def validate(
             against=None if other is None else Path(other),
             events=events or SILENT,
             shards=opened.shards,
-            statistics=opened.statistics,
         )
         return opened.named(found)
 

@@ -2,10 +2,9 @@
 
 from typing import Final, Literal
 
-Rule = Literal["gptq", "imatrix", "mse", "max"]
+Rule = Literal["gptq", "mse", "max"]
 """Ways to choose block scales: together with the codes, layer by layer, so that each layer makes up for the ones before
-it; the best E4M3 scale of every block, by the importance of its columns or by squared error alone; or the block maximum
-over 6."""
+it; the best E4M3 scale of every block, by squared error; or the block maximum over 6."""
 
 Layout = Literal["modelopt", "compressed-tensors"]  # tensor names and configs of an NVFP4 checkpoint
 Activations = Literal["w4a4", "w4a16"]  # 4-bit activations, or weight-only
@@ -27,13 +26,8 @@ Device = Literal["auto", "cpu", "cuda"]  # what computes a text
 
 EVALUATION_TOKENS: Final = 32_768
 EVALUATION_WINDOW: Final = 2048  # tokens that are seen together, as those of an evaluation by default
-MAX_SEED: Final = 10**18 - 1  # the largest number that a statistics file has room for
+MAX_SEED: Final = 10**18 - 1
 GROUP_SIZE: Final = 32  # input columns that share one INT4 scale
-
-ImatrixPart = Literal["gate_up", "down"]
-"""The projections that rule imatrix may leave to rule mse: gate and up, and down of the routed experts."""
-
-IMATRIX_PARTS: Final[tuple[ImatrixPart, ...]] = ("gate_up", "down")
 
 BLOCK_SIZE: Final = 16  # input columns that share one NVFP4 block scale
 MAX_COLUMN_EXPONENT: Final = 4  # smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4

@@ -79,7 +79,7 @@ class PlanError(K2ConvertError, ValueError):
 
 
 class CalibrationError(K2ConvertError, ValueError):
-    """A text, a statistics file or a value of the forward pass that calibration cannot use."""
+    """A text or a value of the forward pass that calibration cannot use."""
 
 
 class FitError(K2ConvertError, ValueError):

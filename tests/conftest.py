@@ -24,7 +24,6 @@ from fake_system import make_system  # noqa: E402
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from statistics_makers import random_statistics  # noqa: E402
 
 from scripts import fixture_maker as fixtures  # noqa: E402
 
@@ -130,12 +129,6 @@ def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("local") / "out"
     run_here("run", tiny, folder, code=0)
     return folder
-
-
-@pytest.fixture(scope="session")
-def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random statistics of `cut`."""
-    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
 
 
 @pytest.fixture(scope="session")

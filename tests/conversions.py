@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.calibration.plan import WalkText
-from k2convert.calibration.statistics import Statistics
+from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.client import Hub
 from k2convert.job.locations import Destination
@@ -14,12 +14,17 @@ from k2convert.plan.recipe import settle_recipe
 from k2convert.records.fingerprint import Source
 
 
+def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> WalkText:
+    """The text of a walk on the CPU."""
+    windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
+    return WalkText(windows, chunk=4, devices=("cpu",), threads=2)
+
+
 def plan_job(
     source: Path | Source,
     folder: Path,
     recipe: str | None = None,
     *,
-    statistics: Statistics | None = None,
     text: WalkText | None = None,
     max_disk: int | None = None,
     **keys: Any,
@@ -28,11 +33,11 @@ def plan_job(
     opened = source if isinstance(source, Source) else Source(open_checkpoint(source))
     options = JobOptions(str(opened.checkpoint.folder), Destination(folder), max_disk=max_disk)
     chosen = choose_recipe(opened.checkpoint, recipe, keys)
-    chosen = settle_recipe(chosen, has_statistics=statistics is not None, has_text=text is not None)
-    return prepare(options, opened, chosen, statistics=statistics, text=text, hub=Hub())
+    chosen = settle_recipe(chosen, has_text=text is not None)
+    return prepare(options, opened, chosen, text=text, hub=Hub())
 
 
-def convert(source: Path | Source, folder: Path, *, statistics: Statistics | None = None, **keys: Any) -> Path:
+def convert(source: Path | Source, folder: Path, **keys: Any) -> Path:
     """Convert a source on the CPU; the keywords are its recipe's. Returns the result's folder."""
-    execute(plan_job(source, folder, statistics=statistics, **keys))
+    execute(plan_job(source, folder, **keys))
     return folder

@@ -58,7 +58,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
     validate = ("validate", converted, "--source", TINY)
     commands: dict[tuple[str | Path, ...], str] = {
         ("run", TINY, out, "--set", "quantizer=reference"): "reference",
-        ("calibrate", TINY, out, "--text", TINY / "eval.txt"): "calibrate",
+        ("run", TINY, out, "--calibrate", TINY / "eval.txt"): "calibrate",
         (*validate, "--layers", "1"): "torch",
         (*validate, "--layers", "all"): "torch",
         (*validate, "--layers", "1", "--text", TINY / "eval.txt"): "calibrate",

@@ -20,12 +20,9 @@ DEVICE = "Literal['auto', 'cpu', 'cuda'] = 'auto'"
 SIGNATURES = {
     "convert": f"(source: {PATH}, destination: {PATH}, *, recipe: {PATH} | None = None, "
     "settings: Mapping[str, object] | None = None, "
-    f"statistics: {PATH} | None = None, text: {PATHS} = (), device: {DEVICE}, workers: int | None = None, "
+    f"text: {PATHS} = (), device: {DEVICE}, workers: int | None = None, "
     f"max_disk: {SIZE} = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
-    "calibrate": f"(source: {PATH}, statistics: {PATH}, text: {PATHS}, *, tokens: int | None = None, "
-    f"window: int | None = None, seed: int | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
-    "events: Events | None = None) -> StatisticsHeader",
-    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, statistics: {PATH} | None = None, "
+    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, "
     f"reference: bool = False, against: {PATH} | None = None, events: Events | None = None) -> ValidationReport",
     "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
     "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
@@ -88,17 +85,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "device": ("gpu", "CPU", None),
         "settings": ({"none": 1}, {1: 2}, [("rule", "max")], "rule=max", {"rule": None}),
         "recipe": ("a\0", "\ud800", 5, "missing"),
-        "statistics": ("a\0", 5, "/"),
         "text": ("a\0", 5, [5]),
-    },
-    "calibrate": {
-        "tokens": (0, -1, "many"),
-        "window": (0, -1),
-        "seed": (-1,),
-        "device": ("gpu",),
-        "max_disk": ("many",),
-        "text": ((), "", "a\0", 5),
-        "statistics": ("/", "a\0", "x" * 300),
     },
     "evaluate": {
         "tokens": (0, -1),
@@ -128,7 +115,6 @@ def test_every_wrong_argument_is_an_error_of_the_package(
     k2convert.convert(TINY, "result")
     right: dict[str, dict[str, Any]] = {
         "convert": {"source": TINY, "destination": "out"},
-        "calibrate": {"source": TINY, "statistics": "a.stats", "text": "text.txt"},
         "evaluate": {"reference": TINY, "checkpoints": TINY, "text": "text.txt", "out": "figures.json"},
         "validate": {"result": tmp_path / "result"},
         "inspect": {},
@@ -174,15 +160,6 @@ def test_settings_name_keys_as_the_command_does(text: Path, tmp_path: Path) -> N
     outcome = k2convert.convert(TINY, tmp_path / "out", text=text, settings=settings)
     assert outcome.calibrated is not None
     assert outcome.calibrated.window == 64
-
-
-def test_statistics_are_collected_and_used(text: Path, tmp_path: Path) -> None:
-    header = k2convert.calibrate(TINY, tmp_path / "tiny.stats", [text], tokens=512, window=64)
-    assert header.tokens == 512
-    outcome = k2convert.convert(TINY, tmp_path / "out", statistics=tmp_path / "tiny.stats")
-    assert outcome.calibrated is not None
-    assert outcome.calibrated.imatrix
-    assert k2convert.validate(tmp_path / "out", TINY, statistics=tmp_path / "tiny.stats").passed
 
 
 @pytest.mark.parametrize("kind", ["empty", "without a checkpoint", "the root of all files", "a file", "missing"])

@@ -81,14 +81,8 @@ def convert(out: str = "out") -> object:
     return k2convert.convert(TINY, out)
 
 
-def convert_with_a_text() -> object:
-    return k2convert.convert(
-        TINY, "gptq", text="text.txt", settings={"calibration.tokens": 256, "calibration.window": 64}
-    )
-
-
-def calibrate(out: str = "tiny.stats") -> object:
-    return k2convert.calibrate(TINY, out, "text.txt", tokens=256, window=64)
+def convert_with_a_text(out: str = "gptq") -> object:
+    return k2convert.convert(TINY, out, text="text.txt", settings={"calibration.tokens": 256, "calibration.window": 64})
 
 
 def evaluate() -> object:
@@ -121,15 +115,14 @@ def leaves_all(call: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 def test_every_function_leaves_the_process_as_it_was() -> None:
-    calls = (convert, calibrate, evaluate, lambda: k2convert.validate("out", TINY), lambda: k2convert.inspect(TINY))
+    calls = (convert, evaluate, lambda: k2convert.validate("out", TINY), lambda: k2convert.inspect(TINY))
     for call in (*calls, convert_with_a_text, convert):
         leaves_all(call)
 
 
 def test_so_does_a_function_that_fails() -> None:
-    whole = {"source": TINY, "text": "text.txt"}
     leaves_all(lambda: fail_in_the_middle(k2convert.convert, source=TINY, destination="out"))
-    leaves_all(lambda: fail_in_the_middle(k2convert.calibrate, **whole, statistics="a.stats", tokens=256, window=64))
+    leaves_all(lambda: fail_in_the_middle(k2convert.convert, source=TINY, destination="gptq", text="text.txt"))
     for call in (lambda: k2convert.validate("missing"), lambda: k2convert.convert(TINY, "x", device="gpu")):  # type: ignore[arg-type]
 
         def refused(call: Callable[[], object] = call) -> None:
@@ -141,21 +134,20 @@ def test_so_does_a_function_that_fails() -> None:
 
 def test_several_threads_at_once_leave_the_process_as_it_was() -> None:
     def in_threads() -> None:
-        calls = (lambda: convert("a"), lambda: calibrate("b.stats"), lambda: convert("c"), lambda: calibrate("d.stats"))
+        calls = (lambda: convert("a"), lambda: convert_with_a_text("b"), lambda: convert("c"))
         with ThreadPoolExecutor(4) as pool:
             for future in [pool.submit(call) for call in calls]:
                 future.result()
             assert {future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(8)]} == {THREADS}
 
     leaves_all(in_threads)
-    assert Path("b.stats").read_bytes() == Path("d.stats").read_bytes()
 
 
 @pytest.mark.slow
 def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads(cut: Path) -> None:
     code = (
         "import sys, os; before = dict(os.environ); import k2convert; "
-        f"k2convert.calibrate({str(cut)!r}, 'a.stats', 'text.txt', tokens=64, window=64); "
+        f"k2convert.evaluate({str(cut)!r}, {str(cut)!r}, 'text.txt', tokens=64, window=64, out='figures.json'); "
         "import torch; print(torch.get_num_threads(), os.environ == before, sys.getswitchinterval())"
     )
     number = python("import torch; print(torch.get_num_threads())").stdout.strip()
@@ -165,9 +157,9 @@ def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads(cut: Pa
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["calibrate", "evaluate", "convert"])
+@pytest.mark.parametrize("name", ["evaluate", "convert"])
 def test_without_torch_the_remedy_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    calls = {"calibrate": calibrate, "evaluate": evaluate, "convert": convert_with_a_text}
+    calls = {"evaluate": evaluate, "convert": convert_with_a_text}
     with pytest.raises(MissingDependencyError, match=r"needs torch, which is not installed\. Install it with"):
         calls[name]()

@@ -1,36 +1,36 @@
 """Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see gptq_walk.py.
 
-What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's converted experts are
+What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's quantized weights are
 removed when the last shard that needs them is recorded. If a shard has to be converted again after that, the walk
 begins with the first layer once more: it makes the same bytes on the same machine.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Condition, Event
 from typing import Final
 
-from k2convert.calibration.channels import Calibration, calibration_record
+from k2convert.calibration.channels import Calibration, digest_of_exponents
 from k2convert.calibration.layer_files import (
     LayerFiles,
+    LayerResult,
     QuantizedLayers,
     drop_quantized,
-    gather_statistics,
     needed_files,
-    read_gptq,
+    read_layer,
     write_layer,
 )
 from k2convert.calibration.plan import AHEAD, CalibrationPlan
-from k2convert.calibration.statistics import LayerStatistics, open_statistics
-from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import SHARD_SUFFIX, WORK_FOLDER
-from k2convert.errors import CalibrationError, InterruptedRun
-from k2convert.records.calibration import CalibrationRecord
+from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.errors import InterruptedRun
+from k2convert.plan.recipe import Recipe
+from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.events import Events
 
 _POLL_SECONDS: Final = 0.2
@@ -39,33 +39,39 @@ _LEAVE_SECONDS: Final = 20.0  # a factor of K2's size takes this long, and nothi
 
 @dataclass(frozen=True, slots=True)
 class OpenWalk:
-    """A walk that can go on: its plan, whether norms are scaled, the chunk of its first run, and the layers done.
+    """A walk that can go on: its plan, the recipe, the chunk of its first run, and the layers done.
 
     `shards` are the output shards that are not recorded yet.
     """
 
     plan: CalibrationPlan
-    smoothing: bool
+    recipe: Recipe
     chunk: int
     first: int
     shards: Collection[str]
 
     def finish(self) -> CalibrationRecord:
-        """Put the statistics together, save them if asked for; returns the ledger's entry.
-
-        Raises CheckpointError if a file of a layer is damaged.
-        """
+        """Return the ledger's entry; raises CheckpointError if a file of a layer is damaged."""
         plan = self.plan
-        work = self.plan.walk.work
-        path = work.folder / f"statistics{SHARD_SUFFIX}"
-        gather_statistics(work, path, plan.header, num_layers=plan.walk.num_layers)
-        if plan.walk.text.saved is not None:
-            write_atomically(plan.walk.text.saved, path)
-        statistics = open_statistics(path)
-        calibration = Calibration(statistics, weighted=False, smoothing=self.smoothing)
-        record = calibration_record(statistics, calibration, plan.architecture)
-        layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
-        return replace(record, held_out_windows=plan.held_out_windows, layers=layers)
+        num_layers = plan.walk.num_layers
+        results = {number: read_layer(plan.walk.work, number) for number in range(num_layers)}
+        windows = plan.walk.text.windows
+        smoothing = bool(self.recipe.smoothing)
+        scaled = {n: found for n, result in results.items() if (found := result.smoothing()) is not None}
+        moe_layers = plan.architecture.moe_layers
+        return CalibrationRecord(
+            texts=windows.texts,
+            tokens=plan.fitted_windows * windows.ids.shape[1],
+            window=windows.ids.shape[1],
+            windows=plan.fitted_windows,
+            dropped_windows=results[num_layers - 1].dropped,
+            seed=windows.seed,
+            smoothing=smoothing,
+            exponents_digest=digest_of_exponents(scaled),
+            layers={n: _layer_record(results[n], plan.walk.hidden_size, smoothing=smoothing) for n in moe_layers},
+            held_out_windows=plan.held_out_windows,
+            dense_layers={n: r.gptq for n, r in results.items() if n not in moe_layers and r.gptq is not None},
+        )
 
     @contextmanager
     def running(self, *, room: int, stop: Event, events: Events) -> "Generator[ShardWalk]":
@@ -89,49 +95,46 @@ class OpenWalk:
             raise walk.failure
 
 
+def _layer_record(result: LayerResult, hidden_size: int, *, smoothing: bool) -> LayerCalibration:
+    counts = dict[int, int]()
+    if smoothing:
+        counts = dict(sorted(Counter(result.exponents or [0] * hidden_size).items()))
+    return LayerCalibration(tokens=result.tokens, exponents=counts, gptq=result.gptq)
+
+
 def open_walk(
     plan: CalibrationPlan,
+    recipe: Recipe,
     shards: Collection[str],
     *,
-    smoothing: bool,
     calibrated: CalibrationRecord | None,
     events: Events,
 ) -> OpenWalk | None:
     """Begin or resume the walk of a job that has `shards` to convert; None if it is done: `calibrated` says so.
 
-    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError, CalibrationError
-    for statistics that are asked for and were not kept.
+    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
     """
     work = plan.walk.work
     if not shards and calibrated is not None:
-        saved = plan.walk.text.saved
-        if saved is not None and not (saved.exists() and open_statistics(saved).digest == calibrated.statistics):
-            raise CalibrationError(
-                f"{saved}: the conversion is complete, and its statistics were not kept. Leave out "
-                "calibration.save_statistics; `k2convert calibrate` makes them."
-            )
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
     make_folder(work.folder / WORK_FOLDER, root=work.folder.parent)
     begun = work.begin(plan.walk.job, events=events)
-    assert plan.needs is not None
     needed = {layer for name in shards for layer in plan.needs[name].codes}
     first = work.resume(num_layers=plan.walk.num_layers, also=needed_files(work, needed), events=events)
     if first:
         events.note(f"{work.folder}: resuming: {first} of {plan.walk.num_layers} layers done")
     for layer in set(range(first)) - needed:
         drop_quantized(work, layer)
-    return OpenWalk(plan, smoothing, begun.chunk, first, shards)
+    return OpenWalk(plan, recipe, begun.chunk, first, shards)
 
 
 class ShardWalk:
     """A walk in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
 
     def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
-        self.calibration = Calibration(
-            LayerFiles(opened.plan.walk.work), weighted=False, smoothing=opened.smoothing, codes=codes
-        )
+        self.calibration = Calibration(LayerFiles(opened.plan.walk.work), codes)
         self.failure: BaseException | None = None
         self._opened = opened
         self._plan = opened.plan
@@ -141,7 +144,6 @@ class ShardWalk:
         self._events = events
         self._thread = threading.Thread(target=self._guard, name="walk", daemon=True)
         self._changed = Condition()  # guards everything below
-        assert self._plan.needs is not None
         self._needs = {name: self._plan.needs[name] for name in opened.shards}
         self._num_done = opened.first
         self._thread.start()
@@ -202,15 +204,21 @@ class ShardWalk:
                     self._check_stop()
                     yield checkpoint
 
-            options = GptqOptions(plan.walk.text.windows.seed, self._opened.smoothing, self._check_stop)
+            recipe = self._opened.recipe
+            options = GptqOptions(
+                seed=plan.walk.text.windows.seed,
+                smoothing=bool(recipe.smoothing),
+                roles=recipe.roles,
+                check_stop=self._check_stop,
+            )
             walk = plan.walk.walk(self._opened.chunk, around)
             walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
 
-    def _save(self, layer: LayerStatistics, dropped: int) -> None:
-        write_layer(self._plan.walk.work, layer, replace(self._plan.header, dropped=dropped))
+    def _save(self, layer: int, result: LayerResult) -> None:
+        write_layer(self._plan.walk.work, layer, result)
         with self._changed:
-            self._num_done = layer.layer + 1
-            is_needed = layer.layer in self._needed()
+            self._num_done = layer + 1
+            is_needed = layer in self._needed()
             self._changed.notify_all()
         if not is_needed:
-            self._codes.drop(layer.layer)
+            self._codes.drop(layer)

@@ -5,7 +5,8 @@
 
 Gate and up see the same input, so they share one second moment and one factor. A down projection has its own: its
 inputs are the expert's inner activations, times the router's weight p, as the converted gate and up make them. Each one
-is corrected for what all experts before it left over.
+is corrected for what all experts before it left over. The MLP that every token takes comes last, with p = 1: shared
+experts, or a dense layer's MLP without any others.
 
 Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
 token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/curvature.py), and
@@ -32,14 +33,15 @@ from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.models import read_architecture
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
-from k2convert.quantize.gptq.curvature import CheckStop, Curvature, Team, cut, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import ALONE, CheckStop, Curvature, Team, cut, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_shrinkage, round_gptq
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import NativeQuantizer
-from k2convert.records.calibration import GptqLayer, OutputErrors
+from k2convert.records.calibration import MIN_TOKENS, GptqLayer, OutputErrors, SharedDown
 
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
@@ -47,10 +49,6 @@ SAMPLED_ROWS: Final = 64
 
 GROUPED_EXPERTS: Final = 8
 """Experts whose gate and up a GPU rounds together."""
-
-MIN_TOKENS: Final = 64
-"""With fewer tokens a down projection is converted by rule `mse`. With 64 tokens in all, rule `imatrix` gave those
-of k2-tiny 12 % more error on other tokens."""
 
 _TOKENS: Final = 256  # that a thread computes at a time
 
@@ -69,16 +67,40 @@ class SourceProjection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
-    """The experts of the block `mlp`. The columns of gate and up are divided by 2**exponents, int8 [K], if given."""
+class MlpWeights:
+    """The MLPs of the block `mlp`: its routed experts, then the module `shared` that every token takes, if converted.
+
+    The columns of gate and up are divided by 2**exponents, int8 [K], if given.
+    """
 
     reader: WeightReader
     mlp: str
+    num_experts: int
+    shared: str | None
     exponents: NDArray[np.int8] | None
 
-    def module(self, expert: int, projection: str) -> str:
-        """Return the name of a projection's module."""
-        return f"{self.mlp}.experts.{expert}.{projection}"
+    @property
+    def count(self) -> int:
+        """The number of MLPs that are converted."""
+        return self.num_experts + (self.shared is not None)
+
+    def module(self, number: int, projection: str) -> str:
+        """Return the name of a projection's module, by the number of its MLP."""
+        if number < self.num_experts:
+            return f"{self.mlp}.experts.{number}.{projection}"
+        return f"{self.shared}.{projection}"
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes [N, K] of all projections in the order in which they are converted."""
+        architecture = read_architecture(self.reader.checkpoint)
+        hidden = architecture.hidden_size
+        widths = [architecture.moe_intermediate_size] * self.num_experts
+        if self.shared is not None:
+            gate = self.module(self.num_experts, GATE)
+            parameter = WEIGHT_PACKED if self.reader.has(f"{gate}.{WEIGHT_PACKED}") else WEIGHT
+            widths.append(self.reader.info(f"{gate}.{parameter}").shape[0])
+        inner = {self.module(n, kind): (width, hidden) for n, width in enumerate(widths) for kind in (GATE, UP)}
+        return inner | {self.module(n, DOWN): (hidden, width) for n, width in enumerate(widths)}
 
     def read(self, expert: int, projection: str, device: str) -> SourceProjection:
         """Read a projection; raises what reading the source raises, FormatError if it cannot be divided exactly."""
@@ -154,15 +176,15 @@ _Down = tuple[SourceProjection, float, tuple[Moments, float, Curvature] | None]
 
 @dataclass(slots=True)
 class LayerConverter:
-    """Converts the routed experts of a layer.
+    """Converts the MLPs of a layer.
 
     `write` gets every projection, `advance` the share of gates and ups that is done, and that of downs.
 
     `scratch` gives the tensors that have a row for each token, on the first device.
-    If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
+    If the tokens are not `is_varied` they count as none: every MLP is converted by rule `mse`.
     """
 
-    weights: ExpertWeights
+    weights: MlpWeights
     devices: tuple[str, ...]
     scratch: Scratch
     workers: int
@@ -179,7 +201,7 @@ class LayerConverter:
 
     @torch.no_grad()
     def convert(self, inputs: LayerInputs) -> tuple[GptqLayer, Tensor]:
-        """Convert all experts; returns what was decided, and the residual f32 [T, K] after the layer.
+        """Convert all MLPs; returns what was decided, and the residual f32 [T, K] after the layer.
 
         Raises what reading the source raises.
         """
@@ -192,8 +214,7 @@ class LayerConverter:
             for rows in self.scratch.pieces(inputs.x.shape[0]):
                 inputs.x[rows].mul_(factors_K)
             moments.scale(torch.as_tensor(exponents))
-        num_experts = inputs.routing.scores.shape[1]
-        shrinkage, curvature = self._prepare_gate_up(moments, num_experts)
+        shrinkage, curvature = self._prepare_gate_up(moments)
         del moments
         first = inputs.first_measured
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
@@ -207,7 +228,7 @@ class LayerConverter:
                 places = tokens[experts[number].first_measured :] - first
                 for left, own in zip((exact_mK, mse_mK), measured, strict=True):
                     self.scratch.subtract(left, places, own)
-                self.advance((number + 1) / num_experts, 0.0)
+                self.advance((number + 1) / len(experts), 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, curvature
         shrinkages: list[float | None] = []
@@ -218,12 +239,14 @@ class LayerConverter:
                 _, _, trusted = down
                 shrinkages.append(None if trusted is None else trusted[1])
                 ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
-                self.advance(1.0, (number + 1) / num_experts)
+                self.advance(1.0, (number + 1) / len(experts))
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
+        num_experts = self.weights.num_experts
         decided = GptqLayer(
             shrinkage=shrinkage,
-            down_ridges=tuple(ridges),
-            down_shrinkages=tuple(shrinkages),
+            down_ridges=tuple(ridges[:num_experts]),
+            down_shrinkages=tuple(shrinkages[:num_experts]),
+            shared_down=None if self.weights.shared is None else SharedDown(ridges[-1], shrinkages[-1]),
             fitted=fitted,
             held_out=held_out if inputs.halves.shape[0] < residual_TK.shape[0] else None,
         )
@@ -232,21 +255,25 @@ class LayerConverter:
     def _route(self, inputs: LayerInputs) -> list[_Routed]:
         """Sort the tokens by expert, and make room for the inner activations."""
         chosen = inputs.routing.experts
-        num_experts = inputs.routing.scores.shape[1]
+        num_experts = self.weights.num_experts
         order = torch.argsort(chosen.flatten(), stable=True)
-        tokens = order // chosen.shape[1]
+        tokens = order // max(chosen.shape[1], 1)
         p = inputs.routing.weights.flatten()[order]
         ends = [inputs.x.shape[0], inputs.halves.shape[0], inputs.first_measured]
         host = chosen.cpu().numpy()
         counts = [np.bincount(host[:end].ravel(), minlength=num_experts).tolist() for end in ends]
-        width = read_architecture(self.weights.reader.checkpoint).moe_intermediate_size
-        room = self.scratch.empty(order.shape[0], width)
+        widths = [shape[1] for name, shape in self.weights.shapes().items() if name.endswith(DOWN)]
+        room = self.scratch.empty(order.shape[0], widths[0])
         found: list[_Routed] = []
         start = 0
         for count, fitted, first_measured in zip(*counts, strict=True):
             own = slice(start, start + count)
             found.append(_Routed(tokens[own], p[own], room[own], fitted, first_measured))
             start = own.stop
+        if self.weights.shared is not None:
+            every = torch.arange(ends[0], device=inputs.x.device)
+            inner = self.scratch.empty(ends[0], widths[-1])
+            found.append(_Routed(every, p.new_ones(ends[0]), inner, ends[1], ends[2]))
         return found
 
     def _gates_and_ups(
@@ -267,8 +294,12 @@ class LayerConverter:
     def _kernel(self, device: str, threads: int = 1) -> RoundingKernel:
         return kernel_for(device, threads, self.check_stop)
 
-    def _sample(self, num_experts: int) -> Tensor:
-        """Return rows f32 [n, K] of gate and up of some experts, evenly spread, in units of their global scales."""
+    def _sample(self) -> Tensor:
+        """Return rows f32 [n, K] of gate and up of some experts, evenly spread, in units of their global scales.
+
+        Without experts they are the dense MLP's.
+        """
+        num_experts = max(self.weights.num_experts, 1)
         chosen = np.unique(np.linspace(0, num_experts - 1, min(num_experts, SAMPLED_EXPERTS)).round().astype(int))
         count = max(1, SAMPLED_ROWS // (2 * chosen.size))
         rows: list[Tensor] = []
@@ -278,12 +309,12 @@ class LayerConverter:
             rows += [weight.values[:: -(-weight.values.shape[0] // count)] / global_scale for weight in weights]
         return torch.cat(rows)
 
-    def _prepare_gate_up(self, moments: Moments, num_experts: int) -> tuple[float | None, Curvature | None]:
+    def _prepare_gate_up(self, moments: Moments) -> tuple[float | None, Curvature | None]:
         """Choose the shrinkage of a layer's gate and up; returns it with the curvature, or None for rule `mse`."""
         moments.complete(self.team)
         if not self.is_varied:
             return None, None
-        rows = self._sample(num_experts)
+        rows = self._sample()
         shrinkage = choose_shrinkage(moments, rows, 1.0, self._kernel(self.device), self.team)
         if shrinkage is None:
             return None, None
@@ -351,14 +382,15 @@ class LayerConverter:
         global_scale = shared_scale([down])
         if expert.fitted < MIN_TOKENS or not self.is_varied:
             return down, global_scale, None
+        team = self.team if number == self.weights.num_experts else ALONE  # the others are prepared beside each other
         moments = Moments.start(expert.inner.shape[1], device=self.device)
         for rows in self.scratch.pieces(expert.fitted):
             moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
-        moments.complete()
-        shrinkage = choose_shrinkage(moments, down.values, global_scale, self._kernel(self.device))
+        moments.complete(team)
+        shrinkage = choose_shrinkage(moments, down.values, global_scale, self._kernel(self.device), team)
         if shrinkage is None:
             return down, global_scale, None
-        return down, global_scale, (moments, shrinkage, make_curvature(moments.form(), shrinkage))
+        return down, global_scale, (moments, shrinkage, make_curvature(moments.form(), shrinkage, team))
 
     def _convert_down(
         self, number: int, down: _Down, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor

@@ -1,39 +1,39 @@
-"""Rule `gptq`: calibration and conversion in one walk, layer by layer.
+"""Rule `gptq`: calibration and conversion in one pass over the layers.
 
-    embedding ->  h of the INT4 model                     -> layer -> ... -> statistics
-              ->  h - missing: what is converted so far   -> layer -> ... -> codes
+    embedding ->  h of the source's model                 -> layer -> ...
+              ->  h - missing: what is converted so far   -> layer -> ... -> quantized weights
 
 Every layer reads both streams. What is missing is small, so this difference is what is kept: rounded to BF16 on their
-own, the two streams would differ by more than that. The INT4 stream is the walk of `calibrate`, with the same
-statistics. In a MoE layer the experts are then converted so that the other stream comes out as this one
-(gptq_layer.py). Attention, router and shared experts are the source's in both streams, and no activation is quantized:
-one result serves W4A16 and W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU
+own, the two streams would differ by more than that. In a MoE layer the experts are converted so that the other stream
+comes out as this one (gptq_layer.py); so are the shared experts and the dense MLP, if the recipe has their role.
+Attention, router and what is not converted are the source's in both streams, and no activation is quantized: one result
+serves W4A16 and W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU
 (layer_tokens.py).
 
-Some windows are kept out of everything that is fitted, the statistics too. They are the last ones of both streams, and
-each layer's error is measured on them.
+Some windows are kept out of everything that is fitted. They are the last ones of both streams, and each layer's error
+is measured on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
-from k2convert.calibration.gptq_layer import DOWN, GATE, UP, ExpertWeights, LayerConverter
-from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
+from k2convert.calibration.accumulate import LayerAccumulator, token_weights
+from k2convert.calibration.gptq_layer import LayerConverter, MlpWeights
+from k2convert.calibration.layer_files import CODES, MISSING, LayerResult, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
-from k2convert.calibration.statistics import LayerStatistics
-from k2convert.calibration.text import held_out
+from k2convert.calibration.text import held_out, is_varied
+from k2convert.choices import RoleName
 from k2convert.errors import CalibrationError
-from k2convert.forward.attention import CachedValues
-from k2convert.forward.moe import Routing
+from k2convert.forward.decoder import BlockObserver
+from k2convert.forward.moe import Routing, shared_module
 from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
@@ -41,16 +41,23 @@ from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.curvature import CheckStop, Team
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
-from k2convert.records.document import encode
+from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import Events
+
+Save = Callable[[int, LayerResult], None]
+"""Declares a layer done, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise."""
+    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise.
+
+    `roles` of weights are converted.
+    """
 
     seed: int
     smoothing: bool
+    roles: tuple[RoleName, ...]
     check_stop: CheckStop
 
 
@@ -68,7 +75,8 @@ def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save,
     walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
     with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
         for layer in layers:
-            save(_LayerConversion(layer, options, work, events, team).run(), layer.dropped)
+            result = _LayerConversion(layer, options, work, events, team).run()
+            save(layer.number, replace(result, dropped=layer.dropped))
 
 
 class _LayerConversion:
@@ -85,16 +93,23 @@ class _LayerConversion:
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
         self._team = team
-        fitted = self._walk.ids[: self._num_fitted]
-        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, ids=fitted)
-        family = detect_family(layer.reader.checkpoint)
-        self._mlp = f"{family.layer.format(layer=layer.number)}.mlp"
+        self._is_varied = is_varied(self._walk.ids[: self._num_fitted])
+        source = layer.reader.checkpoint
+        self._mlp = f"{detect_family(source).layer.format(layer=layer.number)}.mlp"
+        is_dense = self._decoder.is_dense
+        self._num_experts = 0 if is_dense else read_architecture(source).num_experts
+        self._accumulator = LayerAccumulator(layer.number, num_experts=self._num_experts, seed=options.seed)
+        self._shared = None
+        if is_dense and "dense_mlp" in options.roles:
+            self._shared = self._mlp
+        elif not is_dense and "shared_experts" in options.roles:
+            self._shared = shared_module(layer.reader, self._mlp)
 
-    def run(self) -> LayerStatistics:
-        """Compute both streams, and convert the experts of a MoE layer; returns the statistics."""
-        if self._decoder.is_dense:
-            self._run_dense()
-            return self._accumulator.finish()
+    def run(self) -> LayerResult:
+        """Compute both streams and convert the layer's MLPs; returns what was decided."""
+        if self._decoder.is_dense and self._shared is None:
+            self._run_unconverted()
+            return LayerResult(dropped=0)
         self._layer.progress.share = 1 / 3
         kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
         walk = self._walk
@@ -103,11 +118,18 @@ class _LayerConversion:
             for first, states, converted in self._chunks():
                 kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
                 write(states)
-        statistics = self._accumulator.finish()
-        residual_TK = self._convert(collected.finish(), statistics)
+        exponents_K = None
+        if self._options.smoothing and self._is_varied and not self._decoder.is_dense:
+            exponents_K = self._accumulator.find_exponents(self._layer.reader)
+        decided, residual_TK = self._convert(collected.finish(), exponents_K)
         if not self._layer.is_last:
             self._write_missing(residual_TK, kept)
-        return statistics
+        return LayerResult(
+            dropped=0,
+            tokens=tuple(self._accumulator.tokens_E.tolist()),
+            exponents=() if exponents_K is None else tuple(exponents_K.tolist()),
+            gptq=decided,
+        )
 
     def _chunks(self) -> Iterator[tuple[int, HiddenStates, HiddenStates]]:
         """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
@@ -118,8 +140,8 @@ class _LayerConversion:
             states[~finite_windows(converted)] = np.nan
             yield first, states, converted
 
-    def _run_dense(self) -> None:
-        """Run both streams through a dense layer, which is not converted with gptq."""
+    def _run_unconverted(self) -> None:
+        """Run both streams through a dense layer that stays as it is."""
         layer = self._layer
         with layer.writing() as write, layer.writing(MISSING) as write_missing:
             for first, states, converted in self._chunks():
@@ -145,21 +167,24 @@ class _LayerConversion:
         if not kept.any():
             return kept
         after_TK, x_TK, routing = self._decoder.attend(torch.as_tensor(converted[kept]))
-        assert routing is not None
-        residual_TK = tee.hidden - after_TK - self._decoder.shared_output(x_TK)
+        residual_TK = tee.hidden - after_TK
+        if self._shared is None:
+            residual_TK -= self._decoder.shared_output(x_TK)
+        if routing is None:
+            routing = _no_routing(x_TK)
         if not (x_TK.isfinite().all() and residual_TK.isfinite().all()):
             raise CalibrationError(
                 f"layer {layer.number}: the hidden states of the converted model are not finite, those of the "
-                "source are. Use a different text, or convert with --statistics."
+                "source are. Use a different text, or leave out --calibrate."
             )
         halves = None
         if first < self._num_fitted:
             halves = self._halves(first + np.flatnonzero(kept))
-        collected.add(x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
+        collected.add(x_TK, residual_TK, routing, tee.weights, halves)
         return kept
 
     def _tee(self, first: int) -> _Tee:
-        """Return the observer of a chunk: windows that are kept out are not in the statistics."""
+        """Return the observer of a chunk: windows that are kept out are not accumulated."""
         return _Tee(self._options.check_stop, self._accumulator if first < self._num_fitted else None)
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
@@ -169,49 +194,37 @@ class _LayerConversion:
             return (torch.arange(length) >= length // 2).to(torch.uint8)
         return torch.as_tensor(windows % 2).to(torch.uint8).repeat_interleave(length)
 
-    def _convert(self, inputs: LayerInputs, statistics: LayerStatistics) -> Tensor:
-        """Convert the experts and keep their codes and what was decided; returns the residual f32 [T, K]."""
+    def _convert(self, inputs: LayerInputs, exponents_K: NDArray[np.int8] | None) -> tuple[GptqLayer, Tensor]:
+        """Convert the MLPs and keep their weights; returns what was decided, and the residual f32 [T, K]."""
         return_free_memory()
-        is_scaled = self._options.smoothing and statistics.smoothing_exponents.any()
         path = self._work.path(CODES, self._layer.number)
         record = self._work.record
-        with writing_quantized_layers(path, self._shapes(), record=record) as write:
+        weights = MlpWeights(self._layer.reader, self._mlp, self._num_experts, self._shared, exponents_K)
+        with writing_quantized_layers(path, weights.shapes(), record=record) as write:
             converter = LayerConverter(
-                weights=ExpertWeights(
-                    self._layer.reader, self._mlp, statistics.smoothing_exponents if is_scaled else None
-                ),
+                weights=weights,
                 devices=self._walk.devices,
                 scratch=self._scratch,
                 workers=self._walk.workers,
                 team=self._team,
-                is_varied=self._accumulator.is_varied,
+                is_varied=self._is_varied,
                 write=write,
                 advance=self._reach,
                 check_stop=self._options.check_stop,
             )
             decided, residual_TK = converter.convert(inputs)
-        self._work.write(self._work.path(GPTQ, self._layer.number), encode(decided))
         if (found := decided.held_out) is not None and found.is_worse:
             self._events.note(
                 f"warning: layer {self._layer.number}: on the windows that were kept out of the fit, the squared error "
                 f"of the outputs is {found.gptq_error:.5f}; by rule mse it would be {found.mse_error:.5f}"
             )
-        return residual_TK
+        return decided, residual_TK
 
     def _reach(self, gates_and_ups: float, downs: float) -> None:
         """Report how far the layer is: a third for both streams, for gates and ups, and for downs, which come last."""
         self._options.check_stop()
         self._layer.progress.share = 1.0
         self._layer.progress.reach(int(self._walk.ids.size * (1 + gates_and_ups + downs) / 3))
-
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes [N, K] of the experts' projections in the order in which they are converted."""
-        architecture = read_architecture(self._layer.reader.checkpoint)
-        hidden = architecture.hidden_size
-        width = architecture.moe_intermediate_size
-        stems = [f"{self._mlp}.experts.{expert}" for expert in range(architecture.num_experts)]
-        inner = {f"{stem}.{kind}": (width, hidden) for stem in stems for kind in (GATE, UP)}
-        return inner | {f"{stem}.{DOWN}": (hidden, width) for stem in stems}
 
     def _write_missing(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
         """Write what the converted layer lacks, which the next layer reads; NaN for dropped windows."""
@@ -227,29 +240,43 @@ class _LayerConversion:
                 self._scratch.release()
 
 
-@dataclass(slots=True)
-class _Tee:
-    """Passes reports of a layer on to the accumulator, if any; keeps the output `hidden` f32 [T, K]."""
+def _no_routing(x_TK: Tensor) -> Routing:
+    """Return the routing of a layer without experts."""
+    none_T0 = x_TK.new_empty(x_TK.shape[0], 0)
+    return Routing(experts=none_T0.long(), weights=none_T0, scores=none_T0)
 
-    check_stop: CheckStop
-    accumulator: LayerAccumulator | None
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        if self.accumulator is not None:
-            self.accumulator.block(x_TK, routing, cached)
+class _Tee(BlockObserver):
+    """Keeps the output `hidden` f32 [T, K] of a chunk and the `weights` f64 [T] of its tokens.
+
+    An accumulator gets a chunk when its output is reported: windows that are not finite are computed again before.
+    """
+
+    def __init__(self, check_stop: CheckStop, accumulator: LayerAccumulator | None) -> None:
+        self.hidden = self.weights = self._x_TK = torch.empty(0)
+        self._check_stop = check_stop
+        self._accumulator = accumulator
+        self._routing: Routing | None = None
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        self._x_TK = x_TK
+        self._routing = routing
 
     def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+        self,
+        expert: int | None,  # noqa: ARG002
+        tokens_t: Tensor,  # noqa: ARG002
+        weights_t: Tensor | None,  # noqa: ARG002
+        inner_tI: Tensor,  # noqa: ARG002
+        output_tK: Tensor,  # noqa: ARG002
     ) -> None:
-        self.check_stop()
-        if self.accumulator is not None:
-            self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
+        self._check_stop()
 
     def output(self, h_TK: Tensor) -> None:
         self.hidden = h_TK
-        if self.accumulator is not None:
-            self.accumulator.output(h_TK)
+        self.weights = token_weights(h_TK)
+        if self._accumulator is not None and self._routing is not None:
+            self._accumulator.add(self._x_TK, self._routing, self.weights)
 
 
 class _CollectedTokens:

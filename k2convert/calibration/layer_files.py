@@ -1,8 +1,7 @@
-"""The files of a walk's layers: statistics, and with a conversion what was decided and the converted experts.
+"""The files of the layers that rule gptq converts: what was decided, and the quantized weights.
 
-    layer-003.safetensors        the statistics of layer 3: the claim that it is done
-    gptq-003.json            what was decided in layer 3 (records/calibration.py), if it has experts
-    codes-003.safetensors        its converted experts, until every shard that needs them is recorded
+    layer-003.json               what was decided in layer 3 (LayerResult): the claim that it is done
+    codes-003.safetensors        its quantized weights, until every shard that needs them is recorded
         MODULE.packed            U8 [N, K/2]
         MODULE.block_scales      U8 [N, K/16]
         MODULE.global_scale      F32 [1]
@@ -15,37 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from k2convert.calibration.statistics import (
-    LayerStatistics,
-    Statistics,
-    StatisticsHeader,
-    encode_statistics,
-    open_statistics,
-    write_statistics,
-)
 from k2convert.checkpoint.header import TensorInfo, encode_header, read_header
 from k2convert.checkpoint.names import WALK_NAME, WORK_FOLDER, WORK_SUFFIX
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError
-from k2convert.forward.work import CLAIM, HIDDEN, WorkFolder
+from k2convert.forward.work import HIDDEN, WorkFolder
 from k2convert.models import locate_module
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
-from k2convert.records.document import read_document
+from k2convert.records.document import Count, Exponent, encode, read_document
 
 MISSING: Final = "missing"
 CODES: Final = "codes"
-GPTQ: Final = "gptq.json"
 
 _OPEN_LAYERS: Final = 4
 _PACKED = "packed"
@@ -57,58 +48,45 @@ Write = Callable[[str, Nvfp4Weight], None]
 """Appends one projection, by the name of its module."""
 
 
-def statistics_work(statistics: Path) -> WorkFolder:
-    """Return the work folder of a statistics file, NAME.work next to the file NAME."""
-    return WorkFolder(statistics.with_name(statistics.name + WORK_SUFFIX))
-
-
 def conversion_work(destination: Path) -> WorkFolder:
     """Return the work folder of a conversion with a text, DEST/.k2convert/calibration.work."""
     folder = destination / WORK_FOLDER / f"{WALK_NAME}{WORK_SUFFIX}"
-    return WorkFolder(folder, streams=(HIDDEN, MISSING), others=(GPTQ, CODES))
+    return WorkFolder(folder, streams=(HIDDEN, MISSING), others=(CODES,))
 
 
-def write_layer(work: WorkFolder, layer: LayerStatistics, header: StatisticsHeader) -> None:
-    """Declare a layer done, by writing its statistics."""
-    work.write(work.path(CLAIM, layer.layer), encode_statistics([layer], header))
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What is kept of a layer that is done.
 
-
-def read_layer(work: WorkFolder, layer: int) -> Statistics:
-    """Open the statistics of a layer that is done; raises CheckpointError if they are damaged."""
-    path = work.path(CLAIM, layer)
-    work.check(path)
-    return open_statistics(path)
-
-
-def gather_statistics(work: WorkFolder, path: Path, header: StatisticsHeader, *, num_layers: int) -> StatisticsHeader:
-    """Write the statistics file from those of the layers; returns its header.
-
-    `header` has no dropped windows yet. Raises CheckpointError if the file of a layer is damaged.
+    `tokens` of each routed expert, without the windows that are kept out of the fit, and smoothing `exponents` a of
+    each channel, -4..4, are empty if the layer has none. `dropped` windows were not finite in the layers so far.
     """
-    found = [read_layer(work, layer) for layer in range(num_layers)]
-    header = replace(header, dropped=found[-1].dropped if found else 0)
-    write_statistics(path, [statistics.layer(number) for number, statistics in enumerate(found)], header)
-    return header
+
+    dropped: Count
+    tokens: tuple[Count, ...] = ()
+    exponents: tuple[Exponent, ...] = ()
+    gptq: GptqLayer | None = None
+
+    def smoothing(self) -> NDArray[np.int8] | None:
+        """Return the exponents int8 [K], None without smoothing."""
+        return np.array(self.exponents, dtype=np.int8) if self.exponents else None
 
 
-def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Path]]:
-    """Return what is needed of each layer besides its statistics: what was decided, and `codes` of some layers."""
-    job = work.job()
-    written = {} if job is None else job.files
-    paths: dict[int, list[Path]] = {}
-    for layer in range(work.num_finished()):
-        decided = work.path(GPTQ, layer)
-        paths[layer] = [decided] if decided.name in written else []
-        if layer in codes:
-            paths[layer].append(work.path(CODES, layer))
-    return paths
+def write_layer(work: WorkFolder, layer: int, result: LayerResult) -> None:
+    """Declare a layer done, by writing what was decided."""
+    work.write(work.claim(layer), encode(result))
 
 
-def read_gptq(work: WorkFolder, layer: int) -> GptqLayer:
-    """Return what was decided in a layer that has experts; raises CheckpointError if it is damaged."""
-    path = work.path(GPTQ, layer)
+def read_layer(work: WorkFolder, layer: int) -> LayerResult:
+    """Read what was decided in a layer that is done; raises CheckpointError if the file is damaged."""
+    path = work.claim(layer)
     work.check(path)
-    return read_document(GptqLayer, path)
+    return read_document(LayerResult, path)
+
+
+def needed_files(work: WorkFolder, quantized: Collection[int]) -> dict[int, list[Path]]:
+    """Return what is needed of the layers that are done besides their claims: `quantized` weights of some."""
+    return {layer: [work.path(CODES, layer)] for layer in range(work.num_finished()) if layer in quantized}
 
 
 def drop_quantized(work: WorkFolder, layer: int) -> None:
@@ -149,30 +127,20 @@ def writing_quantized_layers(
 
 
 class LayerFiles:
-    """Statistics of the layers that are done so far, as calibration.channels.Calibration reads them. Thread-safe."""
+    """What was decided in the layers that are done so far. Thread-safe."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
-        self._open = lru_cache(_OPEN_LAYERS)(partial(read_layer, work))
-
-    @property
-    def path(self) -> Path:
-        """Where the files are, for messages."""
-        return self._work.folder
+        self._read = lru_cache(_OPEN_LAYERS)(partial(read_layer, work))
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that are done."""
         return tuple(range(self._work.num_finished()))
 
-    @property
-    def tokens(self) -> int:
-        """The tokens of all windows."""
-        return self._open(0).tokens
-
-    def layer(self, number: int) -> LayerStatistics:
-        """Return the statistics of a layer that is done; raises CheckpointError."""
-        return self._open(number).layer(number)
+    def exponents(self, layer: int) -> NDArray[np.int8] | None:
+        """Return the smoothing exponents int8 [K] of a layer that is done, None without; raises CheckpointError."""
+        return self._read(layer).smoothing()
 
 
 class QuantizedLayers:

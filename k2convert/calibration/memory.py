@@ -160,8 +160,11 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
     return Memory(memory.main + model.pool_bytes, memory.gpu)
 
 
-def gptq_memory(model: ModelSizes, size: PassSize) -> Memory:
-    """Count the peak of a conversion by rule gptq, without the buffers for reading, which the conversion counts."""
+def gptq_memory(model: ModelSizes, size: PassSize, *, shared_width: int = 0) -> Memory:
+    """Count the peak of a conversion by rule gptq, without the buffers for reading, which the conversion counts.
+
+    `shared_width` is that of the widest MLP that is converted and that every token takes.
+    """
     square = 4 * model.hidden**2
     projection = 4 * model.hidden * model.width
     states = 4 * size.chunk_tokens * model.hidden
@@ -192,6 +195,12 @@ def gptq_memory(model: ModelSizes, size: PassSize) -> Memory:
         "damping, in FP64": held + attention + (3 + 6 * tried) * square,
         "gate and up": held + attention + tokens // 4 + inner + in_work,
         "down": 2 * tokens + attention + inner + 8 * projection + 52 * model.width**2 + pieces,
+        "down of every token": 2 * tokens
+        + attention
+        + inner
+        + 32 * model.hidden * shared_width
+        + 52 * shared_width**2
+        + pieces,
     }
     memory = _peak(model, size, max(phases.values()), streams=2)
     staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * size.num_tokens * model.hidden)  # of both streams' files

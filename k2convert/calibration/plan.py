@@ -1,7 +1,6 @@
 """A walk, planned from headers and text: what it depends on, what disk it needs, and how far it is.
 
-`k2convert calibrate` walks through the layers and writes a statistics file. `run --calibrate` converts on the same walk
-by rule `gptq` (conversion.py). Both are one plan. An evaluation is a walk of several models.
+`run --calibrate` converts on a walk by rule `gptq` (conversion.py). An evaluation is a walk of several models.
 
     layer 0 -> layer 1 -> layer 2 -> ...          the walk, with a conversion in a thread of its own
                   |          |
@@ -10,20 +9,16 @@ by rule `gptq` (conversion.py). Both are one plan. An evaluation is a walk of se
 The walk is at most AHEAD layers ahead of the shards, so that few converted layers wait on the disk.
 """
 
-import platform
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-from k2convert import __version__
-from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, experts_per_token, held_out
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, CheckpointError, DestinationError, check_disk, quoted
+from k2convert.errors import check_disk
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import Hub
@@ -39,13 +34,13 @@ if TYPE_CHECKING:
     from k2convert.calibration.memory import PassSize
     from k2convert.forward.walk import Walk
 
-WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
+WALK_VERSION: Final = 4  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
-_LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
 _STATE_BYTES: Final = 2
 _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
 _EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
-_LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
+_CHANNEL_BYTES: Final = 8  # of an exponent as text
+_LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer besides
 _TOKEN_TENSORS: Final = 3  # f32 [tokens, hidden] of a layer
 _UNEVEN: Final = 4  # the busiest experts have so many times the even share
 
@@ -58,15 +53,13 @@ class WalkText:
     """Text of a walk, and how this machine walks over it.
 
     `chunk` windows are computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by
-    `threads` threads. `saved` is the statistics file to write, if any. With `by_default`, nobody asked for the number
-    of tokens.
+    `threads` threads. With `by_default`, nobody asked for the number of tokens.
     """
 
     windows: Windows
     chunk: int
     devices: tuple[str, ...]
     threads: int
-    saved: Path | None = None
     by_default: bool = False
 
     def identity(self, device: str) -> dict[str, Any]:
@@ -211,7 +204,7 @@ class WalkPlan:
             first = work.resume(num_layers=self.num_steps, also={}, events=events)
             if was_begun:
                 done = min(first, self.num_layers)
-                events.note(f"{self.text.saved or work.folder}: resuming: {done} of {self.num_layers} layers done")
+                events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
             with self.opened(first, room=self.disk_allowed - self.disk_bytes, events=events) as around:
                 events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
                 yield self.walk(begun.chunk, around)
@@ -221,7 +214,7 @@ class WalkPlan:
 class ShardNeeds:
     """Layers and tensors that an output shard needs of the walk.
 
-    `last` is the last layer that it waits for, -1 if it waits for none. `codes` are the bytes of converted experts that
+    `last` is the last layer that it waits for, -1 if it waits for none. `codes` are the bytes of quantized weights that
     it needs, by layer.
     """
 
@@ -231,29 +224,26 @@ class ShardNeeds:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlan:
-    """A planned calibration. Nothing has been written yet.
-
-    `header` is that of the statistics file, without dropped windows. `needs` are those of each output shard, None
-    without a conversion.
-    """
+    """A planned calibration. Nothing has been written yet. `needs` are those of each output shard."""
 
     walk: WalkPlan
     source: Checkpoint
-    header: StatisticsHeader
     architecture: Architecture
-    needs: Mapping[str, ShardNeeds] | None
+    needs: Mapping[str, ShardNeeds]
+    shared_width: int  # inner activations of the widest MLP that is converted and that every token takes, or 0
 
     @property
     def held_out_windows(self) -> int:
         """The windows that are kept out of everything that is fitted."""
-        if self.needs is None:
-            return 0
         return int(held_out(self.walk.text.windows.ids.shape[0]).sum())
+
+    @property
+    def fitted_windows(self) -> int:
+        """The other windows."""
+        return self.walk.text.windows.ids.shape[0] - self.held_out_windows
 
     def last_layer(self, shard: str) -> int:
         """Return the last layer that an output shard waits for, -1 if it waits for none."""
-        if self.needs is None:
-            return -1
         return self.needs[shard].last
 
     def layer_costs(self) -> tuple[float, ...]:
@@ -261,31 +251,7 @@ class CalibrationPlan:
         from k2convert.calibration.memory import layer_costs, read_sizes
 
         size = self.walk.text.size(self.walk.num_layers)
-        return layer_costs(read_sizes(self.source), size, is_gptq=self.needs is not None)
-
-    def finished_header(self) -> StatisticsHeader | None:
-        """Return the header of the statistics file if this job made it; None if there is no file.
-
-        Raises DestinationError if the file was made from something else.
-        """
-        path = self.walk.text.saved
-        header = self.header
-        if path is None or not path.exists():
-            return None
-        try:
-            found = open_statistics(path)
-        except (CalibrationError, CheckpointError) as error:
-            raise DestinationError(
-                f"{path}: is not a statistics file, so it is not replaced ({str(error).rstrip('.')}). Remove it, or "
-                "choose a different name."
-            ) from None
-        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed"):
-            if getattr(found, name) != (now := getattr(header, name)):
-                raise DestinationError(
-                    f"{path}: exists, made from something else: {name} was {quoted(getattr(found, name))}, now "
-                    f"{quoted(now)}. Choose a different name, or remove the file."
-                )
-        return replace(header, dropped=found.dropped, versions=found.versions)
+        return layer_costs(read_sizes(self.source), size, is_gptq=True)
 
 
 def plan_calibration(
@@ -295,33 +261,26 @@ def plan_calibration(
     hub: Hub,
     identity: Mapping[str, Any],
     work: WorkFolder,
-    shards: Iterable[ShardJob] | None = None,
-    disk_allowed: int = 0,
+    shards: Sequence[ShardJob],
 ) -> CalibrationPlan:
-    """Plan a calibration from headers and windows; `shards` are those of a conversion. Raises PlanError.
+    """Plan a calibration from headers and windows; `shards` are those of the conversion. Raises PlanError.
 
-    `identity` has every field that the results depend on, `disk_allowed` is what a walk without a conversion may use.
+    `identity` has every field that the results depend on.
     """
     architecture = read_architecture(source.checkpoint)
     num_layers = architecture.num_layers
     ids = text.windows.ids
-    needs = None
-    if shards is not None:
-        needs = {shard.name: shard_needs(shard) for shard in shards}
-    states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
-    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
-    statistics = num_layers * (4 * floats + _LAYER_SLACK_BYTES)
-    disk_bytes = (1 if needs is None else 2) * states + 2 * statistics
-    if needs is not None:
-        disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
-        disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
-        if text.devices == ("cpu",):
-            disk_bytes += _scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
+    needs = {shard.name: shard_needs(shard) for shard in shards}
+    states = 2 * ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
+    experts = num_layers * architecture.num_experts * _EXPERT_BYTES
+    decisions = num_layers * (_CHANNEL_BYTES * architecture.hidden_size + _LAYER_SLACK_BYTES)
+    disk_bytes = states + experts + decisions + waiting_bytes(needs.values(), num_layers=num_layers)
+    if text.devices == ("cpu",):
+        disk_bytes += _scratch_bytes(source.checkpoint, tokens=ids.size, workers=text.threads)
     parts = [LayerPart(source.checkpoint, None, {})] * num_layers
     if source.remote is not None:
         remote = RemoteShards(hub, source.remote, work.downloads)
         parts = [LayerPart(source.checkpoint, remote, of) for of in layer_ranges(source.checkpoint, num_layers)]
-    windows = ids.shape[0] - (0 if needs is None else int(held_out(ids.shape[0]).sum()))
     return CalibrationPlan(
         walk=WalkPlan(
             text=text,
@@ -331,25 +290,12 @@ def plan_calibration(
             job=WalkJob({**identity, "layers": num_layers}, text.chunk, source.identities()),
             shards=LayerShards(parts, work.downloads, 0, SILENT),
             disk_bytes=disk_bytes,
-            disk_allowed=disk_allowed,
+            disk_allowed=0,
         ),
         source=source.checkpoint,
-        header=StatisticsHeader(
-            source_headers=identity["source_headers"],
-            texts=text.windows.texts,
-            tokens=windows * ids.shape[1],
-            window=ids.shape[1],
-            windows=windows,
-            dropped=0,
-            seed=text.windows.seed,
-            versions={
-                "k2convert": __version__,
-                "python": platform.python_version(),
-                **{name: version(name) for name in _LIBRARIES},
-            },
-        ),
         architecture=architecture,
         needs=needs,
+        shared_width=max((_shared_width(shard) for shard in shards), default=0),
     )
 
 
@@ -363,9 +309,9 @@ def _scratch_bytes(source: Checkpoint, *, tokens: int, workers: int) -> int:
     return 4 * (_TOKEN_TENSORS * tokens * architecture.hidden_size + inner + outputs)
 
 
-def source_fields(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a conversion's fingerprint that statistics depend on too."""
-    return {key: fingerprint[key] for key in ("arithmetic", "source_revision", "source_headers", "source_config")}
+def _shared_width(shard: ShardJob) -> int:
+    members = (p for step in shard.steps if isinstance(step, ConvertStep) for p in step.members)
+    return max((p.num_columns for p in members if p.kind == "down" and p.role is not Role.EXPERTS), default=0)
 
 
 def shard_needs(shard: ShardJob) -> ShardNeeds:
@@ -382,14 +328,14 @@ def shard_needs(shard: ShardJob) -> ShardNeeds:
         if place is None or place.layer is None:
             continue
         layers.add(place.layer)
-        if is_converted and place.role is Role.EXPERTS:
+        if is_converted:
             num_bytes = sum(output.num_bytes for output in step.outputs) + _PROJECTION_BYTES * len(step.members)
             codes[place.layer] = codes.get(place.layer, 0) + num_bytes
     return ShardNeeds(max(layers), codes)
 
 
 def waiting_bytes(needs: Collection[ShardNeeds], *, num_layers: int) -> int:
-    """Return the most bytes of converted experts that wait at a time.
+    """Return the most bytes of quantized weights that wait at a time.
 
     While a layer is computed, the codes of a layer before it are there if a shard that needs them is not converted.
     """

@@ -1,4 +1,4 @@
-"""Choices for a layer by samples of its tokens: smoothing exponents, and whether rule `imatrix` gained something.
+"""Smoothing exponents of a layer, chosen by a sample of its tokens.
 
 Smoothing exponents are powers of two on the channels of a MoE block's input, for FP4 activations. The norm's weight is
 multiplied by s = 2^a and what reads its output is divided by it, so the function stays the same. What changes is which
@@ -16,23 +16,11 @@ Of the tensors that it changes the search reads, in bounded memory:
     exponents             of every BF16 or FP32 number, INT4 scales included: where a power of two would not be exact
 
 At K2's size a layer has 768 such projections of 2048 x 7168: 21 rows of each are read, and all scales.
-
-The gain of rule `imatrix` is against rule `mse`, on tokens that are kept out of the mean squares:
-
-    sum over held-out tokens t of w_t * |(W - nvfp4(W)) x_t|^2        w_t the token's weight, in down times p^2
-
-is computed with the scales of either rule, for some rows of gate and up and of down of some experts. `imatrix` has the
-mean squares of the other tokens. The answer of gate and up and that of down are kept in the statistics; where one is
-no, a conversion uses an even importance. The mean squares in the statistics are then those of all tokens.
-
-Fewer than MIN_HELD_OUT of them decide nothing, and the answer is no. Held-out tokens are of the same text: they do not
-show that the model will be asked something else.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,22 +29,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.statistics import MAX_EXPONENT
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
-from k2convert.forward.moe import PROJECTIONS, one_torch_thread, quantize_activations, run_in_order
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, MAX_COLUMN_EXPONENT
+from k2convert.forward.moe import quantize_activations, run_in_order
 from k2convert.forward.weights import WeightReader
 from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role, reads_norm
+from k2convert.models.names import WEIGHT, Role, reads_norm
 from k2convert.models.projections import Projection, projection_of
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.kernels.cpu import convert, measure_magnitude
-from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE, mse_global_scale
+from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
+from k2convert.quantize.kernels.cpu import convert
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 
 READ_ROWS: Final = 16384
 """Rows of gate and up that are read, of all experts together: column norms then err by about 1 %."""
@@ -64,13 +51,7 @@ SAMPLED_ROWS: Final = 96
 """Of them, rows that are quantized again and again during the search."""
 
 SAMPLED_TOKENS: Final = 256
-"""Tokens that a choice is made by."""
-
-GAIN_EXPERTS: Final = 16
-GAIN_ROWS: Final = 64
-"""Rows of a projection that are compared for the gain, of so many experts of a layer."""
-MIN_HELD_OUT: Final = 64
-"""With 16 of them on k2-tiny, chance decided."""
+"""Tokens that exponents are chosen by."""
 
 _FIRST_UNUSABLE_FIELD: Final = FIRST_UNUSABLE_BITS >> 7
 
@@ -180,7 +161,7 @@ def _are_in_range(
     below = (smallest >> mantissa).astype(np.int64)
     above = (largest >> mantissa).astype(np.int64)
     is_zero = largest == 0
-    return np.where(is_zero, zeros, (below - MAX_EXPONENT >= 1) & (above + MAX_EXPONENT < end))
+    return np.where(is_zero, zeros, (below - MAX_COLUMN_EXPONENT >= 1) & (above + MAX_COLUMN_EXPONENT < end))
 
 
 WEIGHT_SHARE: Final = 0.6
@@ -236,12 +217,6 @@ class Proxy:
         return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)
 
 
-def quantize_by_imatrix(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
-    """Quantize a weight by rule `imatrix`."""
-    global_scale = mse_global_scale(measure_magnitude(weight, name="rows"))
-    return convert(weight, rule="imatrix", global_scale=global_scale, importance=importance).weight
-
-
 def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
     """Return the exponents int8 [K] that one pass over the positions of the blocks finds; 0 where not `free`."""
     exponents = np.zeros(free.size, dtype=np.int8)
@@ -262,14 +237,8 @@ def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
 
 def _stepped(exponents: NDArray[np.int8], channels: NDArray[np.int64], step: int) -> NDArray[np.int8]:
     result = exponents.copy()
-    result[channels] = np.clip(result[channels] + np.int8(step), -MAX_EXPONENT, MAX_EXPONENT)
+    result[channels] = np.clip(result[channels] + np.int8(step), -MAX_COLUMN_EXPONENT, MAX_COLUMN_EXPONENT)
     return result
-
-
-def sampled_experts(num_experts: int) -> frozenset[int]:
-    """Return the experts whose projections are compared, evenly spread."""
-    chosen = np.linspace(0, num_experts - 1, min(num_experts, GAIN_EXPERTS)).round().astype(int)
-    return frozenset(chosen.tolist())
 
 
 class TokenSample:
@@ -296,44 +265,3 @@ class TokenSample:
     def weighted(self, mean_weight: float) -> Tensor:
         """Return the inputs times the roots of their weights over `mean_weight`, f32 [n, K]."""
         return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
-
-
-def imatrix_gains(
-    reader: WeightReader, mlp: str, inputs: Mapping[int | None, tuple[Tensor, NDArray[np.uint8]]], *, is_dense: bool
-) -> NDArray[np.uint8]:
-    """Return whether `imatrix` has less error than `mse` in gate and up, and in down: uint8 [2], 1 for yes.
-
-    `inputs` are weighted held-out ones f32 [n, K], with the importance uint8 [K] by the others: of gate and up of the
-    MLP block `mlp` (None), and of down of experts. Raises what reading the source raises.
-    """
-    errors = np.zeros((2, 2))
-    with one_torch_thread():
-        for expert in sorted(number for number in inputs if number is not None):
-            module = mlp if is_dense else f"{mlp}.experts.{expert}"
-            for place, name in enumerate(PROJECTIONS):
-                is_down = place == len(PROJECTIONS) - 1
-                held_out, importance = inputs[expert if is_down else None]
-                errors[int(is_down)] += _errors(_spread_rows(reader, f"{module}.{name}"), importance, held_out)
-    return (errors[:, 1] < errors[:, 0]).astype(np.uint8)
-
-
-def _errors(weight: SourceWeight, importance: NDArray[np.uint8], inputs: Tensor) -> tuple[float, float]:
-    """Return the squared errors of outputs by rule `mse` and by `imatrix`, for weighted inputs f32 [n, K]."""
-    values = weight.values()
-    found = list[float]()
-    for used in (np.full_like(importance, MAX_IMPORTANCE), importance):
-        error = torch.as_tensor(dequantize_nvfp4(quantize_by_imatrix(weight, used)) - values).float()
-        found.append(float((inputs @ error.T).double().square_().sum()))
-    return found[0], found[1]
-
-
-def _spread_rows(reader: WeightReader, module: str) -> SourceWeight:
-    """Read GAIN_ROWS rows of a projection, evenly spread."""
-    if not reader.has(f"{module}.{WEIGHT_PACKED}"):
-        count = reader.info(f"{module}.{WEIGHT}").shape[0]
-        rows = reader.read_rows(f"{module}.{WEIGHT}", range(0, count, -(-count // GAIN_ROWS)))
-        return Bf16Weight(rows.to(torch.bfloat16).view(torch.uint16).numpy())
-    whole = reader.read_source(module)
-    assert isinstance(whole, Int4Weight)
-    step = -(-whole.shape[0] // GAIN_ROWS)
-    return Int4Weight(np.ascontiguousarray(whole.packed[::step]), np.ascontiguousarray(whole.scale_bits[::step]))

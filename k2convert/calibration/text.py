@@ -325,14 +325,6 @@ def held_out(num_windows: int) -> NDArray[np.bool_]:
     return (np.arange(num_windows) % HELD_OUT_EVERY == first) & (num_windows > 1)
 
 
-def held_out_tokens(shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return which tokens of windows of a shape are held out, bool [tokens]; of one window, the last quarter."""
-    num_windows, length = shape
-    if num_windows == 1:
-        return np.arange(length) >= length - length // 4
-    return held_out(num_windows).repeat(length)
-
-
 def _read(
     files: Sequence[Path], readers: Mapping[Path, Read], *, vocab_size: int, enough: int, seed: int
 ) -> NDArray[np.int32]:

@@ -47,7 +47,7 @@ def check_finished_shard(
     source = read_source_shards(source_folder, record.source_headers)
     result = open_shard(path, family=family, source=source, recipe=recipe)
     if calibration is not None:
-        layers = {parts.layer for parts in result.source_names.values()} & set(calibration.statistics.layers)
+        layers = {parts.layer for parts in result.source_names.values()} & set(calibration.layers)
         exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
         scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
         result = replace(result, calibration=calibration, scaling=scaling)

@@ -33,7 +33,7 @@ SCALED_DTYPES: Final = frozenset(_BITS)
 class Scaling:
     """The exponents a of a result's MoE layers.
 
-    `problems` are norms whose exponents could not be derived, and a ledger or a statistics file that states others, by
+    `problems` are norms whose exponents could not be derived, and a ledger that states others, by
     layer: None for what is wrong with all of them.
     """
 

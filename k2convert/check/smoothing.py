@@ -1,10 +1,9 @@
-"""The calibration of a result: its statistics, and the exponents of its norms, compared with ledger and statistics."""
+"""The smoothing of a result: the exponents of its norms, compared with those that the ledger states."""
 
 from collections import Counter
 from collections.abc import Mapping
 
-from k2convert.calibration.channels import Calibration, digest_of_exponents
-from k2convert.calibration.statistics import Statistics
+from k2convert.calibration.channels import digest_of_exponents
 from k2convert.check.contract.result import Result
 from k2convert.check.remote import Shards
 from k2convert.check.results import Offender
@@ -12,50 +11,19 @@ from k2convert.check.scaling import NO_SCALING, SCALED_DTYPES, Exponents, Scalin
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.checkpoint.reader import ShardReader
-from k2convert.errors import CalibrationError
 from k2convert.models.names import WEIGHT, Role
 from k2convert.records.calibration import CalibrationRecord
-
-
-def calibration_of(result: Result, statistics: Statistics) -> Calibration:
-    """Return what the conversion took from its statistics; CalibrationError if these are not its statistics."""
-    record = result.calibration_record
-    if record is None:
-        raise CalibrationError(f"{result.folder}: was converted without any, by its ledger. Leave out --statistics.")
-    if record.statistics != statistics.digest:
-        raise CalibrationError(
-            f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "
-            f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
-        )
-    return Calibration(statistics, weighted=record.imatrix, smoothing=record.smoothing)
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:
     """Derive the exponents of every MoE layer from the norms of result and source.
 
-    Without a source, or if the ledger does not state smoothing, there are none, so every change is an error. With a
-    calibration, its exponents are what the norms and all that reads them must have.
+    Without a source, or if the ledger does not state smoothing, there are none, so every change is an error.
     """
-    calibration = result.calibration
     record = result.calibration_record
     if result.source is None or record is None or record.exponents_digest is None:
         return NO_SCALING
     derived, problems = _derive(result, shards)
-    if calibration is not None:
-        stated = {layer: calibration.exponents(layer) for layer in derived}
-        expected = {n: derived[n] * 0 if found is None else found for n, found in stated.items()}
-        differences: dict[int | None, Offender] = {}
-        for layer, exponents in derived.items():
-            differing = (exponents != expected[layer]).nonzero()[0]
-            if differing.size:
-                channel = int(differing[0])
-                problem = (
-                    f"{differing.size:,} channels are not scaled as the statistics say, first channel {channel}: "
-                    f"2^{exponents[channel]}, the statistics say 2^{expected[layer][channel]}"
-                )
-                differences[layer] = Offender(_norm(result, layer), problem)
-        problems = problems or differences
-        derived = expected
     problems = problems or _ledger_problems(result, record, derived)
     return Scaling(derived, problems)
 

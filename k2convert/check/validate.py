@@ -35,7 +35,6 @@ from k2convert.records.journal import Journal, check_finished
 from k2convert.records.ledger import ProjectionRecord, ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.statistics import Statistics
     from k2convert.calibration.text import Windows
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
@@ -65,15 +64,13 @@ def validate_checkpoint(
     events: Events = SILENT,
     visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
-    statistics: "Statistics | None" = None,
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
     Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
     shards. Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings
-    those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
-    the conversion; CalibrationError if they are others.
+    those that are on the Hub; of a result or source there, only the given `layers` are read.
     """
     if shards.result is None:
         check_finished(folder)
@@ -82,7 +79,7 @@ def validate_checkpoint(
     _check_source(result)
     if layers is not None and source is not None:
         check_computed(source)
-    result = _with_smoothing(result, shards, statistics)
+    result = _with_smoothing(result, shards)
     source = result.source
     if layers is not None and source is not None and shards.is_remote:
         return _validate_layers(result, source, layers, reference=reference, events=events, shards=shards)
@@ -117,12 +114,11 @@ def validate_checkpoint(
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
 
 
-def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | None" = None) -> Result:
-    if statistics is None and not result.is_smoothed:
+def _with_smoothing(result: Result, shards: Shards) -> Result:
+    if not result.is_smoothed:
         return result
-    from k2convert.check.smoothing import calibration_of, read_scaling
+    from k2convert.check.smoothing import read_scaling
 
-    result = replace(result, calibration=None if statistics is None else calibration_of(result, statistics))
     return replace(result, scaling=read_scaling(result, shards=shards))
 
 

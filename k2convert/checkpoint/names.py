@@ -38,7 +38,7 @@ SOURCE_COPY_FOLDER: Final = "source"
 WALK_NAME: Final = "calibration"  # with WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers
 
 WORK_SUFFIX: Final = ".work"
-"""Suffix: a statistics file's name and this are the work folder of its pass. The name below is in it."""
+"""Suffix: the name of a file and this are the work folder of its pass. The name below is in it."""
 CALIBRATION_JOB_NAME: Final = "calibration.json"
 
 BLOBS_FOLDER: Final = "blobs"

@@ -1,7 +1,7 @@
 """The command line.
 
 app              registers the verbs; verbs: their arguments and options; options: how these are defined and checked
-run, calibrate, validate, report, inspect, status, publish, fit, recipes
+run, validate, report, inspect, status, publish, fit, recipes
                  a file per verb
 needs            what a calibration or an evaluation needs, and what a calibration found
 views            plans and runs

@@ -100,11 +100,6 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json --dry-run",
         "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json",
     ),
-    (
-        verbs.CalibrateOptions,
-        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run",
-        "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
-    ),
     (verbs.StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
     (
         verbs.ValidateOptions,

@@ -11,13 +11,12 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.progress import Display
-from k2convert.cli.verbs import CalibrateOptions, EvaluateOptions
+from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import format_bytes
 from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
 from k2convert.models import read_architecture
-from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
@@ -60,14 +59,13 @@ def memory_line(needed: int) -> str:
     return f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"
 
 
-def calibration_needs(plan: CalibrationPlan, job: Job | None = None) -> Needs:
-    """Count what the rest of a calibration needs, alone or next to the conversion of a job."""
-    from k2convert.calibration.memory import gptq_memory, pass_memory, read_sizes
+def calibration_needs(plan: CalibrationPlan, job: Job) -> Needs:
+    """Count what the rest of a calibration needs, next to the conversion of a job."""
+    from k2convert.calibration.memory import gptq_memory, read_sizes
 
-    count = pass_memory if plan.needs is None else gptq_memory
-    memory = count(read_sizes(plan.source), plan.walk.text.size(layers_left(job, plan)))
-    process = peak_bytes() + memory.main if job is None else memory_bytes(job, walk=memory.main)
-    return Needs(plan.walk.text.devices, process, memory.gpu)
+    size = plan.walk.text.size(layers_left(job, plan))
+    memory = gptq_memory(read_sizes(plan.source), size, shared_width=plan.shared_width)
+    return Needs(plan.walk.text.devices, memory_bytes(job, walk=memory.main), memory.gpu)
 
 
 def evaluation_needs(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Needs:
@@ -90,9 +88,9 @@ def final_line(needs: Needs, text: WalkText) -> str:
     return f"evaluation at the end, on {text.windows}; {needs.lines()[0]}"
 
 
-def layers_left(job: Job | None, plan: CalibrationPlan) -> int:
+def layers_left(job: Job, plan: CalibrationPlan) -> int:
     """Return how many layers are left to calibrate, as far as that is known before the job starts."""
-    if job is not None and job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
+    if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
     return plan.walk.num_layers - plan.walk.num_finished
 
@@ -103,7 +101,7 @@ def needs_lines(walk: WalkPlan, needs: Needs) -> list[str]:
     return [disk, *needs.lines(), TIME_NOTE]
 
 
-def may_begin(walk: WalkPlan, needs: Needs, place: str, options: CalibrateOptions | EvaluateOptions) -> bool:
+def may_begin(walk: WalkPlan, needs: Needs, place: str, options: EvaluateOptions) -> bool:
     """Refuse a walk that this machine cannot do; return whether to do it: a dry run ends here."""
     needs.check(place)
     walk.check_room()
@@ -112,7 +110,7 @@ def may_begin(walk: WalkPlan, needs: Needs, place: str, options: CalibrateOption
     return not options.dry_run
 
 
-def display_walk(plan: CalibrationPlan | EvaluationPlan, verb: str) -> Display:
+def display_walk(plan: EvaluationPlan, verb: str) -> Display:
     """Return the display of a walk that begins now, and prepare what is said if it is interrupted."""
     walk = plan.walk
     display = Display(verb, walk.extent(walk.num_finished, layer_costs=plan.layer_costs()))
@@ -147,7 +145,6 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, o
         "held_out_windows": plan.held_out_windows,
         "layers": plan.walk.num_layers,
         "finished_layers": finished_layers,
-        "statistics": None if text.saved is None else str(text.saved),
         "devices": list(text.devices),
     }
 
@@ -161,12 +158,11 @@ def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
 def text_lines(plan: CalibrationPlan) -> list[str]:
     """Return layers and text of a calibration in lines, and why it has its number of tokens if nobody asked for one."""
     line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
-    if plan.needs is not None:
-        held_out = "with only one window, no error on other tokens"
-        if count := plan.held_out_windows:
-            verb = "is" if count == 1 else "are"
-            held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
-        line = f"calibrates while it converts: {line}; {held_out} is measured"
+    held_out = "with only one window, no error on other tokens"
+    if count := plan.held_out_windows:
+        verb = "is" if count == 1 else "are"
+        held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
+    line = f"calibrates while it converts: {line}; {held_out} is measured"
     reason = _default_line(plan)
     return [line] if reason is None else [line, reason]
 
@@ -218,14 +214,7 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:
-    """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs.
-
-    With the `plan` of its walk, also how many tokens the experts got.
-    """
-    if not found.gptq:
-        if found.imatrix:
-            console.print_line(IMATRIX_NOTE)
-        return
+    """Print the error of outputs and, with the `plan` of its walk, how many tokens the experts got."""
     line = f"outputs of the layers: {found.measured_on}"
     if layers := found.held_out:
         number, worst = max(layers.items(), key=lambda item: item[1].gptq_error)

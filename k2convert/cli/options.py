@@ -39,7 +39,7 @@ _SHOWN: Final = "shown"
 NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
 _RESUMES: Final = "finished work is kept. The same command resumes"
 _INTERRUPTED: Final[dict[str, str]] = {
-    **dict.fromkeys(("run", "prune", "calibrate", "evaluate"), _RESUMES),
+    **dict.fromkeys(("run", "prune", "evaluate"), _RESUMES),
     "publish": "what was uploaded is kept. The same command resumes",
     "validate": NOTHING_KEPT,
 }
@@ -96,17 +96,9 @@ def _if_repo(name: str) -> str:
 
 
 def check_status_place(text: str) -> None:
-    """The same as `check_source`; the statistics file of an unfinished calibration is missing, but not its folder."""
+    """The same as `check_source`; the file of an unfinished evaluation is missing, but not its folder."""
     if not Path(f"{text}{WORK_SUFFIX}").is_dir():
         check_source(text)
-
-
-def check_statistics(text: str) -> None:
-    """Refuse an address on the Hub that names no file; raises HubError."""
-    if text.startswith(SCHEME):
-        from k2convert.hub.client import parse_file_address
-
-        parse_file_address(text)
 
 
 def check_size(text: str) -> None:

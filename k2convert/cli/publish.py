@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import typer
-
 from k2convert.check.remote import folder_bytes
 from k2convert.checkpoint.index import missing_sidecars
 from k2convert.cli import console
@@ -13,7 +11,7 @@ from k2convert.cli.views import confirm, show_commit
 from k2convert.errors import HubError, counted
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, bound_memory, check_endpoint, parse_repo, target_revision
-from k2convert.job.locations import Destination, open_named_statistics
+from k2convert.job.locations import Destination
 from k2convert.job.opened import open_origin
 from k2convert.job.publish import prepare_publication, publish_folder, validate_publication
 from k2convert.records.events import Extent
@@ -22,8 +20,6 @@ from k2convert.records.journal import Published, check_shards_are_here, find_pub
 
 def publish(options: PublishOptions) -> None:
     """Validate a finished folder and publish it, unless the branch has it already."""
-    if options.statistics is not None and options.source is None:
-        raise typer.BadParameter("--statistics needs --source")
     folder = options.folder
     ref = _parse_repo(options.repo)
     revision = target_revision(ref)
@@ -70,17 +66,12 @@ def publish(options: PublishOptions) -> None:
         if not console.Asked.quiet:
             files = ", ".join(publication.files)
             console.print_note(f"publishes {counted(len(ledger.shards), 'shard')} and these files: {files}")
-        with (
-            open_named_statistics(options.statistics, hub=hub) as calibrated,
-            open_origin(options.source, hub=hub) as (origin, shards),
-        ):
+        with open_origin(options.source, hub=hub) as (origin, shards):
             for name, problem in missing_sidecars(folder):
                 console.print_note(f"warning: {folder}: {name}: {problem}")
             confirm(target, total_bytes=ledger.num_bytes, yes=options.yes)
             with Display("validate", Extent({"check": (folder_bytes(folder), 0)})) as events:
-                validation, hashes = validate_publication(
-                    publication, source=origin, shards=shards, statistics=calibrated, events=events
-                )
+                validation, hashes = validate_publication(publication, source=origin, shards=shards, events=events)
             if not console.Asked.quiet:
                 console.print_note(validation.contract.summary)
             with Display("publish", Extent({"upload": (ledger.num_bytes, 0)})) as events:

@@ -33,10 +33,8 @@ def report(options: ReportOptions) -> None:
     """Write the report, with a validation from a file or of the folder; of a repository into the current folder."""
     if options.source is not None and options.validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
-    if options.statistics is not None and options.source is None:
-        raise typer.BadParameter("--statistics needs --source")
     hub = Hub(notify=console.notifier())
-    with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
+    with open_ends(options.destination, options.source, hub=hub) as opened:
         folder = opened.folder
         is_remote = opened.shards.result is not None
         read_records(folder)  # raises if there is nothing to report on
@@ -66,8 +64,7 @@ def report(options: ReportOptions) -> None:
     if not has_passed or is_remote:
         return
     if files.report.is_complete and can_be_validated(folder) and find_ledger(folder) is not None:
-        ends = (("--source", options.source), ("--statistics", options.statistics))
-        words = [word for name, value in ends if value is not None for word in (name, value)]
+        words = () if options.source is None else ("--source", options.source)
         console.print_next(console.command("k2convert", "publish", folder, "--repo", "owner/name", *words))
     elif Journal(folder).job() is not None:  # it is not finished, or has left
         console.print_next(console.command("k2convert", "status", folder))
@@ -101,6 +98,5 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
             source=opened.source,
             events=events,
             shards=opened.shards,
-            statistics=opened.statistics,
         )
     return opened.named(found)

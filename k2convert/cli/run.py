@@ -114,7 +114,6 @@ def run(options: RunOptions) -> None:
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     """The options of machines and Hub that do not fit together, each with its remedy; see settle_recipe for others."""
     from_hub, to_hub = (place.startswith(SCHEME) for place in (options.source, options.destination))
-    statistics = options.statistics
     in_order = "--calibrate goes through the layers in order: leave out"
     yield options.part and (from_hub or to_hub), "--part needs folders that every task of the array sees, not hf://"
     yield options.part and options.calibrate, f"{in_order} --part"
@@ -123,11 +122,6 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     yield options.ray and options.calibrate, f"{in_order} --ray"
     yield options.evaluate and options.part, "--evaluate is for the run that ends the job: leave out --part"
     yield options.evaluate and options.ray, "--evaluate computes on this machine: leave out --ray, or --evaluate"
-    yield options.ray and statistics and from_hub, "--ray with --statistics needs a folder as source, not hf://"
-    yield (
-        options.ray and statistics and statistics.startswith(SCHEME),
-        "--ray needs --statistics FILE in a folder that all nodes see, not hf://",
-    )
     yield (
         (options.public or options.work_dir) and not to_hub,
         "--public and --work-dir only apply to a destination on the Hub: hf://owner/name",
@@ -144,7 +138,6 @@ def _job_options(options: RunOptions) -> JobOptions:
         destination=read_destination(options.destination, work_folder=options.work_dir),
         recipe=options.recipe,
         settings=_recipe_overrides(options),
-        statistics=options.statistics,
         text=text_files(options.calibrate, device=options.device, rounds=True) if options.calibrate else None,
         workers=options.workers,
         max_disk=read_size("--max-disk", options.max_disk),
@@ -327,7 +320,5 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
     console.show(document, *views)
     if outcome.commit is None and job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)
-        if given and options.statistics is not None:
-            given += ("--statistics", options.statistics)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
     check_budget(job.destination.folder, job.plan.recipe, missed)

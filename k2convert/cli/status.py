@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from k2convert.calibration.layer_files import conversion_work, statistics_work
-from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.layer_files import conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import EVALUATION_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, WORK_SUFFIX
 from k2convert.cli import console
@@ -35,30 +34,11 @@ def status(options: StatusOptions) -> None:
     if place.startswith(SCHEME):
         show_repository(place)
     elif path.is_file():
-        (_show_evaluation if _is_text(path) else _show_statistics)(path)
+        _show_evaluation(path)
     elif (found := _find_walk(path)) is not None:
         console.show(found.document(), partial(_show_walk, found))
     else:
         _show_job(path)
-
-
-def _is_text(path: Path) -> bool:
-    """Return whether a file is a document, not safetensors, which begin with a number that has zeros."""
-    with path.open("rb") as file:
-        return b"\0" not in file.read(8)
-
-
-def _show_statistics(path: Path) -> None:
-    found = open_statistics(path)
-    size = format_bytes(path.stat().st_size)
-    texts = ", ".join(name for name, _ in found.texts)
-    contents = f"{len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
-    console.show(
-        {"complete": True, "layers": len(found.layers), "tokens": found.tokens},
-        f"{path}: complete statistics: {contents}",
-        f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}",
-    )
-    console.print_next(console.command("k2convert", "inspect", path))
 
 
 def _show_evaluation(path: Path) -> None:
@@ -72,9 +52,8 @@ def _show_evaluation(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A walk through layers that is not finished: a calibration or an evaluation, and what it is for."""
+    """An evaluation that is not finished, and the file that it is for."""
 
-    what: str
     place: Path
     work: WorkFolder
     layers: int
@@ -104,15 +83,14 @@ class _Walk:
 
 
 def _find_walk(path: Path) -> _Walk | None:
-    """Return the unfinished work on a statistics file or an evaluation, named with or without its folder's suffix."""
+    """Return the unfinished work on an evaluation's file, named with or without its folder's suffix."""
     for place in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        for what, work in (("calibration", statistics_work(place)), ("evaluation", evaluation_works(place)[0])):
-            if (found := _opened_walk(what, place, work)) is not None:
-                return found
+        if (found := _opened_walk(place, evaluation_works(place)[0])) is not None:
+            return found
     return None
 
 
-def _opened_walk(what: str, place: Path, work: WorkFolder) -> _Walk | None:
+def _opened_walk(place: Path, work: WorkFolder) -> _Walk | None:
     begun = work.job()
     if begun is None:
         return None
@@ -120,18 +98,18 @@ def _opened_walk(what: str, place: Path, work: WorkFolder) -> _Walk | None:
     tokens = begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
-    return _Walk(what, place, work, layers, tokens)
+    return _Walk(place, work, layers, tokens)
 
 
 def _show_walk(walk: _Walk) -> None:
     is_running, progress, age = read_lock(walk.work.folder)
     word = "running" if is_running else "not finished"
     amount = f"{walk.finished} of {walk.layers} layers, {walk.tokens:,} tokens at most"
-    console.print_line(f"{walk.place}: {walk.what} {word}: {amount}")
+    console.print_line(f"{walk.place}: evaluation {word}: {amount}")
     if progress is not None:
         show_progress(progress, age)
     if not is_running:
-        _show_resume(walk.command, "calibrate" if walk.what == "calibration" else "evaluate")
+        _show_resume(walk.command, "evaluate")
 
 
 def _show_resume(command: JobCommand | None, verb: str) -> None:
@@ -143,7 +121,7 @@ def _show_resume(command: JobCommand | None, verb: str) -> None:
 
 def _show_job(folder: Path) -> None:
     journal = Journal(folder)
-    evaluation = _opened_walk("evaluation", folder, evaluation_works(folder)[1])
+    evaluation = _opened_walk(folder, evaluation_works(folder)[1])
     if journal.job() is None:
         if evaluation is not None:  # of a checkpoint that `run` did not write
             console.show(evaluation.document(), partial(_show_walk, evaluation))

@@ -62,7 +62,7 @@ def validate(options: ValidateOptions) -> None:
     if layers is not None:
         request = LayersRequest(layers, options.hidden_states, options.tokens)
     hub = Hub(notify=console.notifier())
-    with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
+    with open_ends(options.destination, options.source, hub=hub) as opened:
         # Checked now, because it is used after the pass over the shards, which may take hours.
         if layers is not None:
             require_extra("torch", purpose="--layers")
@@ -105,7 +105,6 @@ def validate(options: ValidateOptions) -> None:
                 layers=request,
                 events=events,
                 shards=opened.shards,
-                statistics=opened.statistics,
             )
         found = opened.named(found)
         show_validation(found)
@@ -130,8 +129,8 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     text = options.text
     against = options.against
     uses_hub = any(str(place).startswith(SCHEME) for place in (options.destination, options.source))
-    if options.source is None and (layers or against or options.reference or options.statistics):
-        raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")
+    if options.source is None and (layers or against or options.reference):
+        raise typer.BadParameter("--layers, --against and --reference need --source")
     if layers and against and uses_hub:
         raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
     if text and (layers is None or hidden_states is not None):

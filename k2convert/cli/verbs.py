@@ -28,7 +28,6 @@ from k2convert.cli.options import (
     check_not_address,
     check_size,
     check_source,
-    check_statistics,
     check_status_place,
     flag,
     option,
@@ -37,7 +36,6 @@ from k2convert.errors import quoted
 
 TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
 ADDRESS: Final = "hf://owner/name[@revision]"
-STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
 RESULT = "Source and result"
 CHECKS = "Output and checks"
 CALIBRATION = "Calibration"
@@ -52,9 +50,6 @@ json_option = partial(flag, "--json", "Print one JSON document on stdout, not ta
 quiet_option = partial(flag, "--quiet", "Show no progress on stderr.", CHECKS)
 source_option = partial(
     option, f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source
-)
-statistics_option = partial(
-    option, f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics
 )
 yes_option = partial(flag, "--yes", "Publish without asking.", HUB)
 public_option = partial(flag, "--public/--private", "Visibility of a new repository.", HUB)
@@ -95,9 +90,7 @@ class RunOptions:
         name="--set",
         panel=RESULT,
     )
-    rule: Rule | None = option(
-        "How weights are rounded [default: by recipe; imatrix with --statistics, gptq with --calibrate].", panel=RESULT
-    )
+    rule: Rule | None = option("How weights are rounded [default: by recipe; gptq with --calibrate].", panel=RESULT)
     layout: Layout | None = option("Tensor names and config of the result.", panel=RESULT)
     activations: Activations | None = option("4-bit activations, or weight-only.", panel=RESULT)
     to: Target | None = option("NVFP4, or the dequantized BF16 copy.", panel=RESULT)
@@ -105,9 +98,6 @@ class RunOptions:
     dry_run: bool = flag("--dry-run", "Print the plan and write nothing.", CHECKS)
     json: bool = json_option()
     quiet: bool = quiet_option()
-    statistics: str | None = option(
-        f"Statistics of `calibrate`: {STATISTICS}.", "FILE", CALIBRATION, check=check_statistics
-    )
     calibrate: list[Path] | None = option(
         f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION
     )
@@ -145,27 +135,6 @@ class PruneOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateOptions:
-    """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
-    --statistics`. Running it again resumes.
-    """
-
-    source: str = source_argument()
-    statistics: Path = argument(
-        "STATISTICS", "Statistics file to write. Until it is complete, the work is in STATISTICS.work.", check_folder
-    )
-    text: list[Path] = text_option()
-    tokens: int | None = option("Tokens to use [default: 2 for each input of an expert, at least 131072].", "N", min=1)
-    window: int = option("Tokens that are seen together.", "N", min=1, default=2048)
-    seed: int = seed_option()
-    device: Device = device_option()
-    max_disk: str | None = max_disk_option()
-    dry_run: bool = dry_run_option()
-    json: bool = json_option()
-    quiet: bool = quiet_option()
-
-
-@dataclass(frozen=True, slots=True)
 class ValidateOptions:
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
@@ -182,7 +151,6 @@ class ValidateOptions:
     )
     tokens: int = option("Tokens to compute layers on.", "N", min=1, default=256)
     reference: bool = flag("--reference", "Decode with the quantization libraries too.")
-    statistics: str | None = statistics_option()
     against: Path | None = option(
         "Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
         "FOLDER",
@@ -198,7 +166,6 @@ class ReportOptions:
 
     destination: str = result_argument()
     source: str | None = source_option()
-    statistics: str | None = statistics_option()
     validation: Path | None = option(
         "Output of `validate --json`, to show it instead of reading the shards again.", "FILE"
     )
@@ -221,25 +188,24 @@ class PublishOptions:
         check=check_not_address,
     )
     source: str | None = source_option()
-    statistics: str | None = statistics_option()
     json: bool = json_option()
     quiet: bool = quiet_option()
 
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
-    """Describe a checkpoint, from its headers, or a statistics file."""
+    """Describe a checkpoint, from its headers."""
 
-    source: str = argument("SOURCE", f"Folder of a checkpoint, {ADDRESS}, or a statistics file.", check_source)
+    source: str = argument("SOURCE", f"Folder of a checkpoint, or {ADDRESS}.", check_source)
     json: bool = json_option()
 
 
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
-    """Show how far a conversion or a calibration is. For a finished one: where it was published."""
+    """Show how far a conversion is. For a finished one: where it was published."""
 
     destination: str = argument(
-        "DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", check_status_place
+        "DEST", f"Folder of a conversion, file of an evaluation, or {ADDRESS}.", check_status_place
     )
     json: bool = json_option()
 

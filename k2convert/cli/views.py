@@ -52,7 +52,6 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
             for shard in plan.jobs
         ],
     }
-    document |= calibration_document(job)
     if job.uses_hub:
         target = job.target
         document |= {
@@ -64,29 +63,6 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
             "notices": [] if target is None else list(target.notices),
         }
     return document
-
-
-def calibration_document(job: Job) -> dict[str, Any]:
-    """Return the calibration of a job as plain data; empty without statistics."""
-    found = job.calibrated
-    if found is None or job.calibration is None:
-        return {}
-    return {
-        "calibration": {
-            "file": str(job.calibration.statistics.path),
-            "statistics": found.statistics,
-            "texts": [name for name, _ in found.texts],
-            "tokens": found.tokens,
-            "imatrix": found.imatrix,
-            "smoothing": found.smoothing,
-            "fallback_experts": sum(len(layer.fallback) for layer in found.layers.values()),
-            "layers_without_imatrix": found.layers_without,
-            "scaled_channels": sum(
-                count for layer in found.layers.values() for exponent, count in layer.exponents.items() if exponent
-            ),
-            "scaled_layers": sum(any(layer.exponents.keys() - {0}) for layer in found.layers.values()),
-        }
-    }
 
 
 def show_plan(job: Job, document: Mapping[str, Any]) -> None:
@@ -120,18 +96,6 @@ def show_plan(job: Job, document: Mapping[str, Any]) -> None:
         for name, action in document["actions"].items()
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
-    for found in calibration_document(job).values():
-        texts = f"{counted(len(found['texts']), 'text')}, {found['tokens']:,} tokens"
-        print_line(f"statistics: {found['file']}: {texts}")
-        from k2convert.calibration.channels import MIN_TOKENS
-
-        if num_few := found["fallback_experts"]:
-            print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
-        if without := found["layers_without_imatrix"]:
-            print_line(f"rule imatrix is not used in {counted(without, 'layer')}, at least in part: it gained nothing")
-        if found["smoothing"]:
-            channels = f"{found['scaled_channels']:,} channels of {counted(found['scaled_layers'], 'layer')}"
-            print_line(f"smoothing: {channels} are multiplied by powers of two, which is exact")
     if job.uses_hub:
         if job.source.remote is not None:
             print_line(f"source: {job.source.remote.repo} at commit {job.source.remote.commit}")
@@ -192,7 +156,6 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
         "seconds": round(seconds, 3),
         "tensor_bytes_out": job.plan.data_bytes,
         "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
-        **calibration_document(job),
     }
 
 

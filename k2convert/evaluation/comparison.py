@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
 
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, finite_windows
@@ -35,7 +34,7 @@ class _Choices(BlockObserver):
 
     experts: NDArray[np.int64] | None = None
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:  # noqa: ARG002
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:  # noqa: ARG002
         self.experts = None if routing is None else routing.experts.cpu().numpy()
 
 

@@ -36,7 +36,7 @@ from k2convert.evaluation.scores import Decode, TokenScores, compare_models, des
 from k2convert.forward.decoder import Rounding
 from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
 from k2convert.forward.weights import WeightReader
-from k2convert.forward.work import CLAIM, HIDDEN
+from k2convert.forward.work import HIDDEN
 from k2convert.records.command import JobCommand
 from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
 from k2convert.records.events import SILENT, Events
@@ -207,7 +207,7 @@ def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
             else:
                 comparison.run(number, layer)
             if number == len(walk.models) - 1:
-                plan.walk.work.write(plan.walk.work.path(CLAIM, layer.number), comparison.encode())
+                plan.walk.work.write(plan.walk.work.claim(layer.number), comparison.encode())
 
 
 def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
@@ -242,11 +242,11 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
                 f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
                 "matrix is damaged: download it again."
             )
-    work.write(work.path(CLAIM, last), save(scores))
+    work.write(work.claim(last), save(scores))
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
-    path = plan.walk.work.path(CLAIM, layer)
+    path = plan.walk.work.claim(layer)
     plan.walk.work.check(path)
     return load(path.read_bytes())
 

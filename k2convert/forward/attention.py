@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut, quoted
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
-from k2convert.quantize.formats.nvfp4 import E4M3_MAX, SMALLEST_NORMAL
 
 _NOT_OF_THE_NETWORK: Final = ("quantization_config", "compression_config", "model_type", "architectures", "auto_map")
 _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -50,71 +49,20 @@ class _Linear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class CachedPart:
-    """One part of what a KV cache holds of some tokens: the largest magnitude, and the number of values.
-
-    Also how many of them are not zero but below E4M3's normal range, and how many above its largest number.
-    """
-
-    amax: float = 0.0
-    count: int = 0
-    subnormal: int = 0
-    saturated: int = 0
-
-    def __add__(self, other: CachedPart) -> CachedPart:
-        """Return what both are together: the same in any order."""
-        return CachedPart(
-            max(self.amax, other.amax),
-            self.count + other.count,
-            self.subnormal + other.subnormal,
-            self.saturated + other.saturated,
-        )
-
-
-CachedValues = tuple[CachedPart, CachedPart]
-"""Entries of a KV cache: MLA's latent and rotary key, or keys and values."""
-NOTHING_CACHED: Final[CachedValues] = (CachedPart(), CachedPart())
-
-
-def add_cached(parts: Iterable[CachedValues]) -> CachedValues:
-    """Return what a cache holds of all tokens together."""
-    first, second = zip(NOTHING_CACHED, *parts, strict=True)
-    return sum(first, CachedPart()), sum(second, CachedPart())
-
-
 class _Cache:
-    """The KV cache of an attention: measures what it holds, and rounds it to E4M3 if its parts have scales."""
+    """The KV cache of an attention: rounds what it holds to E4M3 if its two parts have scales."""
 
-    def __init__(self, scales: tuple[float, float] | None) -> None:
-        self._scales = scales
-        self._seen: list[tuple[int, int, Tensor]] = []  # windows may be computed by several threads
+    scales: tuple[float, float] | None
 
     def hold(self, part: int, values: Tensor) -> Tensor:
         """Return the values of a part as later tokens read them."""
-        magnitudes = values.abs()
-        is_subnormal = (magnitudes < SMALLEST_NORMAL) & (magnitudes > 0)
-        found = (magnitudes.amax(), is_subnormal.sum(), (magnitudes > E4M3_MAX).sum())
-        self._seen.append((part, values.numel(), torch.stack([number.double() for number in found])))
-        if self._scales is None:
+        if self.scales is None:
             return values
-        return round_to_e4m3(values, self._scales[part])
-
-    def take(self) -> CachedValues:
-        """Return what was held since the last call."""
-        seen = self._seen
-        self._seen = []
-        parts = [CachedPart(), CachedPart()]
-        for part, count, numbers in seen:
-            amax, subnormal, saturated = (number.item() for number in numbers)
-            parts[part] += CachedPart(float(amax), count, int(subnormal), int(saturated))
-        return parts[0], parts[1]
+        return round_to_e4m3(values, self.scales[part])
 
 
 class Attention:
-    """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device.
-
-    `cache` measures what a KV cache holds of the windows since it was last asked.
-    """
+    """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device."""
 
     def __init__(self, reader: WeightReader, stem: str, *, device: str = "cpu", fp8_cache: bool = False) -> None:
         """Read the attention of the layer `stem` (`...layers.N`); CheckpointError if config and tensors disagree.
@@ -125,8 +73,8 @@ class Attention:
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
         keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
         is_mla = hasattr(modules.self_attn, "kv_a_layernorm")
-        self.cache = cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
-        modules.self_attn.cache = self.cache
+        cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
+        modules.self_attn.cache = cache
 
         def held(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
             return cache.hold(0, latent)

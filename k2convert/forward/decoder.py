@@ -6,7 +6,7 @@ number of experts. A dense MLP is read once and kept. Windows, and pieces of an 
 and outputs are added in the order of the experts: the same bytes with any number of workers. Everything is FP32; on
 CUDA devices matrix products use TF32, but the router does not.
 
-An observer sees the inside of the MLP: calibration takes its statistics there.
+An observer sees the inside of the MLP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError, quoted
-from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached, build_attention
+from k2convert.forward.attention import Attention, build_attention
 from k2convert.forward.moe import (
     Mlp,
     MlpTokens,
@@ -53,11 +53,8 @@ class BlockObserver(Protocol):
     changed.
     """
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
-        """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP.
-
-        `cached` is what a KV cache holds of the tokens.
-        """
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP."""
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
@@ -150,7 +147,6 @@ class DecoderLayer:
             self._piece_tokens = DENSE_PIECE_TOKENS
         self._router: Router | None = read_router(reader, self._mlp, device=devices[0]) if is_moe else None
         self._dense: list[Mlp] = []
-        self.cached: CachedValues = NOTHING_CACHED
 
     @property
     def is_dense(self) -> bool:
@@ -162,7 +158,7 @@ class DecoderLayer:
         """Map the hidden states f32 [W, T, K] of a chunk of whole windows to those after the layer."""
         result, x, routing = self.attend(hidden)
         if observer is not None:
-            observer.block(x, routing, self.cached)
+            observer.block(x, routing)
         if self.is_dense and not self._dense:
             self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
@@ -185,10 +181,7 @@ class DecoderLayer:
         return result.view(hidden.shape).to(hidden.device)
 
     def attend(self, hidden: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
-        """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing.
-
-        What a KV cache holds of its tokens is in `cached` afterwards.
-        """
+        """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing."""
         after = torch.empty_like(hidden, device=self._devices[0])
         x = torch.empty_like(after)
         windows = range(hidden.shape[0])
@@ -200,7 +193,6 @@ class DecoderLayer:
         with allowing_tf32(self._devices), run_in_order(attend, windows, workers=self._workers) as attended:
             for _ in attended:
                 pass
-        self.cached = add_cached(attention.cache.take() for attention in self._attentions)
         routing: Routing | None = None
         if (router := self._router) is not None:
             with run_in_order(lambda window: router(x[window]), windows, workers=self._workers) as parts:

@@ -169,11 +169,15 @@ def block_mlps(reader: WeightReader, stem: str, routing: Routing) -> list[MlpTok
 
 def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
     """Return the shared experts of the block `stem` with all tokens, of which `x` has the first dimension, if any."""
+    module = shared_module(reader, stem)
+    return [] if module is None else [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))]
+
+
+def shared_module(reader: WeightReader, stem: str) -> str | None:
+    """Return the name of the shared experts of the block `stem`, None if there are none."""
     module = f"{stem}.shared_experts"
     gate = f"{module}.{PROJECTIONS[0]}"
-    if reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}"):
-        return [MlpTokens(module, None, torch.arange(x.shape[0], device=x.device))]
-    return []
+    return module if reader.has(f"{gate}.{WEIGHT_PACKED}") or reader.has(f"{gate}.{WEIGHT}") else None
 
 
 def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearLayer:

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import EXACT, BlockObserver, DecoderLayer, Rounding, embed
 from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
@@ -270,9 +269,9 @@ class _Watched:
     num_windows: int
     num_experts: int = 1
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         self.num_experts = 1 if routing is None else routing.scores.shape[1]
-        self.observer.block(x_TK, routing, cached)
+        self.observer.block(x_TK, routing)
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor

@@ -5,7 +5,8 @@
                                             The file of an evaluation is evaluation.json
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
-    NAME.work/layer-000.safetensors         what was found in layer 0: the only claim that the layer is done
+    NAME.work/layer-000.json                what was decided in layer 0: the only claim that the layer is done. That of
+                                            an evaluation is layer-000.safetensors
     NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
                                             evaluation, BF16 (nearest, ties to even) in a calibration
 
@@ -54,8 +55,6 @@ from k2convert.records.fingerprint import (
 from k2convert.records.lock import lock_destination
 
 HIDDEN_STATES: Final = "hidden_states"
-CLAIM: Final = "layer"
-"""The kind of file that says that a layer is done."""
 HIDDEN: Final = "hidden"
 """The stream of hidden states of the source's own model."""
 
@@ -86,10 +85,12 @@ class WalkJob:
 Purpose = Literal["calibration", "evaluation"]
 """Purposes of a walk."""
 _JOBS: Final[dict[Purpose, tuple[str, str]]] = {
-    "calibration": (CALIBRATION_JOB_NAME, "choose a different name for the statistics"),
+    "calibration": (CALIBRATION_JOB_NAME, "choose a different destination"),
     "evaluation": (EVALUATION_NAME, "name a different file with --out"),
 }
 """The name of a walk's description, and how to choose another folder."""
+_CLAIMS: Final[dict[Purpose, str]] = {"calibration": "layer.json", "evaluation": "layer"}
+"""The kind of file that says that a layer is done."""
 _STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "evaluation": ("F32", 4)}
 """The dtype of hidden states on disk, and its bytes."""
 
@@ -108,7 +109,8 @@ class WorkFolder:
         self.folder = folder
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
         self._streams = streams
-        self._outputs = (CLAIM, *others)
+        self._claim = _CLAIMS[purpose]
+        self._outputs = (self._claim, *others)
         self.purpose: Purpose = purpose
         name, self._elsewhere = _JOBS[purpose]
         self._job_path = folder / WORK_FOLDER / name
@@ -167,12 +169,16 @@ class WorkFolder:
         suffix = Path(kind).suffix or SHARD_SUFFIX
         return self.folder / f"{stem}-{layer:03}{suffix}"
 
+    def claim(self, layer: int) -> Path:
+        """Return the file that says that a layer is done."""
+        return self.path(self._claim, layer)
+
     def num_finished(self, job: WalkJob | None = None) -> int:
         """Return how many layers are done: they are the first ones. With a `job`, of this job."""
         if job is not None and ((found := self.job()) is None or found.identity != job.identity):
             return 0
         layer = 0
-        while self.path(CLAIM, layer).is_file():
+        while self.claim(layer).is_file():
             layer += 1
         return layer
 
@@ -215,7 +221,7 @@ class WorkFolder:
         done = self.num_finished()
         first = 0
         damage = None
-        while first < done and not (damage := self._damage((self.path(CLAIM, first), *also.get(first, ())))):
+        while first < done and not (damage := self._damage((self.claim(first), *also.get(first, ())))):
             first += 1
         while 0 < first < num_layers and (found := self._damage(self._inputs(first))):
             first = first - 1
@@ -229,7 +235,7 @@ class WorkFolder:
     def forget(self, first: int, *, num_layers: int) -> None:
         """Remove the files of the layers from `first` on, but what it reads. Claims go first, the last one first."""
         for layer in reversed(range(first, num_layers)):
-            self.remove_file(self.path(CLAIM, layer))
+            self.remove_file(self.claim(layer))
         for layer in range(first, num_layers):
             for path in (*(self.path(kind, layer) for kind in self._outputs), *self._inputs(layer + 1)):
                 self.remove_file(path)
@@ -243,7 +249,7 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the folder: the walk is done. What it is for is removed last."""
         for layer in range(self.num_finished()):
-            self.remove_file(self.path(CLAIM, layer))
+            self.remove_file(self.claim(layer))
         for path in list_folder(self.folder):
             if path.is_file():
                 self.remove_file(path)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
@@ -77,17 +77,6 @@ def parse_repo(text: str) -> RepoRef | None:
     if not fits or ("@" in text and not revision) or Path(text).exists():
         return None
     return RepoRef(name, revision or None)
-
-
-def parse_file_address(text: str) -> RepoRef:
-    """Read an address; raises HubError. Does not use the network."""
-    rest = text.removeprefix(SCHEME)
-    kind = DATASET if rest.startswith(_DATASETS) else MODEL
-    owner, _, rest = rest.removeprefix(_DATASETS).partition("/")
-    name, _, path = rest.partition("/")
-    ref = parse_repo(f"{SCHEME}{owner}/{name}")
-    assert ref is not None  # with the scheme it is a repository or an error
-    return replace(ref, kind=kind, path=path or None)
 
 
 def bound_memory() -> None:

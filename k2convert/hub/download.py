@@ -15,17 +15,16 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import FILE_SCHEME, NUM_ATTEMPTS, Hub, ignore, is_offline, parse_file_address
+from k2convert.hub.client import FILE_SCHEME, NUM_ATTEMPTS, Hub, ignore, is_offline
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
-from k2convert.hub.source import RemoteRepo, file_url, read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, file_url
 from k2convert.machine import BUFFERS
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
@@ -211,21 +210,3 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple[Path, str]:
-    """Fetch a file, or the only one with `suffix`; returns path and address with its commit. Raises HubError."""
-    address = parse_file_address(text)
-    remote = resolve_source(hub, address)
-    found = [address.path] if address.path else sorted(path for path in remote.files if path.endswith(suffix))
-    if len(found) != 1:
-        raise HubError(f"{text}: has {len(found)} files named *{suffix}. Name the file: {text}/FILE.")
-    name = found[0]
-    if name not in remote.files:
-        raise HubError(f"{text}: is not there at commit {remote.commit[:12]}. Check the name and the revision.")
-    target = folder / Path(name).name
-    if remote.files[name].sha256 is None:
-        target.write_bytes(read_file(hub, remote.repo, remote.commit, remote.files[name], kind=remote.kind))
-    else:
-        download_shard(hub, remote, name, target=target, stop=threading.Event())
-    return target, str(replace(address, revision=remote.commit, path=name))

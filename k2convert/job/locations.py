@@ -41,13 +41,11 @@ from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
 
 if TYPE_CHECKING:
-    from k2convert.calibration.statistics import Statistics
     from k2convert.hub.source import RemoteRepo
 
 WORK_ROOT: Final = Path("k2convert-work")
 _WRITTEN: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME)
 _MOVE: Final = "Move it elsewhere, or choose a different folder."
-_STATISTICS_SUFFIX: Final = ".stats"
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
 
 
@@ -237,23 +235,3 @@ def check_output_path(path: Path, *, source: Path | None) -> None:
             raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
     if source is not None and any(path.resolve().is_relative_to(folder) for folder in source_folders(source)):
         raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")
-
-
-@contextmanager
-def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistics | None]":
-    """Open a statistics file, or one of the Hub, for the block; None without a name. CalibrationError, HubError."""
-    if text is None:
-        yield None
-        return
-    from k2convert.calibration.statistics import open_statistics
-    from k2convert.hub.download import fetch_named_file
-
-    if not text.startswith(SCHEME):
-        yield open_statistics(Path(text))
-        return
-    with temporary_folder() as temporary:
-        path, origin = fetch_named_file(hub, text, suffix=_STATISTICS_SUFFIX, folder=temporary)
-        with shown_as(origin, path):
-            found = open_statistics(path)
-            found.origin = origin
-            yield found

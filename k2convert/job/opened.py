@@ -4,7 +4,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from k2convert.check.remote import Shards, folder_bytes, layer_bytes
 from k2convert.check.results import ValidationReport
@@ -12,11 +11,8 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
-from k2convert.job.locations import open_named_statistics, open_result, open_source
+from k2convert.job.locations import open_result, open_source
 from k2convert.models import detect_family
-
-if TYPE_CHECKING:
-    from k2convert.calibration.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +23,6 @@ class Opened:
     folder: Path
     source: Checkpoint | None
     shards: Shards
-    statistics: "Statistics | None"
 
     @property
     def num_bytes(self) -> int:
@@ -48,17 +43,16 @@ class Opened:
 
 
 @contextmanager
-def open_ends(result: str, source: str | None, *, hub: Hub, statistics: str | None = None) -> Generator[Opened]:
-    """Open a result and, if given, its source and statistics; any may be on the Hub. Raises any K2ConvertError."""
+def open_ends(result: str, source: str | None, *, hub: Hub) -> Generator[Opened]:
+    """Open a result and, if given, its source; either may be on the Hub. Raises any K2ConvertError."""
     with (
-        open_named_statistics(statistics, hub=hub) as calibrated,
         open_result(result, hub=hub) as (folder, remote),
         open_origin(source, hub=hub) as (origin, shards),
     ):
         if remote is not None:
             headers = read_headers(hub, remote, folder=folder)
             shards = replace(shards, result=RemoteShards(hub, remote, folder, headers))
-        yield Opened(result, folder, origin, shards, calibrated)
+        yield Opened(result, folder, origin, shards)
 
 
 @contextmanager

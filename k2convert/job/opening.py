@@ -1,7 +1,7 @@
-"""Open a calibration and plan it; read a text; describe a source."""
+"""Read a text; describe a source."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, require_extra
+from k2convert.errors import CheckpointError
 from k2convert.hub.client import Hub
-from k2convert.job.locations import check_output_path, open_source
-from k2convert.job.resources import allowed_disk, choose_devices, device_name, gpu_memory, layer_threads
-from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
+from k2convert.job.locations import open_source
+from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
+from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
-from k2convert.plan.plan import claim_projections
-from k2convert.plan.recipe import TextUse, load_recipe
+from k2convert.plan.recipe import TextUse
 from k2convert.records.document import shown
-from k2convert.records.fingerprint import Source, job_fingerprint
+from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import TOTAL, find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, WalkText
+    from k2convert.calibration.plan import WalkText
     from k2convert.calibration.text import Windows
     from k2convert.plan.inspection import Inspection
 
@@ -48,50 +47,6 @@ def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: 
     return TextFiles([Path(file) for file in files], devices, note)
 
 
-@contextmanager
-def open_calibration(
-    source: str, statistics: Path, text: TextFiles, use: TextUse, *, hub: Hub, max_disk: int | None = None
-) -> "Generator[CalibrationPlan]":
-    """Open the source of a calibration and plan it; it stays open for the block. Raises any K2ConvertError."""
-    require_extra("calibrate", purpose="calibrate")
-    from k2convert.calibration.layer_files import statistics_work
-
-    check_output_path(statistics, source=None)
-    begun = statistics_work(statistics).job()
-    pinned = None
-    if begun is not None:
-        pinned = begun.identity.get("source_revision")
-    with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
-        read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
-        check_computed(opened.checkpoint)
-        check_whole(opened.checkpoint)
-        found = read_text(text, use, opened, hub)
-        yield plan_statistics(found, opened, statistics, hub=hub, max_disk=max_disk)
-
-
-def plan_statistics(
-    text: "WalkText", source: Source, statistics: Path, *, hub: Hub, max_disk: int | None = None
-) -> "CalibrationPlan":
-    """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
-    from k2convert.calibration.layer_files import statistics_work
-    from k2convert.calibration.plan import plan_calibration, source_fields
-
-    checkpoint = source.checkpoint
-    work = statistics_work(statistics)
-    check_output_path(statistics, source=source.local)
-    recipe = load_recipe(detect_family(checkpoint).recipe, {})
-    claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
-    fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
-    return plan_calibration(
-        text,
-        source,
-        hub=hub,
-        identity=source_fields(fingerprint) | text.identity(device_name(text.devices)),
-        work=work,
-        disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
-    )
-
-
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
     """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
     from k2convert.calibration.memory import read_sizes
@@ -107,7 +62,7 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
     chunk = max(1, tokens // windows.ids.shape[1])
     windows = replace(windows, window=use.window)  # a job is known by what was asked for
     threads = layer_threads(text.devices)
-    return WalkText(windows, chunk, text.devices, threads, use.save_statistics, by_default=use.tokens is None)
+    return WalkText(windows, chunk, text.devices, threads, by_default=use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.errors import CheckpointError, DestinationError, check_disk, format_bytes, remedy, require_extra
+from k2convert.errors import CheckpointError, check_disk, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import (
     Destination,
     check_destination,
-    check_output_path,
-    open_named_statistics,
     open_source,
     refuse_other_files,
     refuse_symlinks,
@@ -50,9 +48,7 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.channels import Calibration
     from k2convert.calibration.plan import CalibrationPlan, WalkText
-    from k2convert.calibration.statistics import Statistics
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
@@ -73,9 +69,8 @@ class Job:
     limits: Limits
     finished: PackedRecords  # shards that an earlier run left in the destination folder
     command: JobCommand | None = None  # what the user typed
-    calibration: "Calibration | None" = None  # statistics, for a recipe that uses them
-    calibrated: CalibrationRecord | None = None  # what the ledger says of them
-    gptq: "CalibrationPlan | None" = None  # the walk of rule gptq; `calibrated` is None until it is done
+    gptq: "CalibrationPlan | None" = None  # the walk of rule gptq
+    calibrated: CalibrationRecord | None = None  # what the ledger says of it, None until it is done
     evaluation: "WalkText | None" = None  # the text on which the result is evaluated at the end
 
     @property
@@ -107,7 +102,6 @@ class JobOptions:
     destination: Destination
     recipe: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    statistics: str | None = None
     text: TextFiles | None = None
     workers: int | None = None
     max_disk: int | None = None
@@ -120,24 +114,16 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
     begun = Journal(options.destination.folder).job()
     if begun is not None:
         check_version(begun.version, options.destination.folder)
-    with (
-        open_named_statistics(options.statistics, hub=hub) as statistics,
-        open_source(options.source, hub=hub, pinned=begun and begun.source_revision) as source,
-    ):
+    with open_source(options.source, hub=hub, pinned=begun and begun.source_revision) as source:
         checkpoint = source.checkpoint
         recipe = choose_recipe(checkpoint, options.recipe, options.settings)
-        if statistics is not None or options.text is not None or recipe.needs_statistics:
+        if options.text is not None:
             check_computed(checkpoint)
-        recipe = settle_recipe(
-            recipe,
-            has_statistics=statistics is not None,
-            has_text=options.text is not None,
-            to_hub=options.destination.repo is not None,
-        )
+        recipe = settle_recipe(recipe, has_text=options.text is not None, to_hub=options.destination.repo is not None)
         text = None
         if options.text is not None:
             text = read_text(options.text, recipe.calibration, source, hub)
-        yield prepare(options, source, recipe, statistics=statistics, text=text, hub=hub)
+        yield prepare(options, source, recipe, text=text, hub=hub)
 
 
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: Mapping[str, Any]) -> Recipe:
@@ -150,7 +136,6 @@ def prepare(
     source: Source,
     recipe: Recipe,
     *,
-    statistics: "Statistics | None",
     text: "WalkText | None",
     hub: Hub,
 ) -> Job:
@@ -161,9 +146,12 @@ def prepare(
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=source.local)
-    plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=text is not None)
+    # With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
+    scaled_layers = read_architecture(checkpoint).moe_layers if recipe.smoothing else ()
+    plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=scaled_layers)
     items = output_items(plan)
     walk = None
+    calibrated = None
     identity = None
     if text is not None:
         identity = text.identity(device_name(text.devices))
@@ -172,7 +160,6 @@ def prepare(
             source=checkpoint,
             recipe=plan.recipe,
             revision=source.revision,
-            statistics=None if statistics is None else statistics.digest,
             walk=identity,
         ),
         recipe=plan.recipe,
@@ -203,34 +190,9 @@ def prepare(
         description=description,
         limits=limits,
         finished=finished,
-        calibration=calibration,
-        calibrated=calibrated,
         gptq=walk,
+        calibrated=calibrated,
     )
-
-
-def _plan(
-    source: Source, recipe: Recipe, statistics: "Statistics | None", *, has_text: bool
-) -> "tuple[Plan, Calibration | None, CalibrationRecord | None]":
-    """Plan the conversion, with statistics if there are any, and how it uses them; raises PlanError, CalibrationError.
-
-    With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
-    """
-    checkpoint = source.checkpoint
-    if statistics is None:
-        is_scaled = has_text and recipe.smoothing
-        layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
-        return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers), None, None
-    from k2convert.calibration import channels
-
-    architecture = read_architecture(checkpoint)
-    calibration = channels.choose_calibration(statistics, recipe=recipe, source=checkpoint)
-    layers = channels.scaled_layers(calibration, architecture)
-    plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
-    channels.check_widths(calibration, plan)
-    if source.remote is None:
-        channels.check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
-    return plan, calibration, channels.calibration_record(statistics, calibration, architecture)
 
 
 def _plan_limits(
@@ -362,17 +324,10 @@ def check_job_memory(job: Job) -> None:
 def plan_walk(
     text: "WalkText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
 ) -> "CalibrationPlan":
-    """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
+    """Plan the walk of a conversion."""
     from k2convert.calibration.layer_files import conversion_work
     from k2convert.calibration.plan import plan_calibration
 
-    path = text.saved
-    if path is not None:
-        check_output_path(path, source=source.local)
-        if path.resolve().is_relative_to(folder.resolve()):
-            raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
-    walk = plan_calibration(
+    return plan_calibration(
         text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=shards
     )
-    walk.finished_header()  # refuses statistics of anything else in its place
-    return walk

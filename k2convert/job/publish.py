@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
-from k2convert.calibration.statistics import Statistics
 from k2convert.check.remote import LOCAL, Shards
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
@@ -188,7 +187,6 @@ def validate_publication(
     *,
     source: Checkpoint | None = None,
     shards: Shards = LOCAL,
-    statistics: Statistics | None = None,
     events: Events = SILENT,
 ) -> tuple[ValidationReport, dict[str, str]]:
     """Validate the folder and hash its shards in the same pass (sha256); raises UnservableError, CalibrationError."""
@@ -199,9 +197,7 @@ def validate_publication(
         digests[shard].update(data.data)
 
     with remedy("Run the conversion again: it replaces what is damaged."):
-        validation = validate_checkpoint(
-            folder=folder, source=source, events=events, visitor=hash_bytes, shards=shards, statistics=statistics
-        )
+        validation = validate_checkpoint(folder=folder, source=source, events=events, visitor=hash_bytes, shards=shards)
     if not validation.passed:
         raise UnservableError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation

@@ -329,7 +329,7 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     limits = job.limits
     task = shard_task(job, name)
     folders = {"source_folder": task.source_folder.absolute(), "destination": task.destination.absolute()}
-    task = replace(task, **folders, calibration=job.calibration)
+    task = replace(task, **folders)
     sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
     room = partial(open_room, cluster.rooms, shard_bytes=max(sizes), max_disk=cluster.max_disk)
     work = partial(do_on_node, task, job.source.remote, job.target, room)

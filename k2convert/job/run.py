@@ -136,8 +136,7 @@ def execute(
             from k2convert.calibration.conversion import open_walk
 
             names = [item.name for item in run.items]
-            smoothing = bool(job.plan.recipe.smoothing)
-            walk = open_walk(run.job.gptq, names, smoothing=smoothing, calibrated=run.job.calibrated, events=run.events)
+            walk = open_walk(run.job.gptq, job.plan.recipe, names, calibrated=run.job.calibrated, events=run.events)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
             Pipeline(
@@ -305,13 +304,7 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 
 def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
     job = run.job
-    calibration = job.calibration
-    if walk is not None:
-        calibration = walk.wait_for(item.name)
-    if job.source.remote is not None and calibration is not None:
-        from k2convert.calibration.channels import check_norms
-
-        check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+    calibration = None if walk is None else walk.wait_for(item.name)
     task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
     record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
     if task.for_upload:

@@ -57,12 +57,12 @@ class ShardTask:
     family: str  # the name of the source's
     for_upload: bool = False  # compute the sha256 too
     sha256: str | None = None  # of the source shard of that name, if a download left it and nearly all is read
-    calibration: "Calibration | None" = None  # the statistics, for a recipe that uses them
+    calibration: "Calibration | None" = None  # for rule gptq
     suffix: str = TEMPORARY_SUFFIX  # of the temporary file
 
 
 def shard_task(job: "Job", name: str) -> ShardTask:
-    """Return the task of one shard of a job, without statistics."""
+    """Return the task of one shard of a job, without its calibration."""
     shard = next(shard for shard in job.plan.jobs if shard.name == name)
     checkpoint = job.source.checkpoint
     headers = job.source.checkpoint.headers
@@ -92,8 +92,7 @@ def convert_shard(
     """
     shard = task.shard
     recipe = task.recipe
-    codes = task.calibration and task.calibration.codes
-    assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
+    assert task.calibration is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
     header = encoded_header(shard)
     file_bytes = len(header) + shard.data_bytes
     records = list[ProjectionRecord]()
@@ -257,16 +256,12 @@ class _Work:
         records: list[ProjectionRecord] = []
         for projection, source in sources:
             name = projection.module
-            importance = None
-            result = None
             if calibration is not None:
-                importance = calibration.of_projection(projection)
-                result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
-            if result is not None:
-                metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
+                result = calibration.quantized_weight(projection, shape=source.shape, global_scale=global_scale)
+                metrics = measure_quantized(source, result, name=name, magnitude=shared)
             else:
                 result, metrics = self.quantizer.quantize(
-                    source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
+                    source, name=name, magnitude=shared, global_scale=global_scale
                 )
             buffers += [result.packed.reshape(-1), result.block_scales.reshape(-1)]
             scalars = scalar_bytes(self.task.recipe, projection, global_scale)

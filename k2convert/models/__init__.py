@@ -75,7 +75,7 @@ def check_computed(checkpoint: Checkpoint) -> None:
     if family.not_computed:
         raise PlanError(
             f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
-            "by rule mse or max, without statistics, smoothing or text, and check it with `validate`."
+            "by rule mse or max, without smoothing or text, and check it with `validate`."
         )
 
 

@@ -2,7 +2,7 @@
 
 The names also decide which tensors smoothing changes. The weight of the norm before the MLP is multiplied, channel by
 channel, by 2^a. Everything that reads the norm's output is divided by 2^a, column by column: the router, and gate and
-up of routed and shared experts. The model is the same function. The exponents come from the statistics.
+up of routed and shared experts. The model is the same function. Rule gptq chooses the exponents.
 """
 
 import re

@@ -68,12 +68,11 @@ class Budget(_Part):
 
 
 class TextUse(_Part):
-    """Use of the text of `run --calibrate`: tokens (by default what experts need), windows, seed, a file to write."""
+    """Use of the text of `run --calibrate`: tokens (by default what experts need), windows, seed."""
 
     tokens: Annotated[int, Field(ge=1)] | None = None
     window: Annotated[int, Field(ge=1)] = 2048
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    save_statistics: Path | None = None
 
 
 class Recipe(_Part):
@@ -94,11 +93,6 @@ class Recipe(_Part):
     budget: Budget = Budget()
     calibration: TextUse = TextUse()
 
-    @property
-    def needs_statistics(self) -> bool:
-        """Return whether the conversion uses statistics, its own or those of a file."""
-        return self.target == "nvfp4" and (RULES[self.rule].uses_importance or bool(self.smoothing))
-
     def document(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data, with every default; `smoothing` only if it is set.
 
@@ -117,42 +111,35 @@ that of SmolLM2 18.2 dB, against 22.5 dB by rule mse on k2-tiny."""
 _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
 
-def settle_recipe(
-    recipe: Recipe, *, has_statistics: bool = False, has_text: bool = False, to_hub: bool = False
-) -> Recipe:
+def settle_recipe(recipe: Recipe, *, has_text: bool = False, to_hub: bool = False) -> Recipe:
     """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it."""
     settled: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
         if recipe.quantizer == "reference":
             settled["rule"] = "max"
-        elif has_text or has_statistics:
-            settled["rule"] = "gptq" if has_text else "imatrix"
+        elif has_text:
+            settled["rule"] = "gptq"
     if has_text and "budget" not in recipe.model_fields_set:
         settled["budget"] = Budget(tensor_sqnr_db=_GPTQ_TENSOR_SQNR_DB)
-    if recipe.smoothing is None and (has_statistics or has_text):
+    if has_text and recipe.smoothing is None:
         settled["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
-    elif not recipe.smoothing and not (has_statistics or has_text):
+    elif not has_text and not recipe.smoothing:
         settled["smoothing"] = None
     recipe = recipe.model_copy(update=settled)
-    for is_wrong, problem in _contradictions(recipe, statistics=has_statistics, text=has_text, to_hub=to_hub):
+    for is_wrong, problem in _contradictions(recipe, text=has_text, to_hub=to_hub):
         if is_wrong:
             raise RecipeError(f"recipe {recipe.name}: {problem}")
     return recipe
 
 
-def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) -> Iterator[tuple[object, str]]:
+def _contradictions(r: Recipe, *, text: bool, to_hub: bool) -> Iterator[tuple[object, str]]:
     """Everything that does not fit together, each with its remedy. The first one that holds is reported."""
     rule = RULES[r.rule]
     is_nvfp4 = r.target == "nvfp4"
-    given = "--calibrate" if text else "--statistics"
     unused = [key for key in sorted(r.model_fields_set & _NVFP4_KEYS) if getattr(r, key) is not None]
-    yield not is_nvfp4 and (statistics or text), f"target {r.target} cannot be calibrated. Leave out {given}."
+    yield not is_nvfp4 and text, f"target {r.target} cannot be calibrated. Leave out --calibrate."
     yield not is_nvfp4 and unused, f"target {r.target} converts nothing to NVFP4. Leave out {', '.join(unused)}."
-    yield statistics and text, "--calibrate collects its own statistics. Leave out --statistics, or --calibrate."
-    yield (
-        r.quantizer == "reference" and (statistics or text),
-        f"quantizer reference cannot be calibrated. Leave out {given}.",
-    )
+    yield r.quantizer == "reference" and text, "quantizer reference cannot be calibrated. Leave out --calibrate."
     yield (
         r.quantizer == "reference" and not rule.is_modelopt,
         f"quantizer reference does not support rule {r.rule}. Use rule max.",
@@ -161,19 +148,8 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
         text and not rule.needs_walk,
         f"--calibrate converts by rule gptq, not {r.rule}. Leave out the rule, or --calibrate.",
     )
-    yield (
-        is_nvfp4 and rule.needs_walk and not text,
-        f"rule {r.rule} needs a text, which gives it statistics too. Add --calibrate FILE, without --statistics.",
-    )
-    needs = "smoothing" if r.smoothing else f"rule {r.rule}"
-    yield (
-        r.needs_statistics and not (statistics or text),
-        f"{needs} needs statistics. Add --statistics FILE, which `k2convert calibrate` writes.",
-    )
-    yield (
-        statistics and not rule.uses_importance and not r.smoothing,
-        f"rule {r.rule} without smoothing uses no statistics. Leave out --statistics, or use rule imatrix.",
-    )
+    yield is_nvfp4 and rule.needs_walk and not text, f"rule {r.rule} needs a text. Add --calibrate FILE."
+    yield r.smoothing and not text, "smoothing is part of rule gptq, which needs a text. Add --calibrate FILE."
     yield (
         r.kv_cache and not LAYOUTS[r.layout].vllm_reads_kv_cache,
         f"kv_cache {r.kv_cache} has no effect in vLLM with the layout {r.layout}. Leave it out, and serve with "

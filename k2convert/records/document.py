@@ -9,13 +9,14 @@ A sealed file is {"checksum":"HEX","field":...}, where HEX is the blake3 of {"fi
 import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from blake3 import blake3
 from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from k2convert.checkpoint.files import dump_json, parse_json_object, read_text_file
+from k2convert.choices import MAX_COLUMN_EXPONENT
 from k2convert.errors import MalformedFileError, quoted, shortened
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ JsonObject = dict[str, JsonValue]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Exponent = Annotated[int, Field(ge=-MAX_COLUMN_EXPONENT, le=MAX_COLUMN_EXPONENT)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -67,11 +69,11 @@ def seal(value: object) -> bytes:
     return b'{"checksum":"%s",%s' % (blake3(content).hexdigest().encode(), content[1:])
 
 
-def parse(kind: type[T], text: str, *, where: str) -> T:
+def parse(kind: type[T], text: str, *, where: str, extra: Literal["forbid", "ignore"] = "forbid") -> T:
     """Return the document in a text; raises MalformedFileError that names `where` and the wrong fields."""
     parse_json_object(text, where=where)  # refuses what pydantic lets pass, such as a key that is there twice
     try:
-        return _adapter(kind).validate_json(text, strict=True, extra="forbid")
+        return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise MalformedFileError(f"{where}: {_explain(error)}.") from None
 

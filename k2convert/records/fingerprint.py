@@ -10,18 +10,20 @@ bytes. So a job goes on with a copy of its source.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, cast
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
 
+from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import CARD_NAME
 from k2convert.errors import ResumeError, SourceReadError, quoted, shortened
 from k2convert.plan.recipe import Recipe
-from k2convert.records.document import Count, JsonObject
+from k2convert.quantize.rules import RULES
+from k2convert.records.document import Count, JsonObject, parse
 
 if TYPE_CHECKING:
     from k2convert.hub.source import RemoteRepo
@@ -103,7 +105,6 @@ def job_fingerprint(
     source: Checkpoint,
     recipe: Recipe,
     revision: str | None,
-    statistics: str | None = None,
     walk: Mapping[str, JsonValue] | None = None,
 ) -> JsonObject:
     """Return the fingerprint field by field; `walk` is what the bytes depend on if the job walks through the layers."""
@@ -113,8 +114,6 @@ def job_fingerprint(
         "source_headers": source_digest(source),
         "source_config": fingerprint_digest(source.config),
     }
-    if statistics is not None:
-        identity["statistics"] = statistics
     identity |= walk or {}
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
@@ -148,6 +147,30 @@ class JobDescription:
     @property
     def digest(self) -> str:
         return fingerprint_digest(self.fingerprint)
+
+
+class _Described(Protocol):
+    @property
+    def recipe(self) -> Recipe: ...
+
+
+Described = TypeVar("Described", bound=_Described)
+"""What has a recipe: a ledger, or a job's description."""
+
+
+def parse_described(kind: type[Described], text: str, *, where: str) -> Described:
+    """Return a document with a recipe, of this release or an earlier one; raises MalformedFileError.
+
+    Fields that this release does not have are left out. A rule that it does not have keeps its name.
+    """
+    document = parse_json_object(text, where=where)
+    recipe = document.get("recipe")
+    rule = cast("dict[str, Any]", recipe).get("rule") if isinstance(recipe, dict) else None
+    if not isinstance(rule, str) or rule in RULES:
+        return parse(kind, text, where=where, extra="ignore")
+    known = json.dumps(document | {"recipe": cast("dict[str, Any]", recipe) | {"rule": "mse"}})
+    found: Any = parse(kind, known, where=where, extra="ignore")
+    return replace(found, recipe=found.recipe.model_copy(update={"rule": rule}))
 
 
 def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:

@@ -53,6 +53,7 @@ from k2convert.records.fingerprint import (
     check_version,
     describe_changes,
     other_instructions,
+    parse_described,
     source_error,
 )
 from k2convert.records.ledger import ShardRecord
@@ -175,7 +176,7 @@ class Journal:
         if not is_there(self._job_path):
             return None
         try:
-            return read_document(JobDescription, self._job_path)
+            return parse_described(JobDescription, read_text_file(self._job_path), where=str(self._job_path))
         except MalformedFileError as error:
             check_no_link(self._job_path)
             self._check_version()

@@ -18,7 +18,7 @@ from blake3 import blake3
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from k2convert import __version__
-from k2convert.checkpoint.files import is_there
+from k2convert.checkpoint.files import is_there, read_text_file
 from k2convert.checkpoint.index import Checkpoint, check_level
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
@@ -27,8 +27,8 @@ from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics, decibels, ratio
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.document import Count, JsonObject, Real, encode, parse, plain, read_document, shown
-from k2convert.records.fingerprint import Source, StoredRecipe, fingerprint_digest, source_digest
+from k2convert.records.document import Count, JsonObject, Real, encode, plain, shown
+from k2convert.records.fingerprint import Source, StoredRecipe, fingerprint_digest, parse_described, source_digest
 
 
 def _checked(metrics: WeightMetrics) -> WeightMetrics:
@@ -370,7 +370,7 @@ def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> N
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:
     """Return the bytes to write to `path`. If an equal ledger is there, its versions are kept: those that converted."""
     try:
-        found = read_document(Ledger, path)
+        found = parse_ledger(read_text_file(path), where=str(path))
     except CheckpointError:
         return encode(ledger)
     kept = encode(replace(ledger, versions=found.versions))
@@ -378,15 +378,15 @@ def encode_ledger(path: Path, ledger: Ledger) -> bytes:
 
 
 def parse_ledger(text: str, *, where: str) -> Ledger:
-    """Return the ledger in a text; raises MalformedFileError."""
-    return parse(Ledger, text, where=where)
+    """Return the ledger in a text; raises MalformedFileError. Fields that only earlier releases have are left out."""
+    return parse_described(Ledger, text, where=where)
 
 
 def find_ledger(folder: Path) -> Ledger | None:
     """Read a folder's ledger; None if there is none; raises MalformedFileError."""
     path = folder / LEDGER_NAME
     if is_there(path):
-        return read_document(Ledger, path)
+        return parse_ledger(read_text_file(path), where=str(path))
     return None
 
 

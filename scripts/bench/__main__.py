@@ -178,17 +178,6 @@ def growth(bench: Bench, sizes: Sequence[int]) -> None:
         bench.results[labels[size]] = measured[size]
 
 
-def calibration(bench: Bench, experts: Sequence[int]) -> None:
-    """Time `k2convert calibrate` on a dense and a MoE layer of K2's size, with 512 tokens, by the number of experts."""
-    ids = bench.work / "ids.jsonl"
-    make_token_ids(ids, tokens=512)
-    for count in experts:
-        source = bench.source(f"layer-{count}", "--experts", count, "--dense-layers", 1)
-        command = ["k2convert", "calibrate", source, bench.out / "statistics.safetensors"]
-        options = ["--text", ids, "--tokens", "512", "--window", "512", "--device", bench.device]
-        bench.time(Job(f"calibrate, {count} experts", source, [*command, *options]))
-
-
 def gptq(bench: Bench) -> None:
     """Time rule `gptq` on a dense and a MoE layer of K2's size with 16 experts, on one core and on all."""
     ids = bench.work / "gptq-ids.jsonl"
@@ -228,16 +217,11 @@ def kernels(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--device", default="cpu", choices=("cpu", "cuda"), help="computes the text of calibration and gptq"
-    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="computes the text of gptq")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's shards have 9.8")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
-    parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
-    parser.add_argument(
-        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, k3"
-    )
+    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run; more: gptq, k3")
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -250,7 +234,6 @@ def main() -> None:
         "growth": lambda: growth(bench, sizes),
         "gptq": lambda: gptq(bench),
         "k3": lambda: whole_k3(bench),
-        "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),
     }
     for name in arguments.only.split(","):
         parts[name]()

@@ -20,7 +20,7 @@ import torch
 
 import k2convert
 from k2convert.calibration import accumulate, gptq_layer, gptq_walk
-from k2convert.calibration.gptq_layer import ExpertWeights
+from k2convert.calibration.gptq_layer import MlpWeights
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.rounding import Codes
 
@@ -70,7 +70,7 @@ def marked(phases: Phases, owner: Any, method: str, name: str, after: str | None
 
 
 TIMED = (
-    (ExpertWeights, "read"),
+    (MlpWeights, "read"),
     (gptq_layer, "shared_scale"),
     (gptq_layer, "round_together"),
     (gptq_layer, "choose_shrinkage"),
@@ -82,8 +82,8 @@ TIMED = (
     (gptq_layer.LayerConverter, "_prepare_down"),
     (gptq_layer.LayerConverter, "_convert_down"),
     (Codes, "weight"),
-    (accumulate.LayerAccumulator, "output"),
-    (accumulate.LayerAccumulator, "finish"),
+    (accumulate.LayerAccumulator, "add"),
+    (accumulate.LayerAccumulator, "find_exponents"),
 )
 """What is timed by its caller: the launch of kernels, and waiting for them where a number is needed."""
 

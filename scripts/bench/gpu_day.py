@@ -34,7 +34,7 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     """Return what there is to do: tests, figures, and a layer of K2's size."""
     found = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
     bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
-    found.append(Step("Speed", [*bench, "--only", "calibration,gptq"]))
+    found.append(Step("Speed", [*bench, "--only", "gptq"]))
     layer = work / "layer"
     ids = work / "ids.jsonl"
     many = work / "many-ids.jsonl"
@@ -53,7 +53,6 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
         Step("Validation", [*VERB, "validate", result, "--source", layer]),
         Step("Rule gptq", [*gptq, layer, many, "--tokens", GPTQ_TOKENS, "--plain"]),
         Step("Rule gptq, kernel by kernel", [*gptq, small, many, "--tokens", "8192"]),
-        Step("Calibration", [*VERB, "calibrate", layer, work / "results" / "layer.stats", *text]),
         Step("Evaluation", [*VERB, "evaluate", layer, result, *text]),
     ]
     return found

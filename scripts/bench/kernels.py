@@ -19,7 +19,6 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
-from k2convert.quantize.rules.search_bf16 import block_importance
 from scripts.fixture_maker.k3 import K3_SHAPE, quantize_mxfp4
 
 ROWS = 2048
@@ -94,7 +93,7 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
             for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
                 rate = NUM_WEIGHTS / seconds
                 figures[f"{label}, {threads}"] = {"weights_per_second": rate}
-    return figures | cast_figures(weights) | column_figures(weights)
+    return figures | cast_figures(weights)
 
 
 def cast_figures(weights: list[Int4Weight]) -> Figures:
@@ -127,36 +126,6 @@ def cast_figures(weights: list[Int4Weight]) -> Figures:
         }
         for label, found in seconds.items()
     }
-
-
-def column_factors() -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int8]]:
-    """Make an importance, exponents in every block, and such as layers have."""
-    rng = np.random.default_rng(0)
-    importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
-    exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
-    # SmolLM2's layers: two thirds of the blocks have no exponent, and one column in four of the others has one.
-    few = np.repeat(rng.random(COLUMNS // 16) < 1 / 3, 16) & (rng.random(COLUMNS) < 1 / 4)
-    return importance, exponents, np.where(few, rng.choice([-1, 1, 1, 1, 2], COLUMNS), 0).astype(np.int8)
-
-
-def column_figures(weights: list[Int4Weight]) -> Figures:
-    """Time everything that a projection needs, on one thread, if its columns have an importance or exponents."""
-    figures = Figures()
-    importance, exponents, usual = column_factors()
-    scaled = [weight.divide_columns(exponents, name="bench") for weight in weights]
-    usually_scaled = [weight.divide_columns(usual, name="bench") for weight in weights]
-    cases: tuple[tuple[str, Rule, list[Any]], ...] = (
-        ("imatrix", "imatrix", weights),
-        ("weighted and scaled", "imatrix", usually_scaled),
-        ("weighted and scaled in every block", "imatrix", scaled),
-        ("mse, scaled", "mse", scaled),
-        ("max, scaled", "max", scaled),
-    )
-    for label, rule, sources in cases:
-        quantizer = create_quantizer("native", rule=rule)
-        seconds = median_seconds(lambda q=quantizer, s=sources: [convert(q, weight, importance) for weight in s])
-        figures[f"{label}, measured and sampled, one thread"] = {"weights_per_second": NUM_WEIGHTS / seconds}
-    return figures
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ QUESTIONS = {
     "How long is start-up?": ("start-up",),
     "Do time and memory grow with the checkpoint?": ("growth",),
     "How much memory do all projections of Kimi K3 need?": ("K3's plan",),
-    "How long does calibration take?": ("calibrate",),
     "How long does rule gptq take?": ("run --calibrate",),
 }
 """Each heading of RESULTS.md with the labels of its rows, or with what they begin with."""

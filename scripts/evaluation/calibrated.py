@@ -1,8 +1,8 @@
-"""Rows of calibrated conversions: rules `imatrix` and `gptq`, foreign text, few tokens, published calibrations.
+"""Rows of calibrated conversions: rule `gptq`, foreign text, few tokens, published calibrations.
 
-Rule `imatrix` takes statistics of `k2convert calibrate`; rule `gptq` is `k2convert run --calibrate`. The peers see
-the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. `k2convert evaluate` scores
-the checkpoints; transformers' own model scores what is not one: weights of peers, and INT4 with FP4 activations.
+Rule `gptq` is `k2convert run --calibrate`. The peers see the same windows of token ids. Nothing is evaluated on the
+text that it was calibrated on. `k2convert evaluate` scores the checkpoints; transformers' own model scores what is not
+one: weights of peers, and INT4 with FP4 activations.
 
 A finished conversion in the work folder is kept, and so are the weights of a peer. Their names have the number of
 tokens that calibrated them.
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 import k2convert
-from k2convert.checkpoint.index import open_checkpoint
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, Score, Variant, compare_in_turn, encode
 from scripts.evaluation.models import (
@@ -39,7 +38,6 @@ from scripts.evaluation.smollm2 import make_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-TOKENS_PER_EXPERT = 16
 TOKEN_COUNTS = (4096, 65_536)
 MODES = ("W4A16", "W4A4")
 W4A16, W4A4 = MODES
@@ -94,36 +92,28 @@ CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One way to convert: how the table calls it, the text that calibrates it, and the options of `k2convert run`.
-
-    `walk` says how the text is used: by `run --calibrate`, or by `calibrate` and then `run --statistics`.
-    """
+    """One way to convert: how the table calls it, the text that calibrates it, and the options of `k2convert run`."""
 
     weights: str
     text: str | None
     options: tuple[str, ...]
     modes: tuple[str, ...] = (W4A16, W4A4)
-    walk: bool = False
 
 
-NORM = ("--set", "smoothing=true")
+MLP = "shared experts and dense MLPs too"
+MLP_RECIPE = "kimi-k2-thinking-nvfp4-mlp"
 NO_NORM = ("--set", "smoothing=false")
 CONVERSIONS = (
     Conversion("max", None, ("--rule", "max")),
     Conversion("mse", None, ("--rule", "mse")),
-    Conversion("mse, smoothing", "text", ("--rule", "mse", *NORM)),
-    Conversion("imatrix", "text", NO_NORM),
-    Conversion("imatrix, smoothing", "text", NORM),
-    Conversion("imatrix, foreign text", "foreign", NO_NORM),
-    Conversion("imatrix, smoothing, foreign text", "foreign", NORM, (W4A4,)),
-    Conversion(f"imatrix, {TOKENS_PER_EXPERT} tokens per expert", "few", NO_NORM),
-    Conversion(f"imatrix, smoothing, {TOKENS_PER_EXPERT} tokens per expert", "few", NORM, (W4A4,)),
-    Conversion("gptq", "text", (), walk=True),
-    Conversion("gptq, no smoothing", "text", NO_NORM, walk=True),
-    Conversion("gptq, foreign text", "foreign", (), walk=True),
-    Conversion("gptq, 64 tokens in all", "64", (), walk=True),
-    Conversion("gptq, 512 tokens in all", "512", (), walk=True),
-    *(Conversion(f"gptq, {count:,} tokens", str(count), (), walk=True) for count in TOKEN_COUNTS),
+    Conversion("gptq", "text", ()),
+    Conversion(f"mse, {MLP}", None, ("--recipe", MLP_RECIPE, "--rule", "mse"), (W4A16,)),
+    Conversion(f"gptq, {MLP}", "text", ("--recipe", MLP_RECIPE, *NO_NORM), (W4A16,)),
+    Conversion("gptq, no smoothing", "text", NO_NORM),
+    Conversion("gptq, foreign text", "foreign", ()),
+    Conversion("gptq, 64 tokens in all", "64", ()),
+    Conversion("gptq, 512 tokens in all", "512", ()),
+    *(Conversion(f"gptq, {count:,} tokens", str(count), ()) for count in TOKEN_COUNTS),
 )
 INT4 = "INT4"
 """The row of the source's weights with FP4 activations."""
@@ -183,24 +173,18 @@ class Tokens:
     path: Path
     count: int
 
-    def options(self, *, text: str) -> list[object]:
-        """Return the options of `k2convert`, where a file follows the option `text`."""
-        window = min(WINDOW, self.count)
-        use: list[object] = ["--tokens", self.count, "--window", window]
-        if text == "--calibrate":
-            use = ["--set", f"calibration={{tokens: {self.count}, window: {window}}}"]
-        return [text, self.path, *use, "--quiet"]
+    def options(self) -> list[object]:
+        """Return the options of `k2convert run`."""
+        use = f"calibration={{tokens: {self.count}, window: {min(WINDOW, self.count)}}}"
+        return ["--calibrate", self.path, "--set", use, "--quiet"]
 
 
 def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:
-    """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and fewer tokens."""
-    config = open_checkpoint(subject.source).config
-    few = TOKENS_PER_EXPERT * config["n_routed_experts"] // config["num_experts_per_tok"]
+    """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and more tokens."""
     text = Tokens(_first_ids(subject, work, subject.calibration_tokens), subject.calibration_tokens)
     tokens = {
         "text": text,
         "foreign": Tokens(foreign_text(work), subject.calibration_tokens),
-        "few": Tokens(subject.calibration, few),
         "64": Tokens(text.path, 64),
         "512": Tokens(text.path, 512),
     }
@@ -240,10 +224,8 @@ def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> 
             continue
         folder = conversion_folder(subject, work, conversion.weights)
         given: list[object] = []
-        if conversion.text is not None and conversion.walk:
-            given = tokens[conversion.text].options(text="--calibrate")
-        elif conversion.text is not None:
-            given = ["--statistics", _statistics(subject, work, conversion.text, tokens[conversion.text])]
+        if conversion.text is not None:
+            given = tokens[conversion.text].options()
         _k2convert("run", subject.source, folder, *given, *conversion.options)
         folders[conversion.weights] = folder
     return folders
@@ -276,14 +258,6 @@ def scores_of(
             score = Score(figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement)
             scores[weights, row.model.mode] = score
     return Score(found.rows[0].figures.reference_perplexity), scores
-
-
-def _statistics(subject: CalibratedSubject, work: Path, name: str, tokens: Tokens) -> Path:
-    """Run `k2convert calibrate` on a text, once."""
-    made = work / f"{subject.source.name}-{name}-{tokens.count}.safetensors"
-    if not made.exists():
-        _k2convert("calibrate", subject.source, made, *tokens.options(text="--text"))
-    return made
 
 
 def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> Path:

@@ -102,7 +102,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "unknown role": ("name: a\nroles: [experts, router]\n", ["roles", "shared_experts"]),
     "roles that are a word": ("name: a\nroles: experts\n", ["roles: must be a list, as in"]),
     "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
-    "unknown rule": ("name: a\nrule: best\n", ["rule: 'best' must be 'gptq', 'imatrix', 'mse' or 'max'"]),
+    "unknown rule": ("name: a\nrule: best\n", ["rule: 'best' must be 'gptq', 'mse' or 'max'"]),
     "mse by the reference": ("name: a\nrule: mse\nquantizer: reference\n", ["reference", "max"]),
     "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "must be between"]),
     "input scale beyond FP32": ("name: a\ninput_scale: {down: 1.0e+39}\n", ["input_scale.down", "must be between"]),

@@ -21,7 +21,7 @@ def raise_in_template(source: Path) -> None:
     (source / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": EVIL}]}))
 
 
-CALIBRATE = ["calibrate", "SOURCE", "s.stats", "--text", "SOURCE/chat.jsonl", "--device", "cpu"]
+CALIBRATE = ["run", "SOURCE", "out", "--calibrate", "SOURCE/chat.jsonl", "--device", "cpu"]
 CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "a tensor's name": (rename(NORM, EVIL), ["run", "SOURCE", "out", "--dry-run"], SHOWN),
     "a tensor's name, fit": (rename(NORM, EVIL), ["fit", "SOURCE"], SHOWN),
@@ -40,9 +40,10 @@ def test_no_control_character_reaches_the_terminal(
     name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     change, words, shown = CASES[name]
-    source = shutil.copytree(tiny if words[0] == "calibrate" else k2_shaped, tmp_path / "source")
+    source = shutil.copytree(tiny if "--calibrate" in words else k2_shaped, tmp_path / "source")
     change(source)
-    done = run_cli(*(word.replace("SOURCE", str(source)).replace("s.stats", str(tmp_path / "s")) for word in words))
+    places = {"out": str(tmp_path / "out")}
+    done = run_cli(*(places.get(word, word.replace("SOURCE", str(source))) for word in words))
     printed = done.stdout + done.stderr
     assert "Traceback" not in printed
     assert shown in printed

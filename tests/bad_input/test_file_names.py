@@ -22,12 +22,9 @@ def text(cut: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: RunCli) -> None:
-    statistics = text.parent / "s.stats"
     out = text.parent / "out"
     more = ("--device", "cpu", "--json")
     commands = [
-        ("calibrate", cut, statistics, "--text", text, "--tokens", "32", "--window", "16", *more),
-        ("inspect", statistics, "--json"),
         ("run", cut, out, "--calibrate", text, "--set", "calibration={tokens: 32, window: 16}", *more),
         ("validate", out, "--source", cut, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
     ]
@@ -42,10 +39,10 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: Run
 
 def test_a_seed_that_no_file_can_hold_is_refused(text: Path, cut: Path, run_cli: RunCli) -> None:
     more = ("--device", "cpu")
-    calibrate = ("calibrate", cut, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
+    evaluate = ("evaluate", cut, cut, "--out", text.parent / "f.json", "--text", text, "--tokens", "32", "--seed")
     convert = ("run", cut, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")
-    for words, code in (((*calibrate, str(10**18)), 2), ((*convert, f"calibration.seed={10**18}"), 1)):
+    for words, code in (((*evaluate, str(10**18)), 2), ((*convert, f"calibration.seed={10**18}"), 1)):
         done = run_cli(*words, *more, code=code)
         assert "seed" in done.stderr.splitlines()[-1]
-    for words in ((*calibrate, str(10**18 - 1)), (*convert, f"calibration.seed={10**18 - 1}")):
+    for words in ((*evaluate, str(10**18 - 1)), (*convert, f"calibration.seed={10**18 - 1}")):
         run_cli(*words, *more, code=0)

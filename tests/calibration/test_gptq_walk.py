@@ -14,22 +14,20 @@ from numpy.typing import NDArray
 from panel_reference import ReferencePanels
 from safetensors.torch import load_file
 
-from k2convert.calibration.accumulate import collect_statistics
-from k2convert.calibration.channels import Calibration
-from k2convert.calibration.gptq_layer import ExpertWeights, SourceProjection
+from k2convert.calibration.gptq_layer import MlpWeights, SourceProjection
 from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
 from k2convert.calibration.layer_files import (
-    LayerFiles,
+    LayerResult,
     QuantizedLayers,
     conversion_work,
     drop_quantized,
-    read_gptq,
+    read_layer,
     write_layer,
 )
 from k2convert.calibration.layer_tokens import Scratch
-from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.choices import RoleName
 from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.moe import Mlp
@@ -41,6 +39,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import SILENT
 
 Ids = NDArray[np.int64]
@@ -67,18 +66,25 @@ def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_lay
 
 
 def walked(
-    work: WorkFolder, walk: Walk, *, smoothing: bool = True, check_stop: Callable[[], None] = lambda: None
+    work: WorkFolder,
+    walk: Walk,
+    *,
+    smoothing: bool = True,
+    roles: tuple[RoleName, ...] = ("experts",),
+    check_stop: Callable[[], None] = lambda: None,
 ) -> WorkFolder:
     """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
-    header = begun(work, walk.ids)
+    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
 
-    def save(layer: LayerStatistics, dropped: int) -> None:
-        for path in (work.path("hidden", layer.layer + 1), work.path("missing", layer.layer + 1)):
+    def save(layer: int, result: LayerResult) -> None:
+        for path in (work.path("hidden", layer + 1), work.path("missing", layer + 1)):
             if path.exists():
                 shutil.copy(path, path.with_suffix(".kept"))
-        write_layer(work, layer, header)
+        write_layer(work, layer, result)
 
-    walk_gptq(walk, GptqOptions(0, smoothing, check_stop, (0.3, 0.4, 0.7)), work, save=save, events=SILENT)
+    options = GptqOptions(0, smoothing, roles, check_stop)
+    walk_gptq(walk, options, work, save=save, events=SILENT)
     return work
 
 
@@ -109,22 +115,10 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
 
 
-def begun(work: WorkFolder, ids: Ids) -> StatisticsHeader:
-    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
-    work.begin(WalkJob({}, 3, {}), events=SILENT)
-    return StatisticsHeader("0" * 64, (), ids.size, ids.shape[1], ids.shape[0], 0, 0, {})
-
-
-@pytest.mark.slow
-def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
-    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
-) -> None:
-    walk = planned(tiny, tiny_ids[~held_out(8)])
-    work = WorkFolder(tmp_path / "pass")
-    header = begun(work, tiny_ids)
-    collect_statistics(walk, work, seed=0, save=lambda layer, dropped: write_layer(work, layer, header), events=SILENT)
-    for layer in range(walk.num_layers):
-        assert tiny_walk.path("layer", layer).read_bytes() == work.path("layer", layer).read_bytes()
+def decided(work: WorkFolder, layer: int) -> GptqLayer:
+    found = read_layer(work, layer).gptq
+    assert found is not None
+    return found
 
 
 @pytest.mark.slow
@@ -138,7 +132,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
     """
     walk = planned(tiny, tiny_ids)
     work = tiny_walk
-    exponents = Calibration(LayerFiles(work), weighted=True, smoothing=True).exponents(layer)
+    exponents = read_layer(work, layer).smoothing()
     factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
         decoder = DecoderLayer(reader, layer)
@@ -160,11 +154,11 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
 
 def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_walk: WorkFolder) -> None:
     for layer in (1, 2, 3):
-        found = read_gptq(tiny_walk, layer)
+        found = decided(tiny_walk, layer)
         for errors in (found.fitted, found.held_out):
             assert errors.gptq_error < errors.mse_error
             assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
-    assert not tiny_walk.path("gptq.json", 0).exists(), "a dense layer decides nothing"
+    assert read_layer(tiny_walk, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -173,7 +167,7 @@ def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_
 ) -> None:
     """The streams are equal before the first layer with experts."""
     assert not states(tiny_walk.path("missing", 1)).any()
-    found = read_gptq(tiny_walk, layer)
+    found = decided(tiny_walk, layer)
     exact, missing = (states(tiny_walk.path(kind, layer + 1)).double() for kind in ("hidden", "missing"))
     errors = missing.square().sum(dim=2) / exact.square().sum(dim=2)
     assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
@@ -181,15 +175,15 @@ def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_
 
 
 @pytest.mark.slow
-def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, tmp_path: Path) -> None:
+def test_windows_that_are_kept_out_change_no_code_and_no_exponent(cut: Path, tmp_path: Path) -> None:
     """One checkpoint, two texts that differ in the kept-out windows alone: only the error on these is different."""
     ids = windows_of(cut, tokens=18 * 32, window=32)
     other = ids.copy()
     other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
     works = [walked(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
-    for kind in ("codes", "layer"):
-        assert len({work.path(kind, 1).read_bytes() for work in works}) == 1
-    first, second = (read_gptq(work, 1) for work in works)
+    assert len({work.path("codes", 1).read_bytes() for work in works}) == 1
+    assert len({read_layer(work, 1).exponents for work in works}) == 1
+    first, second = (decided(work, 1) for work in works)
     assert first.held_out != second.held_out
     assert replace(first, held_out=None) == replace(second, held_out=None)
 
@@ -202,7 +196,7 @@ def test_one_window_in_sixteen_is_kept_out() -> None:
 
 def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=64, window=64)
-    found = read_gptq(walked(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
+    found = decided(walked(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
     assert found.held_out is None
     assert found.fitted.gptq_error > 0
 
@@ -282,19 +276,65 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
     monkeypatch.setattr("k2convert.calibration.gptq_layer.GROUPED_EXPERTS", 1)
     monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     used: list[str] = []
-    read = ExpertWeights.read
+    read = MlpWeights.read
 
-    def noted(self: ExpertWeights, expert: int, projection: str, device: str) -> SourceProjection:
+    def noted(self: MlpWeights, expert: int, projection: str, device: str) -> SourceProjection:
         used.append(f"{projection} {expert} {device}")
         return read(self, expert, projection, device)
 
-    monkeypatch.setattr(ExpertWeights, "read", noted)
+    monkeypatch.setattr(MlpWeights, "read", noted)
     walk = planned(cut, windows_of(cut, tokens=512, window=64))
     found = list[dict[str, bytes]]()
     for number, devices in enumerate((("cpu:0",), ("cpu:0", "cpu:1"))):
         found.append(files_of(walked(conversion_work(tmp_path / str(number)), replace(walk, devices=devices))))
     assert found[0] == found[1]
     assert {"gate_proj 0 cpu:0", "gate_proj 1 cpu:1", "gate_proj 2 cpu:0", "up_proj 3 cpu:1"} <= set(used)
+
+
+ALL_ROLES: tuple[RoleName, ...] = ("experts", "shared_experts", "dense_mlp")
+
+
+def test_shared_experts_and_the_dense_mlp_give_more_of_the_source_than_rule_mse(
+    tiny: Path, tiny_ids: Ids, tmp_path: Path
+) -> None:
+    """On the windows that are kept out. Each layer has the codes of all its MLPs, and nothing of it is left over."""
+    work = walked(conversion_work(tmp_path), planned(tiny, tiny_ids), smoothing=False, roles=ALL_ROLES)
+    for layer in range(4):
+        errors = decided(work, layer).held_out
+        assert errors is not None
+        assert errors.gptq_error < errors.mse_error
+        assert decided(work, layer).shared_down is not None
+    assert decided(work, 0).held_out.inherited_error == 0, "nothing is converted before the dense layer"
+    assert len(decided(work, 0).down_ridges) == 0
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+        hidden = states(work.path("hidden", 1))
+        exact = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(planned(tiny, tiny_ids).ids[order(8)])))
+        torch.testing.assert_close(exact.bfloat16().float(), hidden)
+        after, x, _ = DecoderLayer(reader, 0).attend(
+            embed(reader, torch.as_tensor(planned(tiny, tiny_ids).ids[order(8)]))
+        )
+        dense = Mlp(*(decoded(codes.read(f"model.layers.0.mlp.{kind}_proj")) for kind in KINDS))
+        lacking = exact.flatten(0, 1) - after - dense(x)
+        missing = states(work.path("missing", 1)).flatten(0, 1)
+        torch.testing.assert_close(lacking, missing, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
+
+
+def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tmp_path: Path) -> None:
+    """Gate and up of the experts have the curvature of the same input, whatever else the recipe converts."""
+    ids = windows_of(cut, tokens=512, window=64)
+    found = list[dict[str, Nvfp4Weight]]()
+    for number, roles in enumerate((("experts",), ("experts", "shared_experts"))):
+        work = walked(conversion_work(tmp_path / str(number)), planned(cut, ids), smoothing=False, roles=roles)
+        with QuantizedLayers(work) as codes:
+            names = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(4)]
+            found.append({name: codes.read(name) for name in names})
+    for name, weight in found[0].items():
+        np.testing.assert_array_equal(weight.packed, found[1][name].packed)
+
+
+def order(count: int) -> NDArray[np.int64]:
+    """The order of windows in a walk: those that are kept out come last."""
+    return np.argsort(held_out(count), kind="stable")
 
 
 def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) -> None:
@@ -317,7 +357,7 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
     works = [
         walked(conversion_work(tmp_path / str(n)), replace(walk, devices=(d,))) for n, d in enumerate(("cpu", device))
     ]
-    here, there = (read_gptq(work, 1) for work in works)
+    here, there = (decided(work, 1) for work in works)
     assert here.shrinkage is not None
     assert here.shrinkage == there.shrinkage
     assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)

@@ -4,11 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command import run_here
 
-from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import default_tokens
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli.needs import fewest_tokens
@@ -38,41 +36,24 @@ def test_the_layer_with_the_least_median_is_the_one_that_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
-    cut: Path, text: Path, tmp_path: Path, verb: str
+    cut: Path, text: Path, tmp_path: Path
 ) -> None:
-    words = (verb, cut, tmp_path / "out", "--text" if verb == "calibrate" else "--calibrate", text, "--device", "cpu")
+    words = ("run", cut, tmp_path / "out", "--calibrate", text, "--device", "cpu")
     dry = run_here(*words, "--dry-run", code=0)
     inputs = open_checkpoint(cut).config["moe_intermediate_size"]
     reason = f"131,072 tokens are the default: if all experts get the same, each gets 131,072 for its {inputs} inputs"
     assert f"{reason}, and 2 for each input are enough\n" in dry.stdout
     assert "tokens, " in dry.stderr
     assert "in all; 131,072 were asked for" in dry.stderr
-    found = json.loads(run_here(*words, "--dry-run", "--json").stdout)
-    found = found if verb == "calibrate" else found["calibration"]
+    found = json.loads(run_here(*words, "--dry-run", "--json").stdout)["calibration"]
     assert found["tokens"] < found["tokens_asked"] == 131_072
     assert found["tokens_reason"].startswith(reason)
-    if verb == "run":
-        words = (*words, "--set", "calibration={tokens: 128, window: 64}")
-    else:
-        words = (*words, "--tokens", "128", "--window", "64")
+    words = (*words, "--set", "calibration={tokens: 128, window: 64}")
     asked = run_here(*words, "--dry-run")
     assert "are the default" not in asked.stdout
     done = run_here(*words, code=0)
-    option = "--tokens " if verb == "calibrate" else "--set calibration.tokens="
-    fitted = 128 if verb == "calibrate" else 64  # one of two windows is kept out
+    fitted = 64  # one of two windows is kept out
     line = f"tokens of the median expert: {fitted}, in layer 1, where they are fewest"
     enough = 2 * inputs * 128 // fitted
-    assert f"{line}. It needs 2 for each of its {inputs} inputs: use {option}{enough}\n" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_median_is_that_of_the_statistics(tiny: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = ("calibrate", tiny, out, "--text", tiny / "calibration.txt", "--tokens", "2048", "--window", "256")
-    done = run_here(*words, "--device", "cpu", code=0)
-    statistics = open_statistics(out)
-    medians = {n: int(np.sort(statistics.layer(n).tokens)[7]) for n in (1, 2, 3)}
-    layer = min(medians, key=lambda n: medians[n])
-    assert f"tokens of the median expert: {medians[layer]:,}, in layer {layer}, where they are fewest\n" in done.stdout
+    assert f"{line}. It needs 2 for each of its {inputs} inputs: use --set calibration.tokens={enough}\n" in done.stdout

@@ -6,8 +6,6 @@ from pathlib import Path
 import conversions
 import pytest
 
-from k2convert.calibration.statistics import Statistics
-
 Convert = Callable[..., Path]
 
 
@@ -16,11 +14,11 @@ def convert_source(tmp_path_factory: pytest.TempPathFactory) -> Convert:
     """`convert_source(source, rule="max", layout=...)` returns the folder; the keywords are the recipe's."""
     made: dict[object, Path] = {}
 
-    def run(source: Path, *, statistics: Statistics | None = None, **recipe: object) -> Path:
-        key = (source, statistics and statistics.digest, repr(sorted(recipe.items())))
+    def run(source: Path, **recipe: object) -> Path:
+        key = (source, repr(sorted(recipe.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp("validation") / "converted"
-            made[key] = conversions.convert(source, folder, statistics=statistics, **recipe)
+            made[key] = conversions.convert(source, folder, **recipe)
         return made[key]
 
     return run

@@ -44,7 +44,6 @@ def tasks(job: Job) -> dict[str, ShardTask]:
             fingerprint=job.digest,
             header_digests={name: headers[name].digest for name in shard.source_shards},
             inflight_bytes=1 << 26,
-            calibration=job.calibration,
             family=job.plan.family,
         )
         for shard in job.plan.jobs

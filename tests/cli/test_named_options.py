@@ -44,15 +44,14 @@ OTHERS = {
 }
 VERBS = {
     **{f"cli/{verb}.py": {verb} for verb in OWN},
-    "calibration/": {"calibrate", "run"},
-    "calibration/text.py": {"calibrate", "run", "evaluate"},
+    "calibration/": {"run"},
+    "calibration/text.py": {"run", "evaluate"},
     "evaluation/": {"evaluate"},
     "fit/": {"fit"},
     "plan/": {"run"},
 }
 """The verbs whose options a file or a subpackage may name. What its messages suggest to run is another command."""
 NEXT = {
-    "calibrate": {"run"},
     "evaluate": {"report"},
     "fit": {"run"},
     "inspect": {"run"},

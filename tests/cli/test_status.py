@@ -1,88 +1,20 @@
-"""`status` of what is no unfinished conversion: a source, a calibration, a statistics file, parts, a finished job."""
+"""`status` of what is no unfinished conversion: a source, parts, a finished job."""
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from command import RunCli, run_here
-from damaged_files import NAN, plant
-from statistics_makers import random_statistics
-from test_tally import Clock
 
-from k2convert.calibration.layer_files import statistics_work
 from k2convert.cli import interrupts
-from k2convert.cli.tally import Tally
-from k2convert.records.command import read_command
-from k2convert.records.events import Extent
 
 
 def following(done: subprocess.CompletedProcess[str]) -> str:
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
     return line.removeprefix("next: ")
-
-
-@pytest.fixture
-def stopped(run_cli: RunCli, short: Path, tmp_path: Path) -> Path:
-    """The statistics file of a calibration that stopped in its last layer, whose norm has a NaN."""
-    source = Path(shutil.copytree(short, tmp_path / "a source"))
-    plant(source, "model.layers.2.input_layernorm.weight", 0, NAN)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    words = ("--text", tmp_path / "text.txt", "--tokens", "128", "--window", "64", "--device", "cpu", "--quiet")
-    run_cli("calibrate", source, tmp_path / "s.stats", *words, code=1)
-    return tmp_path / "s.stats"
-
-
-def test_status_of_a_stopped_calibration_gives_its_layers_and_its_command(run_cli: RunCli, stopped: Path) -> None:
-    for place in (stopped, f"{stopped}.work"):
-        shown = run_cli("status", place, code=0)
-        assert shown.stdout == f"{stopped}: calibration not finished: 2 of 3 layers, 128 tokens at most\n"
-        words = shlex.split(following(shown))
-        start = words.index("k2convert")
-        assert words[start : start + 4] == ["k2convert", "calibrate", str(stopped.parent / "a source"), str(stopped)]
-        assert words[-3:] == ["--device", "cpu", "--quiet"]
-    document = json.loads(run_cli("status", stopped, "--json").stdout)
-    found = [document[key] for key in ("complete", "running", "finished_layers", "layers")]
-    assert found == [False, False, 2, 3]
-
-
-def test_a_pass_with_other_options_is_refused_with_the_command_of_the_pass(run_cli: RunCli, stopped: Path) -> None:
-    words = ("--text", stopped.parent / "text.txt", "--tokens", "192", "--window", "64", "--device", "cpu", "--quiet")
-    done = run_cli("calibrate", stopped.parent / "a source", stopped, *words, code=1)
-    command = read_command(statistics_work(stopped).folder)
-    assert command is not None
-    assert f"tokens was 128, now 192. Its own command is `{command.line(here=str(Path.cwd()))}`. " in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_status_of_a_running_calibration_has_rate_and_eta(run_cli: RunCli, stopped: Path) -> None:
-    clock = Clock()
-    extent = Extent({"calibrate": (384, 128)}, layer_tokens=128)
-    tally = Tally(extent, note=print, clock=clock)
-    with statistics_work(stopped).locked() as keep:
-        tally.begun(extent, keep=keep)
-        clock.every(1, lambda: tally.tokens_computed(8), times=16)
-        tally.keep()
-        shown = run_cli("status", stopped)
-    assert shown.stdout.splitlines() == [
-        f"{stopped}: calibration running: 2 of 3 layers, 128 tokens at most",
-        "calibrate: layer 3 of 3 on 128 tokens, 225 layers/hour",
-        "ETA 0:00:16",
-    ]
-    assert shown.stderr == ""
-
-
-def test_status_of_a_statistics_file_names_its_uses(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
-    path = random_statistics(tmp_path / "s.stats", cut)
-    shown = run_cli("status", path)
-    assert re.match(rf"{path}: complete statistics: 2 layers, 8,192 tokens of \S.*, \S+ [kM]B\n", shown.stdout)
-    assert f"k2convert run SOURCE DEST --statistics {path}\n" in shown.stdout
-    assert following(shown) == f"k2convert inspect {path}"
-    other = run_cli("status", cut / "config.json")
-    assert (other.returncode, other.stderr.count("\n")) == (1, 1)
 
 
 def test_status_of_a_source_says_that_it_is_one(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
@@ -103,14 +35,13 @@ def test_status_of_all_parts_gives_the_command_that_ends_the_job(run_cli: RunCli
     assert following(shown) == f"k2convert run {cut} {out} --rule max"
 
 
-def test_status_of_a_finished_job_names_source_and_statistics(
+def test_status_of_a_finished_job_names_its_source(
     run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    random_statistics(tmp_path / "s.stats", cut)
     Path("source").symlink_to(cut)
-    done = run_cli("run", "source", "out", "--statistics", "s.stats")
-    assert following(done) == "k2convert validate out --source source --statistics s.stats"
+    done = run_cli("run", "source", "out")
+    assert following(done) == "k2convert validate out --source source"
     assert following(run_cli("status", "out")) == "k2convert validate out --source source"
     assert json.loads(run_cli("status", "out", "--json").stdout)["resume"] is None
     Path("elsewhere").mkdir()

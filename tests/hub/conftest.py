@@ -103,13 +103,6 @@ def local_result(local_result: Path, tmp_path_factory: pytest.TempPathFactory) -
     return Path(shutil.copytree(local_result, tmp_path_factory.mktemp("local") / "out"))
 
 
-@pytest.fixture(scope="session")
-def by_imatrix(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("local") / "out"
-    run_here("run", cut, folder, "--statistics", statistics, code=0)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ids") / "ids.npy"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from statistics_makers import layers_of
 
 from k2convert.checkpoint.header import read_header
 
@@ -36,8 +35,3 @@ def raw_tensors(folder: Path) -> dict[str, bytes]:
 def digest_of_shards(folder: Path) -> str:
     shards = sorted(folder.glob("*.safetensors"))
     return blake3(b"".join(shard.read_bytes() for shard in shards)).hexdigest()[:32]
-
-
-def arrays_of(statistics: Path) -> list[dict[str, Any]]:
-    """The arrays of every layer, to the bit."""
-    return [{name: (a.shape, a.tobytes()) for name, a in layer.arrays().items()} for layer in layers_of(statistics)]

@@ -68,21 +68,17 @@ def test_the_parent_of_each_new_folder_is_synced(crashes: dict[str, Any]) -> Non
 
 USE = "calibration={tokens: 128, window: 32}"
 CPU = ("--device", "cpu")
-COMMANDS = ("calibrate", "run --calibrate")
 
 
-def words(command: str, source: Path, folder: Path) -> list[object]:
+def words(source: Path, folder: Path) -> list[object]:
     ids = folder / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(0, 2048, (4, 32)))
-    if command == "calibrate":
-        return ["calibrate", source, "OUT/statistics", "--text", ids, "--tokens", "128", "--window", "32", *CPU]
     return ["run", source, "OUT", "--calibrate", ids, "--workers", "1", "--set", USE, *CPU]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["run --calibrate", "calibrate"])
-def test_calibrations_that_crash_resume_to_identical_bytes(command: str, cut: Path, tmp_path: Path) -> None:
-    chosen = words(command, cut, tmp_path)
+def test_calibrations_that_crash_resume_to_identical_bytes(cut: Path, tmp_path: Path) -> None:
+    chosen = words(cut, tmp_path)
     [found] = crash(tmp_path, chosen, points="few")
     assert found["wrong"] == []
     assert found["tried"] > 5
@@ -91,19 +87,17 @@ def test_calibrations_that_crash_resume_to_identical_bytes(command: str, cut: Pa
     assert interrupted["code"] == 130
     state, line = interrupted["lines"][-2:]
     shards = r"[1-3] of 3 shards are converted(, [12] of 2 layers are calibrated)?"
-    unit = "[12] of 2 layers are done" if command == "calibrate" else shards
-    assert re.fullmatch(rf"interrupted: {unit}\. The same command resumes", state)
+    assert re.fullmatch(rf"interrupted: {shards}\. The same command resumes", state)
     assert line.startswith(f"next: k2convert {shlex.join(printed[:3])} ")
     assert sorted(shlex.split(line)[2:]) == sorted(printed), "in the order of the help"
-    assert ("--set 'calibration={tokens: 128, window: 32}'" in line) == (command != "calibrate")
-    if command != "calibrate":  # a shard was removed whose quantized weights are gone
-        said = " ".join(interrupted["again"])
-        assert re.search(r"codes-001\.safetensors: missing: the calibration starts again at the beginning", said)
+    assert "--set 'calibration={tokens: 128, window: 32}'" in line
+    said = " ".join(interrupted["again"])  # a shard was removed whose quantized weights are gone
+    assert re.search(r"codes-001\.safetensors: missing: the calibration starts again at the beginning", said)
 
 
 @pytest.mark.slow
 def test_calibrations_crash_at_every_call_and_twenty_random_moments(short: Path, tmp_path: Path) -> None:
-    for found in crash(tmp_path, *(words(command, short, tmp_path) for command in COMMANDS), points="every"):
+    for found in crash(tmp_path, words(short, tmp_path), points="every"):
         assert found["wrong"] == []
         assert found["tried"] > len(found["calls"]) > 80
         assert found["killed"] == 20

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from statistics_makers import random_statistics
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from k2convert.calibration.channels import Calibration
-from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers, conversion_work
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
@@ -89,12 +88,21 @@ def forward(tiny: Path) -> Forward:
     return run
 
 
+class RandomExponents(LayerFiles):
+    """Exponents -4..4 that no walk chose."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+
+    def exponents(self, layer: int) -> Any:
+        return np.random.default_rng(layer).integers(-4, 5, self._columns).astype(np.int8)
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_and_routing_are_equal(dtype: torch.dtype, tiny: Path, tmp_path: Path, forward: Forward) -> None:
     source = open_checkpoint(tiny)
-    statistics = open_statistics(random_statistics(tmp_path / "tiny.stats", tiny))
-    calibration = Calibration(statistics, weighted=False, smoothing=True)
+    calibration = Calibration(RandomExponents(source.config["hidden_size"]), QuantizedLayers(conversion_work(tmp_path)))
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}), scaled_layers=LAYERS)
     before = unquantized(tiny, plan, None)
     after = unquantized(tiny, plan, calibration)

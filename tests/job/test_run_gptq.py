@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run, run_cli, run_here
-from conversions import plan_job
+from conversions import plan_job, text_of
 from damaged_files import damaged_weight
-from results import arrays_of, raw_tensors
+from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
-from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
@@ -28,27 +27,21 @@ SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
 @pytest.fixture(scope="module")
 def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("done")
-    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={folder / 'saved'}", "--quiet")
-    assert run("run", short, folder / "out", *options) == 0
+    assert run("run", short, folder / "out", "--calibrate", text, *SMALL, "--quiet") == 0
     return folder
-
-
-def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> WalkText:
-    windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
-    return WalkText(windows, chunk=4, devices=("cpu",), threads=2)
 
 
 def planned(source: Path, out: Path, text: WalkText, *, max_disk: int | None = None) -> Job:
     return plan_job(source, out, rule="gptq", text=text, max_disk=max_disk)
 
 
-def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> None:
+def test_result_and_ledger(short: Path, text: Path, done: Path) -> None:
     assert "passed" in run_here("validate", done / "out", "--source", short, "--quiet", code=0).stdout
     ledger = read_ledger(done / "out")
-    found = open_statistics(done / "saved")
     record = ledger.calibration
     assert record is not None
-    assert (record.gptq, record.statistics, record.texts) == (True, found.digest, found.texts)
+    assert record.gptq
+    assert [name for name, _ in record.texts] == ["calibration.txt"]
     assert (record.tokens, record.window, record.windows, record.smoothing) == (256, 64, 4, True)
     assert record.held_out_windows == 1
     assert record.exponents_digest is not None
@@ -62,13 +55,6 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> No
     assert named <= ledger.fingerprint.keys()
     assert "torch" in ledger.versions
     assert not conversion_work(done / "out").folder.exists()
-    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
-    np.save(done / "fitted.npy", ids[~held_out(5)])
-    size = ("--tokens", "320", "--window", "64", "--device", "cpu")
-    assert run("calibrate", short, done / "alone", "--text", done / "fitted.npy", *size, "--quiet") == 0
-    alone = open_statistics(done / "alone")
-    assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
-    assert arrays_of(done / "saved") == arrays_of(done / "alone")
 
 
 @pytest.mark.slow
@@ -120,17 +106,6 @@ def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(short: Pat
         assert f"smoothing: {state} (" in run_here(*words, *options, code=0).stdout
 
 
-def test_tensors_without_experts_are_those_of_a_run_with_statistics(short: Path, done: Path, tmp_path: Path) -> None:
-    shown = run_here("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet", code=0).stdout
-    assert shown.startswith("Rule imatrix minimizes the error weighted by the inputs.")
-    weighted = raw_tensors(tmp_path / "imatrix")
-    found = raw_tensors(done / "out")
-    assert weighted.keys() == found.keys()
-    different = {name.rpartition(".")[2] for name in found if found[name] != weighted[name]}
-    assert different == {"weight", "weight_scale"}
-    assert all(".mlp.experts." in name for name in found if found[name] != weighted[name])
-
-
 @pytest.mark.slow
 def test_partners_in_different_shards_in_the_other_layout(cut: Path, text: Path, tmp_path: Path) -> None:
     options = ("--calibrate", text, *SMALL, "--layout", "compressed-tensors", "--activations", "w4a16")
@@ -147,9 +122,6 @@ def test_a_finished_run_is_not_made_again(short: Path, text: Path, done: Path, t
     shown = run_here("run", short, done / "out", "--calibrate", text, *SMALL, code=0).stderr
     assert f"{done / 'out'}: already complete: 4 of 4 shards done" in shown
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={tmp_path / 'late'}", "--quiet")
-    shown = run_here("run", short, done / "out", *options, code=1).stderr
-    assert "the conversion is complete, and its statistics were not kept" in shown
 
 
 @pytest.mark.slow
@@ -170,43 +142,29 @@ def test_another_text_or_option_is_refused_by_name(
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
     monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
-    check("walk was 3, now 1")
+    check("walk was 4, now 1")
 
 
 @pytest.mark.slow
 def test_settings_of_threads_change_no_byte(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     settings = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
     settings["OMP_WAIT_POLICY"] = "PASSIVE"  # more threads than cores wait without computing
-    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={tmp_path / 'saved'}", "--quiet")
+    options = ("--calibrate", text, *SMALL, "--quiet")
     assert run_cli("run", short, tmp_path / "out", *options, **settings).returncode == 0
     shards = sorted((done / "out").glob("*.safetensors"))
     assert len(shards) == 4
     for shard in shards:
         assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
-    assert open_statistics(tmp_path / "saved").digest == open_statistics(done / "saved").digest
 
 
 def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> None:
     for options, says in (
-        (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not imatrix"),
+        (("--calibrate", "text.txt", "--rule", "max"), "--calibrate converts by rule gptq, not max"),
         (("--calibrate", "text.txt", "--to", "bf16"), "Leave out --calibrate"),
         (("--set", "calibration.tokens=5"), "Add --calibrate FILE"),
     ):
         assert says in run_here("run", short, tmp_path / "out", *options, code=1).stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_statistics_are_not_saved_over_others(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for saved, says in (
-        (out / "stats", "is inside the destination"),
-        (short / "stats", "is inside the source"),
-        (done / "saved", "exists, made from something else: tokens was 256, now 64"),
-    ):
-        use = f"calibration={{tokens: 128, window: 64, save_statistics: {saved}}}"
-        options = ("--calibrate", text, "--set", use, "--quiet")
-        assert says in run_here("run", short, out, *options, "--device", "cpu", code=1).stderr
-    assert not out.exists()
 
 
 def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path) -> None:
@@ -262,7 +220,7 @@ def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Pat
 def test_shards_come_in_the_order_of_their_last_layer(short: Path, text: Path, tmp_path: Path) -> None:
     job = planned(short, tmp_path / "out", text_of(short, [text]))
     assert job.gptq is not None
-    last = [(job.gptq.needs or {})[item.name].last for item in job.items]
+    last = [job.gptq.needs[item.name].last for item in job.items]
     assert last == [-1, 0, 1, 2], "the last shard of the source has no layer"
     assert job.items[0].name == job.plan.jobs[-1].name
     assert job.gptq.needs == {shard.name: shard_needs(shard) for shard in job.plan.jobs}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from conversions import plan_job
 
-from k2convert.calibration.statistics import open_statistics
 from k2convert.job import resources
 from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask, convert_shard
@@ -25,13 +24,9 @@ sys.stdout.buffer.write(pickle.dumps([convert_shard(task) for task in tasks]))
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}]
-)
+@pytest.mark.parametrize("overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}])
 def test_a_task_is_pickled_and_converted_in_another_process(
     split: Path,
-    cut: Path,
-    statistics: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     overrides: dict[str, Any],
@@ -44,8 +39,6 @@ def test_a_task_is_pickled_and_converted_in_another_process(
 
     monkeypatch.setattr(executor, "convert_shard", remember)
     source: dict[str, Any] = {"source": split}
-    if overrides == {"rule": "imatrix"}:
-        source = {"source": cut, "statistics": open_statistics(statistics)}
     whole = executor.execute(plan_job(folder=tmp_path / "whole", **source, **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()

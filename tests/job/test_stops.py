@@ -33,16 +33,14 @@ SENTENCES = {
     "run": rf"{SHARDS}\. The same command resumes",
     "run --calibrate": rf"{SHARDS}, \d of \d layers are calibrated\. The same command resumes",
     "run --evaluate": rf"{EVALUATION}|{SHARDS}\. The same command resumes",
-    "calibrate": LAYERS,
     "evaluate": LAYERS,
     "validate": r"interrupted: nothing is kept\. The same command starts again",
 }
 EVALUATING = "out/.k2convert/evaluation.work/layer-000.safetensors"
 AT_WORK = {
     "run": "out/.k2convert/job.json",
-    "run --calibrate": "out/.k2convert/calibration.work/layer-000.safetensors",
+    "run --calibrate": "out/.k2convert/calibration.work/layer-000.json",
     "run --evaluate": EVALUATING,
-    "calibrate": "s.stats.work/layer-000.safetensors",
     "evaluate": EVALUATING,
 }
 
@@ -117,7 +115,6 @@ def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> C
         "run": ("run", short, out, *cpu),
         "run --calibrate": ("run", short, out, "--calibrate", text, "--set", keys, *cpu),
         "run --evaluate": ("run", short, out, "--evaluate", text, *cpu),
-        "calibrate": ("calibrate", short, folder / "s.stats", "--text", text, *use, *cpu),
         "evaluate": ("evaluate", short, out, "--text", text, *use, *cpu),
         "validate": ("validate", out, "--source", short),
     }
@@ -139,7 +136,6 @@ def finish(case: Case) -> dict[str, bytes]:
         ("evaluate", signal.SIGINT),
         ("run", signal.SIGINT),
         ("run --evaluate", signal.SIGINT),
-        ("calibrate", signal.SIGTERM),
     ],
 )
 def test_a_verb_interrupted_at_work_says_what_is_kept_and_resumes(

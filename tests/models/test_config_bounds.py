@@ -38,7 +38,7 @@ def test_every_verb_refuses_a_config_of_absurd_size(field: str, tiny: Path, tmp_
         ["fit", source],
         ["inspect", source],
         ["run", source, tmp_path / "out"],
-        ["calibrate", source, tmp_path / "s.stats", "--text", tmp_path / "text.txt", "--tokens", "8"],
+        ["run", source, tmp_path / "out", "--calibrate", tmp_path / "text.txt"],
     ):
         message = run_here(*words, code=1).stderr
         assert message.startswith(f"error: {source}: config.json: {field} is 2147483648, more than any model has.")

@@ -233,19 +233,18 @@ def test_unusable_scales_stop_the_run_and_name_the_tensor(
 @pytest.mark.parametrize(
     "command",
     [
-        ("calibrate", "SOURCE", "OUT.stats", "--text", "TEXT"),
         ("evaluate", "SOURCE", "SOURCE", "--text", "TEXT", "--out", "OUT"),
         ("evaluate", "SOURCE", "RESULT", "--text", "TEXT", "--out", "OUT"),
         ("run", "SOURCE", "OUT", "--calibrate", "TEXT"),
         ("run", "SOURCE", "OUT", "--evaluate", "TEXT"),
-        ("calibrate", "RESULT", "OUT.stats", "--text", "TEXT"),
+        ("run", "RESULT", "OUT", "--calibrate", "TEXT"),
     ],
 )
 def test_a_forward_pass_is_refused_by_name_in_one_line(
     command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
-    places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out", "OUT.stats": tmp_path / "k3.safetensors"}
+    places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out"}
     places |= {"TEXT": tmp_path / "text.jsonl"}
     line = said(run_here(*(places.get(word, word) for word in command), code=1).stderr)
     assert re.fullmatch(r"error: \S+: no forward pass of Kimi K3 is computed: KDA attention .*`validate`\.\n", line)
@@ -255,11 +254,10 @@ def test_a_forward_pass_is_refused_by_name_in_one_line(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--rule", "imatrix"), "Convert it by rule mse or max, without statistics, smoothing or text"),
-        (("--set", "smoothing=true"), "Convert it by rule mse or max, without statistics, smoothing or text"),
+        (("--rule", "gptq", "--calibrate", "TEXT"), "Convert it by rule mse or max, without smoothing or text"),
     ],
 )
 def test_a_remedy_is_one_that_kimi_k3_has(options: tuple[str, ...], says: str, k3_tiny: Path, tmp_path: Path) -> None:
     line = said(run_here("run", k3_tiny, tmp_path / "out", *options, code=1).stderr)
     assert says in line
-    assert not re.search("--statistics|k2convert calibrate", line)
+    assert "Add --keep-experts" not in line

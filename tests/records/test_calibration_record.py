@@ -13,25 +13,23 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import MalformedFileError
 from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
-from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
+from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors, SharedDown
 from k2convert.records.document import encode, parse, plain
 from k2convert.records.fingerprint import Source, job_fingerprint, source_digest
 from k2convert.records.ledger import build_ledger, parse_ledger
 
 RECORD = CalibrationRecord(
-    statistics="a" * 64,
     texts=(("emma.txt", "b" * 64),),
     tokens=131_072,
     window=2048,
     windows=64,
     dropped_windows=1,
     seed=0,
-    imatrix=True,
     smoothing=True,
     exponents_digest="c" * 64,
     layers={
-        1: LayerCalibration(tokens=(70, 3), fallback=(1,), exponents={-1: 12, 0: 52}),
-        10: LayerCalibration(tokens=(64, 64), fallback=(), exponents={0: 64}),
+        1: LayerCalibration(tokens=(70, 3), exponents={-1: 12, 0: 52}),
+        10: LayerCalibration(tokens=(64, 64), exponents={0: 64}),
     },
 )
 
@@ -46,16 +44,16 @@ EMPTY_LAYER = GptqLayer(None, (None, None), (None, None), OutputErrors(0.0, 0.0,
 GPTQ_RECORD = replace(
     RECORD,
     held_out_windows=4,
+    dense_layers={0: GptqLayer(0.5, (), (), OutputErrors(0.0, 0.2, 0.1), shared_down=SharedDown(None, 0.5))},
     layers={1: replace(RECORD.layers[1], gptq=GPTQ_LAYER), 10: replace(RECORD.layers[10], gptq=EMPTY_LAYER)},
 )
 
 
-@pytest.mark.parametrize("record", [RECORD, GPTQ_RECORD], ids=["imatrix", "gptq"])
+@pytest.mark.parametrize("record", [RECORD, GPTQ_RECORD], ids=["before", "gptq"])
 def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, record: CalibrationRecord) -> None:
     source = open_checkpoint(tiny)
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}))
-    fingerprint = job_fingerprint(source=source, recipe=plan.recipe, revision=None, statistics=RECORD.statistics)
-    assert fingerprint["statistics"] == RECORD.statistics
+    fingerprint = job_fingerprint(source=source, recipe=plan.recipe, revision=None)
     assert fingerprint["source_headers"] == source_digest(source)
     ledger = build_ledger(plan=plan, source=Source(source), records={}, fingerprint=fingerprint, calibration=record)
     read = parse_ledger(encode(ledger).decode(), where="k2convert.json")
@@ -70,9 +68,9 @@ def in_layer(**fields: Any) -> dict[str, Any]:
     return document
 
 
-FIRST = {"tokens": [1], "fallback": [], "exponents": {}}
+FIRST = {"tokens": [1], "exponents": {}}
 DAMAGED: list[tuple[str, dict[str, Any]]] = [
-    ("statistics is 5", plain(RECORD) | {"statistics": 5}),
+    ("tokens is -5", plain(RECORD) | {"tokens": -5}),
     ("exponents_digest without smoothing", plain(RECORD) | {"smoothing": False}),
     ("'01' is not the number of a layer", plain(RECORD) | {"layers": {"01": FIRST}}),
     ("layers.1.exponents.x", plain(RECORD) | {"layers": {"1": FIRST | {"exponents": {"x": 1}}}}),

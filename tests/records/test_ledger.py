@@ -20,7 +20,7 @@ def test_a_ledger_read_back_gives_its_own_bytes(local_result: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "recipe.rule is 'best'": lambda d: d["recipe"].update(rule="best"),
+    "recipe.layout is 'best'": lambda d: d["recipe"].update(layout="best"),
     "fingerprint is missing": lambda d: d.pop("fingerprint"),
     "source.headers is missing": lambda d: d.update(source={"family": None, "repo": None, "revision": None}),
     "source.repo is 5": lambda d: d["source"].update(repo=5),
@@ -33,7 +33,6 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "not a file name": lambda d: d.update(shards={"../x.safetensors": {"blake3": "", "bytes": 1, "tensors": 1}}),
     "totals.total: energy": lambda d: d["totals"]["total"].update(energy=-1.0),
     "weighted_energy and weighted_error": lambda d: d["totals"]["total"].update(weighted_energy=1.0),
-    "colour is unknown": lambda d: d.update(colour="red"),
 }
 
 
@@ -41,6 +40,17 @@ def test_figures_that_only_earlier_versions_measured_are_passed_over(local_resul
     folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
     edit_json(folder / "k2convert.json", lambda d: d["totals"]["total"].update(sampled_error_bound=1.0))
     assert read_ledger(folder) == read_ledger(local_result)
+
+
+def test_a_ledger_of_an_earlier_release_keeps_the_name_of_its_rule(local_result: Path, tmp_path: Path) -> None:
+    """Its other fields are passed over. The result is measured, and not checked by a rule."""
+    folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
+    edit_json(folder / "k2convert.json", lambda d: d["recipe"].update(rule="weighted"))
+    edit_json(folder / "k2convert.json", lambda d: d.update(colour="red"))
+    found = read_ledger(folder)
+    assert found.recipe.rule == "weighted"
+    assert found.recipe.roles == read_ledger(local_result).recipe.roles
+    assert found.totals == read_ledger(local_result).totals
 
 
 @pytest.mark.parametrize("part", DAMAGE)

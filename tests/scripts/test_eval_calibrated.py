@@ -73,8 +73,8 @@ def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
     assert torch.equal(torch.tensor([json.loads(line) for line in lines]), calibration_windows(subject))
     options = tokens["512"].options(text="--text")
     assert options[:6] == ["--text", tokens["text"].path, "--tokens", 512, "--window", 256]
-    assert tokens["64"].options(text="--calibrate")[2:4] == ["--set", "calibration={tokens: 64, window: 64}"]
-    assert tokens["foreign"].options(text="--calibrate")[:2] == ["--calibrate", tmp_path / "licence.txt"]
+    assert tokens["64"].options()[2:4] == ["--set", "calibration={tokens: 64, window: 64}"]
+    assert tokens["foreign"].options()[:2] == ["--calibrate", tmp_path / "licence.txt"]
 
 
 @pytest.mark.slow
@@ -112,7 +112,6 @@ def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: P
     rows = chosen_rows(None, with_peers=False)
     found = evaluate_calibrated(CALIBRATED_SUBJECTS["tiny"](tmp_path), tmp_path, rows=rows)
     share = {(row.weights, row.mode): row.of_mse for row in found.rows}
-    assert share["imatrix", W4A16] < 0.92
     assert share["gptq", W4A16] < 0.70
     assert share["max", W4A16] > 1.3
     for row, of_mse in share.items():

@@ -36,7 +36,7 @@ from k2convert.check.decode import Figures, differing_totals
 from k2convert.check.results import ContractReport, Findings
 from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
-from k2convert.errors import CheckpointError, quoted, shortened
+from k2convert.errors import CheckpointError, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, Role
 from k2convert.records.ledger import ALL_ZERO, DecodedError
 
@@ -260,12 +260,6 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
     if ledger is None:
         return found.error(LEDGER_NAME, result.ledger_problem)
-    stated = ledger.calibration
-    used = ledger.fingerprint.get("statistics")
-    # With rule gptq, the statistics come out of the conversion. They do not identify it.
-    digest = None if stated is None or stated.gptq else stated.statistics
-    if digest != used:
-        found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
     evaluation = result.folder / EVALUATION_NAME
     if is_there(evaluation):
         from k2convert.records.evaluation import fresh_evaluation  # most results have none

@@ -53,7 +53,7 @@ class Result:
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
     names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
-    calibration                of the conversion, if its statistics are given
+    calibration                of the conversion, while it runs
     scaling                    exact smoothing, if the ledger states it
     whole                      the result that this is a part of; None if this is the whole result
     limits                     which part is read, in words

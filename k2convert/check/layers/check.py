@@ -34,7 +34,6 @@ from k2convert.check.remote import layer_bytes
 from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
 from k2convert.forward.moe import Routing, read_router
 from k2convert.forward.walk import Walk, walk_layers
@@ -223,7 +222,7 @@ class _Observer:
     done: int = 0
     total: int = 0
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:  # noqa: ARG002
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         self.states = x_TK
         self.total = 0 if routing is None else routing.scores.shape[1]
 

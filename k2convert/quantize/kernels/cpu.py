@@ -44,7 +44,7 @@ from k2convert.quantize.rules.search_int4 import (
     global_exponent,
 )
 
-RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
+RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "gptq"})
 
 LARGEST_BF16_SCALE: Final = 2.0**118
 """Above this global scale the steps exceed FP32, in which BF16 kernels divide. No weight leads to such a scale."""

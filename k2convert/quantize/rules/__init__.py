@@ -47,8 +47,8 @@ class RuleArithmetic:
     has_power_of_two_scale: bool = False
     """Set if the global scale is always a power of two."""
     needs_walk: bool = False
-    """Set if the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
-    regenerate them, so they are measured; the fields above are for all other weights."""
+    """Set if quantized weights come from a walk through the layers of the model. One tensor is not enough to regenerate
+    them, so they are measured."""
     casts_mxfp4: bool = False
     """Set if MXFP4 weights are cast: their codes are copied, and their scales relabeled."""
     is_modelopt: bool = False
@@ -60,8 +60,8 @@ def quantize_best(
 ) -> Nvfp4Weight:
     """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
 
-    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`. An MXFP4 weight is cast:
-    no other scale has less error.
+    With the importance uint8 [K] of its columns their errors are weighted, without it this is rule `mse`. An MXFP4
+    weight is cast: no other scale has less error.
     """
     exponent = global_exponent(global_scale)
     if importance is not None:
@@ -75,11 +75,6 @@ _SEARCHES: Final[dict[type, Callable[[Any, int, NDArray[np.uint8] | None], Nvfp4
 }
 """The search of a source format, if it is not that of the weight's BF16 bits."""
 
-
-IMATRIX_NOTE: Final = (
-    "Rule imatrix minimizes the error weighted by the inputs. The unweighted SQNR of its weights is expected to "
-    "be a little lower than that of rule mse."
-)
 
 _MSE: Final = RuleArithmetic(
     summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
@@ -98,10 +93,9 @@ _WEIGHTED: Final = replace(
 
 RULES: Final[dict[Rule, RuleArithmetic]] = {
     "mse": _MSE,
-    "imatrix": _WEIGHTED,
     "gptq": replace(
         _WEIGHTED,
-        summary="Codes and scales of the experts are chosen layer by layer, so that each one makes up for the errors "
+        summary="Codes and scales are chosen layer by layer, so that each one makes up for the errors "
         "before it on the inputs that were measured; the global scale is a power of two.",
         needs_walk=True,
     ),

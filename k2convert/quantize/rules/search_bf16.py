@@ -1,4 +1,4 @@
-"""The search of rules `mse` and `imatrix` for BF16 weights, and the importance of columns.
+"""The search of rule `mse` for BF16 weights, and the importance of columns.
 
 Rule `mse` chooses the normal E4M3 scale with the least squared error:
 
@@ -16,7 +16,7 @@ normal scales. For `mse` it is enough to try the 25 from amax/14 to amax/1.75:
 
 Blocks whose winner is in that last octave, or for which no scale next above amax/4 exists, are searched in full.
 
-Rule `imatrix` chooses the scale that has the least error on the inputs that were seen:
+With an importance, the search chooses the scale that has the least error on the inputs that were seen:
 
     sum over the block of m_j * (W_j - v_j * b * g)**2        m_j = E[x_j**2], the mean square of input column j
 
@@ -38,8 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import SourceWeight, bf16_values, describe
+from k2convert.quantize.formats.bf16 import SourceWeight, bf16_values
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -53,7 +52,6 @@ from k2convert.quantize.formats.nvfp4 import (
     nearest_code,
     quantize_rows,
 )
-from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE
 
 NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""
@@ -142,22 +140,3 @@ def importance_factors(importance: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return w_e / (the block's largest w), float64 [K]."""
     blocks_BE = importance.reshape(-1, BLOCK_SIZE).astype(np.float64)
     return (blocks_BE / blocks_BE.max(axis=1, keepdims=True)).reshape(-1)
-
-
-def block_importance(mean_square: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the importance uint8 [K] of input columns with these mean squares, float32 [K].
-
-    FormatError if a mean square is negative, NaN or infinite.
-    """
-    if mean_square.dtype != np.float32 or mean_square.ndim != 1 or mean_square.size % BLOCK_SIZE:
-        raise FormatError(
-            f"mean squares must be float32 [K], K a multiple of {BLOCK_SIZE}, not {describe(mean_square)}"
-        )
-    if not (np.isfinite(mean_square) & (mean_square >= 0)).all():
-        raise FormatError("mean squares must be finite and not negative")
-    blocks_BE = mean_square.reshape(-1, BLOCK_SIZE).astype(np.float64)
-    largest_B1 = blocks_BE.max(axis=1, keepdims=True)
-    shares_BE = np.divide(
-        MAX_IMPORTANCE * blocks_BE, largest_B1, out=np.full_like(blocks_BE, MAX_IMPORTANCE), where=largest_B1 > 0
-    )
-    return np.maximum(1, np.rint(shares_BE)).astype(np.uint8).reshape(-1)

@@ -1,7 +1,7 @@
-"""The search of rules `mse` and `imatrix` for INT4 weights: the best normal E4M3 scale of every block, exactly.
+"""The search of rule `mse` for INT4 weights: the best normal E4M3 scale of every block, exactly.
 
 Column j holds q * s * 2**-a_j, with an exponent a_j in -4..4 of smoothing (0 without), and has an importance w_j, an
-integer 1..255, in rule imatrix (255 for all without). For a global scale g = 2**k, each block gets the E4M3 scale b in
+integer 1..255, (255 for all without one). For a global scale g = 2**k, each block gets the E4M3 scale b in
 2**-6 .. 448 that minimizes
 
     sum over the block of w_j * (q_j * s * 2**-a_j - v_j * b * g)**2        v_j the nearest E2M1 value

@@ -77,12 +77,12 @@ def test_int4_weights(driver: Path) -> None:
                 rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
                 source = some_rows(maker, exponents_of(rng, reach))
                 importance = importance_of(rng)
-                for rule, weighted in (("imatrix", True), ("mse", False), ("max", True)):
+                for rule, weighted in (("gptq", True), ("mse", False), ("max", True)):
                     record(source, rule, importance if weighted else None, seed=reach)
         for seed in range(4):
             source, importance = hostile_columns(seed)
             for weighted in (importance, None):
-                record(source, "imatrix", weighted, seed)
+                record(source, "gptq", weighted, seed)
         record(trained_like(1001, seed=1), "mse")
         for exponent in (-126, -60, -16, -3, 0, 5, 30, 118, 127):
             convert(MAKERS["wide-spread"](), rule="mse", global_scale=2.0**exponent)
@@ -98,8 +98,8 @@ def test_int4_weights(driver: Path) -> None:
 def test_other_formats(driver: Path) -> None:
     rng = np.random.default_rng(3)
     with recorded() as calls:
-        for rule in ("mse", "max", "imatrix"):
-            record(bf16_weight(weights(64, 256).bfloat16()), rule, importance_of(rng) if rule == "imatrix" else None)
+        for rule in ("mse", "max", "gptq"):
+            record(bf16_weight(weights(64, 256).bfloat16()), rule, importance_of(rng) if rule == "gptq" else None)
             record(Bf16Weight(rng.integers(0, 128, (16, 256), np.uint16) | 0x8000), rule)
         tally_mxfp4(
             Mxfp4Weight(rng.integers(0, 256, (500, 128), np.uint8), rng.integers(0, 255, (500, 8)).astype(np.uint8))

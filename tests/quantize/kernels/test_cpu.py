@@ -58,9 +58,9 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
 def test_importance_equals_rules(maker: str, reach: int) -> None:
     rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
     weight = some_rows(maker, exponents_of(rng, reach))
-    g = own_scale(weight, "imatrix")
+    g = own_scale(weight, "gptq")
     for global_scale in {max(g * 2.0**step, 2.0**-126) for step in (0, -7, 6)}:
-        assert_equals_rules(weight, "imatrix", global_scale, importance_of(rng))
+        assert_equals_rules(weight, "gptq", global_scale, importance_of(rng))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -76,16 +76,16 @@ def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_hostile_columns_equal_rules(seed: int) -> None:
     weight, importance = hostile_columns(seed)
-    g = own_scale(weight, "imatrix")
+    g = own_scale(weight, "gptq")
     for weights in (importance, None):
-        assert_equals_rules(weight, "imatrix", g, weights)
+        assert_equals_rules(weight, "gptq", g, weights)
 
 
 @pytest.mark.parametrize("kind", ["mse", "max", "importance", "exponents"])
 def test_row_splits_and_threads_do_not_matter(kind: str) -> None:
     rng = np.random.default_rng(0)
     weight = MAKERS["every-scale"]() if kind in KERNELS else trained_like(1001, seed=1)
-    rule: Rule = "max" if kind == "max" else "imatrix"
+    rule: Rule = "max" if kind == "max" else "gptq"
     importance = None if kind in KERNELS else importance_of(rng)
     weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, 2 if kind == "exponents" else 0))
     g = own_scale(weight, rule)
@@ -204,5 +204,5 @@ def test_bf16_weights_by_importance_equal_rules() -> None:
     values[3, :32] = 0
     weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
     for step in (0, -9, 7, 120):
-        g = min(own_scale(weight, "imatrix") * 2.0**step, 2.0**127)
-        assert_equals_rules(weight, "imatrix", g, importance_of(rng))
+        g = min(own_scale(weight, "gptq") * 2.0**step, 2.0**127)
+        assert_equals_rules(weight, "gptq", g, importance_of(rng))

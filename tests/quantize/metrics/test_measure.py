@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("instructions")
 
 
 def converted(
-    source: SourceWeight, importance: NDArray[np.uint8] | None = None, rule: Rule = "imatrix"
+    source: SourceWeight, importance: NDArray[np.uint8] | None = None, rule: Rule = "gptq"
 ) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
     quantizer = create_quantizer("native", rule=rule)
     magnitude = quantizer.measure(source, name="w")
@@ -176,7 +176,7 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
         exact = unpack_int4(source.packed) * source.element_scales().astype(np.float64)
     else:
         exact = bf16_values(source.bits).astype(np.float64)
-    results = [converted(source, importance, rule) for rule in ("imatrix", "mse", "max")]
+    results = [converted(source, importance, rule) for rule in ("gptq", "mse", "max")]
     (written, _, metrics), (_, _, unweighted), (_, _, by_max) = results
     error = exact - dequantize_nvfp4(written)
     shares = importance / 255
