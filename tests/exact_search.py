@@ -45,11 +45,10 @@ class ExactSearch:
 
 @dataclass(frozen=True)
 class Element:
-    """A weight q * scale of a block, with its importance."""
+    """A weight q * scale of a block."""
 
     q: int
     scale: Fraction
-    importance: int
 
 
 @lru_cache(maxsize=512)
@@ -68,11 +67,11 @@ def exact_search(scale: Fraction, global_scale: Fraction) -> ExactSearch:
 
 
 def errors_of(block: Sequence[Element], global_scale: Fraction) -> tuple[dict[int, int], Fraction]:
-    """The weighted squared error of a block under each scale, and the unit of these integers."""
-    searches = [(element.importance, exact_search(element.scale, global_scale), abs(element.q)) for element in block]
-    least = min(search.unit for _, search, _ in searches)
-    assert all((search.unit / least).denominator == 1 for _, search, _ in searches)
-    rows = [(factor * int(search.unit / least), search.errors, k) for factor, search, k in searches]
+    """The squared error of a block under each scale, and the unit of these integers."""
+    searches = [(exact_search(element.scale, global_scale), abs(element.q)) for element in block]
+    least = min(search.unit for search, _ in searches)
+    assert all((search.unit / least).denominator == 1 for search, _ in searches)
+    rows = [(int(search.unit / least), search.errors, k) for search, k in searches]
     return {byte: sum(factor * errors[byte][k] for factor, errors, k in rows) for byte in NORMAL_BYTES}, least
 
 
@@ -80,28 +79,21 @@ def live(block: Sequence[Element]) -> list[Element]:
     return [element for element in block if element.q and element.scale]
 
 
-def blocks_of(weight: Int4Weight, importance: Sequence[int]) -> list[list[Element]]:
+def blocks_of(weight: Int4Weight) -> list[list[Element]]:
     """The blocks of an INT4 weight, in row-major order."""
     rows, columns = weight.shape
-    exponents = [0] * columns if weight.channel_exponents is None else weight.channel_exponents.tolist()
     codes = codes_of(weight).tolist()
     scales = scales_of(weight).tolist()
-    steps = {
-        (s, a): Fraction(abs(s)) / Fraction(2) ** a for s in scales_of(weight).unique().tolist() for a in set(exponents)
-    }
-    elements = [
-        Element(codes[row][j], steps[scales[row][j // 32], exponents[j]], int(importance[j]))
-        for row in range(rows)
-        for j in range(columns)
-    ]
+    steps = {s: Fraction(abs(s)) for s in scales_of(weight).unique().tolist()}
+    elements = [Element(codes[row][j], steps[scales[row][j // 32]]) for row in range(rows) for j in range(columns)]
     return [elements[start : start + 16] for start in range(0, len(elements), 16)]
 
 
-def assert_is_best(weight: Int4Weight, importance: Sequence[int], result: Nvfp4Weight) -> None:
+def assert_is_best(weight: Int4Weight, result: Nvfp4Weight) -> None:
     """Every byte is the best scale, ties to the larger, and every nibble the nearest value, ties to even, never -0."""
     g = Fraction(result.global_scale)
     nibbles = np.stack([result.packed & 15, result.packed >> 4], axis=-1).reshape(-1, 16).tolist()
-    blocks = blocks_of(weight, importance)
+    blocks = blocks_of(weight)
     for block, byte, written in zip(blocks, result.block_scales.reshape(-1).tolist(), nibbles, strict=True):
         best = 0x38
         expected = [0] * 16
@@ -113,10 +105,10 @@ def assert_is_best(weight: Int4Weight, importance: Sequence[int], result: Nvfp4W
         assert (byte, written) == (best, expected), block
 
 
-def count_outside_normal(weight: Int4Weight, importance: Sequence[int], g: Fraction) -> int:
+def count_outside_normal(weight: Int4Weight, g: Fraction) -> int:
     """Count blocks that do strictly better with g free by any power of two, which frees the exponent of b."""
     count = 0
-    for block in filter(None, map(live, blocks_of(weight, importance))):
+    for block in filter(None, map(live, blocks_of(weight))):
         largest = max(element.scale for element in block)
         free = Fraction(2) ** (largest.numerator.bit_length() - largest.denominator.bit_length() - 3)
         own, *others = (errors_of(block, found) for found in (g, free, free / 64))

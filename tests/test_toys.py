@@ -26,7 +26,7 @@ def toy_global_scale(magnitude: Magnitude) -> float:
     return 2 * max_global_scale(magnitude)
 
 
-def quantize_toy(weight, global_scale, importance):
+def quantize_toy(weight, global_scale):
     rows, columns = weight.shape
     blocks = bf16_values(weight.bits).reshape(-1, 16)
     scales = max_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)

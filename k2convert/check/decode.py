@@ -76,7 +76,7 @@ def measure_decoded(
     `changed_codes` are those of a cast; None for other weights.
     """
     num_weights = source.shape[0] * source.shape[1]
-    sums = add_up(source, packed, block_scales, _E4M3 * global_scale, None)
+    sums = add_up(source, packed, block_scales, _E4M3 * global_scale)
     error = DecodedError(
         num_weights=num_weights,
         num_nonzero=sums.num_nonzero,
@@ -146,7 +146,7 @@ def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -
         return total(known) if known else None
 
     counts = ("num_weights", "num_nonzero", "equal_nonzero")
-    sums = ("energy", "squared_error", "weighted_energy", "weighted_error")
+    sums = ("energy", "squared_error")
     how = dict.fromkeys(counts, sum) | dict.fromkeys(sums, math.fsum) | {"max_error_steps": max}
     return {
         role: DecodedError(**{key: add(found, key, total) for key, total in how.items()})

@@ -284,5 +284,4 @@ def _verdict(compared: int, mismatches: Sized) -> Verdict:
 def _error_document(error: DecodedError) -> dict[str, object]:
     """Return the figures of a tensor or total; ratios that are not finite become None."""
     names = ("num_weights", "num_nonzero", "equal_nonzero", "energy", "max_error_steps", "sqnr_db", "relative_mse")
-    weighted = () if error.weighted_error is None else ("weighted_sqnr_db",)
-    return shown({name: getattr(error, name) for name in (*names, "squared_error", *weighted)})
+    return shown({name: getattr(error, name) for name in (*names, "squared_error")})

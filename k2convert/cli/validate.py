@@ -215,8 +215,7 @@ def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
     plain = _decibels(error.sqnr_db)
-    weighted = _decibels(error.weighted_sqnr_db)
-    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal, weighted
+    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal
 
 
 def _decibels(sqnr: float | None) -> str:
@@ -232,12 +231,10 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     if not totals:
         print_line(f"{title}: no weight could be measured")
         return
-    is_weighted = any(error.weighted_error is not None for error in totals.values())
     found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
-    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged", "weighted SQNR")
+    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
     rows = [_error_row(label, error) for label, error in found]
-    known = columns if is_weighted else columns[:-1]
-    shown = [i for i, name in enumerate(known) if not name or any(row[i] for row in rows)]  # no steps without INT4
+    shown = [i for i, name in enumerate(columns) if not name or any(row[i] for row in rows)]  # no steps without INT4
     print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")

@@ -71,7 +71,6 @@ class ReferenceQuantizer:
         name: str,
         magnitude: Magnitude,
         global_scale: float,
-        importance: NDArray[np.uint8] | None = None,  # noqa: ARG002
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantize one weight with the libraries, and measure it with our metrics."""
         if magnitude.amax == 0.0:

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
@@ -64,24 +61,17 @@ class NativeQuantizer:
         name: str,
         magnitude: Magnitude,
         global_scale: float,
-        importance: NDArray[np.uint8] | None = None,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantize and measure one weight. `magnitude` is that of all weights that share the global scale.
-
-        `importance` uint8 [K], 1..255, is for rules that use it; others ignore it.
-        """
-        if not RULES[self.rule].uses_importance:
-            importance = None
+        """Quantize and measure one weight. `magnitude` is that of all weights that share the global scale."""
         if has_kernel(self.rule):
-            converted = cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
+            converted = cpu.convert(source, rule=self.rule, global_scale=global_scale)
         else:
-            converted = cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
+            converted = cpu.Converted(RULES[self.rule].quantize(source, global_scale))
         metrics = measure_quantized(
             source,
             converted.weight,
             name=name,
             magnitude=magnitude,
-            importance=importance,
             converted=converted,
             is_cast=RULES[self.rule].casts_mxfp4,
         )

@@ -37,8 +37,6 @@ def _checked(metrics: WeightMetrics) -> WeightMetrics:
         values: Any = (*found, *found.values()) if isinstance(found, dict) else (found,)
         if not all(value is None or (value >= 0 and math.isfinite(value)) for value in values):
             raise ValueError(f"{field.name} has a figure that is negative or not finite")
-    if (metrics.weighted_energy is None) != (metrics.weighted_error is None):
-        raise ValueError("weighted_energy and weighted_error belong together")
     if max(metrics.scale_histogram, default=0) > 127:
         raise ValueError("scale_histogram has a byte above 127")
     return metrics
@@ -83,8 +81,6 @@ class DecodedError:
     energy: Real
     squared_error: Real
     max_error_steps: Real | None  # None for BF16
-    weighted_energy: Real | None = None  # weighted by importance; None if there is none
-    weighted_error: Real | None = None
     changed_codes: Count | None = None  # bytes of codes in the window of a cast; None without a cast
 
     @property
@@ -105,13 +101,6 @@ class DecodedError:
         if self.energy == self.squared_error == 0.0:
             return None
         return decibels(self.energy, self.squared_error)
-
-    @property
-    def weighted_sqnr_db(self) -> float | None:
-        """The same of the weighted sums; None without importance."""
-        if not self.weighted_energy or self.weighted_error is None:
-            return None
-        return decibels(self.weighted_energy, self.weighted_error)
 
 
 ALL_ZERO: Final = "all weights are zero"
@@ -314,10 +303,8 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     """Return metrics with the derived ratios, for --json; ratios that are not finite become None."""
-    names = ("sqnr_db", "relative_mse", "achieved_to_max", "weighted_sqnr_db")
+    names = ("sqnr_db", "relative_mse", "achieved_to_max")
     ratios = {name: getattr(metrics, name) for name in names}
-    if metrics.weighted_sqnr_db is None:
-        del ratios["weighted_sqnr_db"]
     return plain(metrics) | shown(ratios)
 
 

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import SourceWeight
@@ -56,11 +54,11 @@ def make_mxfp4_weights() -> list[Mxfp4Weight]:
     return weights
 
 
-def convert(quantizer: Quantizer, weight: SourceWeight, importance: NDArray[np.uint8] | None = None) -> None:
+def convert(quantizer: Quantizer, weight: SourceWeight) -> None:
     """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
     scale = quantizer.global_scale(magnitude)
-    quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale, importance=importance)
+    quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale)
 
 
 def median_seconds(work: Callable[[], object]) -> float:

@@ -96,7 +96,7 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
     converted = convert(create_quantizer("native", rule=rule), projections)
     for name, weight in projections.items():
         result, metrics = converted[name]
-        defined = RULES[rule].quantize(weight, result.global_scale, None)
+        defined = RULES[rule].quantize(weight, result.global_scale)
         assert_same_bytes(defined, result, name)
         magnitude = weight.magnitude().merge(projections[partner_of(name)].magnitude())
         assert_same_figures(measure_quantized(weight, defined, name="w", magnitude=magnitude), metrics)

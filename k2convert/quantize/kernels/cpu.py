@@ -3,10 +3,8 @@
 A call releases the interpreter's lock, and its only state is its thread's buffers. So callers may use any number of
 threads, with a tensor or a range of rows each. Results do not depend on the split.
 
-INT4 weights whose columns have no factors take the fastest way. With an importance or exponents, rules with a power of
-two as global scale look at 24 candidates of a block in 16-bit arithmetic with AVX2 or NEON and prove that no other wins
-(cpp/vector_channels.cpp). Without these, and for the blocks that this leaves open, everything is exact in float64, by
-groups of columns with equal exponents (cpp/channels.hpp).
+INT4 weights whose columns smoothing divided are converted as the BF16 weights that they round to. Rule `gptq`, the only
+one with smoothing, has codes of its own.
 """
 
 from __future__ import annotations
@@ -22,26 +20,22 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
-from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES, Int4Weight, check_int4_scales
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, check_int4_scales
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
 from k2convert.quantize.formats.nvfp4 import (
-    DOUBLED_VALUES,
     E2M1_VALUES,
-    MIN_EXPONENT,
     SIGN_BIT,
     Nvfp4Weight,
-    nearest_code,
 )
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.search_bf16 import importance_factors
 from k2convert.quantize.rules.search_int4 import (
     MIN_MANTISSA,
     NUM_SHIFTS,
-    candidate_bytes,
-    check_importance,
+    codes_and_errors,
     global_exponent,
+    scale_candidates,
 )
 
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "gptq"})
@@ -56,12 +50,9 @@ def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
 
 
 def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
-    codes = flat(weight.packed), flat(weight.scale_bits)
     if weight.channel_exponents is not None:
-        check_int4_scales(weight.scale_bits, name=name)
-        scale_max, amax = _cpu.magnitude_of_columns(*codes, flat(weight.channel_exponents))
-        return Magnitude(scale_max=scale_max, amax=amax, is_int4=True)
-    largest_bits, amax, usable = _cpu.measure(*codes)
+        return weight.magnitude(name=name)
+    largest_bits, amax, usable = _cpu.measure(flat(weight.packed), flat(weight.scale_bits))
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
     scale_max = float(bf16_values(np.array(largest_bits, dtype=np.uint16)))
@@ -96,13 +87,11 @@ class Sums:
     """The sums and counts of one weight, as in WeightMetrics, in the order of the kernels.
 
     `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five are
-    of INT4 weights only. Weighted sums are not yet divided by 255.
+    of INT4 weights only.
     """
 
     energy: float
     squared_error: float
-    weighted_energy: float
-    weighted_error: float
     num_nonzero: int
     equal_nonzero: int
     equal_blocks: int
@@ -125,68 +114,33 @@ class Converted:
     sums: Sums | None = None
 
 
-def convert(
-    weight: SourceWeight, *, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None
-) -> Converted:
-    """Quantize a weight by a rule of RULES_WITH_KERNEL, with the importance uint8 [K] of its columns if any."""
+def convert(weight: SourceWeight, *, rule: Rule, global_scale: float) -> Converted:
+    """Quantize a weight by a rule of RULES_WITH_KERNEL."""
     check_rule_scale(rule, global_scale)
-    if importance is not None:
-        check_importance(importance, weight.shape[1])
-    return _CONVERSIONS.get(type(weight), _convert_bf16)(weight, rule, global_scale, importance)
+    is_max = not RULES[rule].has_power_of_two_scale
+    if isinstance(weight, Int4Weight) and weight.channel_exponents is None:
+        return _convert_int4(weight, is_max, global_scale)
+    if not is_max and (isinstance(weight, Mxfp4Weight) or global_scale > LARGEST_BF16_SCALE):
+        return Converted(RULES[rule].quantize(weight, global_scale))  # a cast by a table of 256 bytes is as fast
+    return Converted(_convert_bf16(weight, is_max, global_scale))
 
 
-def _convert_int4(
-    weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
-) -> Converted:
+def _convert_int4(weight: Int4Weight, is_max: bool, global_scale: float) -> Converted:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
-    is_max = _is_max(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
     targets = flat(result.packed), flat(result.block_scales)
-    exponent = 0 if is_max else global_exponent(global_scale)
-    if weight.packed.size and (weight.channel_exponents is not None or importance is not None):
-        outside = _cpu.convert_columns(
-            *arrays, weight.channel_exponents, importance, is_max, exponent, global_scale, search_tables(), *targets
-        )
-        return Converted(result, None if is_max else outside)
     if is_max:
         energy, error, counts, _ = _cpu.convert_max(*arrays, global_scale, *targets)
-        return Converted(result, None, Sums(energy, error, 0.0, 0.0, *counts))
-    energy, error, counts, outside = _cpu.convert_mse(*arrays, exponent, search_tables(), *targets)
-    return Converted(result, outside, Sums(energy, error, 0.0, 0.0, *counts))
+        return Converted(result, None, Sums(energy, error, *counts))
+    energy, error, counts, outside = _cpu.convert_mse(*arrays, global_exponent(global_scale), search_tables(), *targets)
+    return Converted(result, outside, Sums(energy, error, *counts))
 
 
-def _convert_mxfp4(
-    weight: Mxfp4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
-) -> Converted:
-    if _is_max(rule):
-        return _convert_bf16(weight, rule, global_scale, importance)
-    return Converted(RULES[rule].quantize(weight, global_scale, None))  # a table of 256 bytes is as fast
-
-
-_CONVERSIONS: Final[dict[type, Callable[..., Converted]]] = {Int4Weight: _convert_int4, Mxfp4Weight: _convert_mxfp4}
-"""The conversion of a source format, if it is not that of the weight's BF16 bits."""
-
-
-def _convert_bf16(
-    weight: SourceWeight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
-) -> Converted:
+def _convert_bf16(weight: SourceWeight, is_max: bool, global_scale: float) -> Nvfp4Weight:
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
-    is_max = _is_max(rule)
-    targets = flat(result.packed), flat(result.block_scales)
-    if not is_max and global_scale > LARGEST_BF16_SCALE:
-        return Converted(RULES[rule].quantize(weight, global_scale, importance))
-    bits = flat(weight.bits)
-    if is_max:
-        _cpu.quantize_max_bf16(bits, global_scale, *targets)
-    elif RULES[rule].uses_importance and importance is not None and bits.size:
-        _cpu.quantize_imatrix_bf16(bits, global_scale, importance_factors(importance), *targets)
-    else:
-        _cpu.quantize_mse_bf16(bits, global_scale, *targets)
-    return Converted(result)
-
-
-def _is_max(rule: Rule) -> bool:
-    return not RULES[rule].has_power_of_two_scale
+    quantize = _cpu.quantize_max_bf16 if is_max else _cpu.quantize_mse_bf16
+    quantize(flat(weight.bits), global_scale, flat(result.packed), flat(result.block_scales))
+    return result
 
 
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
@@ -237,11 +191,6 @@ FIRST_CANDIDATE: Final = 1
 SATURATED_CANDIDATE: Final = FIRST_CANDIDATE + 8 * NUM_SHIFTS
 """448, if even that is far too small (j < 0): every non-zero code saturates."""
 
-LOWEST_OFFSET: Final = -6
-HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
-"""kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
-
-
 LANES: Final = 16
 WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
 NUM_WINDOWS: Final = len(WINDOW_STARTS)
@@ -272,16 +221,9 @@ def search_tables() -> SearchTables:
     C = 82 candidates by rank, S = 128 source mantissas, P positions.
     """
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
-    wanted_Sk = mantissas_S[:, None] * np.arange(NUM_MAGNITUDES)
-    # mb * 2**j of every candidate, 0 for the two that are not on the grid.
-    grid = [mantissa << shift for shift in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
-    steps_C = np.array([0, *grid, 0])
-    codes_SCk = nearest_code(wanted_Sk[:, None, :], steps_C.clip(min=1)[:, None])
-    codes_SCk[:, ZERO_CANDIDATE] = 0
-    codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
-    # Errors of |q| = k in units of (s / 2ms)**2: integers below 2**25.
-    reached_SkC = np.array(DOUBLED_VALUES)[codes_SCk].transpose(0, 2, 1) * steps_C
-    errors_SkC = np.ascontiguousarray((2 * wanted_Sk[:, :, None] - reached_SkC) ** 2, dtype=np.float64)
+    found = [codes_and_errors(mantissa) for mantissa in mantissas_S.tolist()]
+    codes_SCk = np.stack([codes for codes, _ in found]).swapaxes(1, 2)
+    errors_SkC = np.stack([errors for _, errors in found])  # in units of (s / 2ms)**2: integers below 2**25
     # Bits 4u .. 4u + 3 are the output nibble of the source nibble u = q + 8.
     maps_SC = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
     for nibble in range(16):
@@ -311,5 +253,5 @@ def search_tables() -> SearchTables:
         choices=(map_ids.reshape(-1) | capped_SC.reshape(-1) << 8).astype(np.uint16),
         maps=nibbles.astype(np.uint8).reshape(-1),
         full_errors=errors_SkC.reshape(-1),
-        scale_bytes=candidate_bytes(range(NUM_SHIFTS), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)).reshape(-1),
+        scale_bytes=scale_candidates()[1].reshape(-1),
     )

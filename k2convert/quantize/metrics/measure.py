@@ -29,7 +29,7 @@ from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, tally
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import max_global_scale
-from k2convert.quantize.rules.search_int4 import MAX_IMPORTANCE, check_importance, global_exponent
+from k2convert.quantize.rules.search_int4 import global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 SAMPLE_STRIDE: Final = 64
@@ -46,25 +46,21 @@ def measure_quantized(
     *,
     name: str,
     magnitude: Magnitude,
-    importance: NDArray[np.uint8] | None = None,
     converted: Converted | None = None,
     is_cast: bool = False,
 ) -> WeightMetrics:
     """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
 
-    `magnitude` is that of all tensors that share the global scale. `importance` uint8 [K] adds the weighted sums.
-    `converted` is what the conversion found. The name decides which rows are sampled. `is_cast`: the rule casts MXFP4
-    weights; an error of zero does not make a cast.
+    `magnitude` is that of all tensors that share the global scale. `converted` is what the conversion found. The name
+    decides which rows are sampled. `is_cast`: the rule casts MXFP4 weights; an error of zero does not make a cast.
     """
     if result.shape != source.shape:
         raise FormatError(f"{name}: an NVFP4 weight {list(result.shape)} for a source {list(source.shape)}")
     if result.block_scales.size and result.block_scales.max() > MAX_BYTE:
         raise FormatError(f"{name}: an NVFP4 block scale is negative or NaN")
-    if importance is not None:
-        check_importance(importance, source.shape[1])
     outside, found = (None, None) if converted is None else (converted.outside_normal, converted.sums)
     if found is None:
-        found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
+        found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
     least = found.least_scale
     counts = _CAST_COUNTS.get(type(source)) if is_cast else None
     histogram = np.zeros(256, dtype=np.int64)
@@ -92,8 +88,6 @@ def measure_quantized(
         sampled_blocks=sampled,
         sampled_error_achieved=error,
         sampled_error_max=error_max,
-        weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
-        weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
         **({} if counts is None else counts(source, result.global_scale)),
     )
 
@@ -104,7 +98,6 @@ _E4M3: Final = np.concatenate([decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint
 
 _Written = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]
 """Codes, block scales, and the number of each of the 256 bytes of a scale."""
-_Factors = NDArray[np.float64] | None
 
 
 def _flat(written: _Written) -> _Written:
@@ -116,38 +109,28 @@ def add_up(
     packed: NDArray[np.uint8],
     block_scales: NDArray[np.uint8],
     block_values: NDArray[np.float64],
-    importance: NDArray[np.uint8] | None,
 ) -> Sums:
     """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
-    factors = None
-    if importance is not None:
-        factors = importance.astype(np.float64)
-    return _ADD_UP.get(type(source), _add_up_bf16)(source, (packed, block_scales, block_values), factors)
+    return _ADD_UP.get(type(source), _add_up_bf16)(source, (packed, block_scales, block_values))
 
 
-def _add_up_bf16(source: SourceWeight, written: _Written, factors: _Factors) -> Sums:
-    sums_N4 = np.zeros((source.shape[0], 4))
-    counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], factors, sums_N4.reshape(-1))
-    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
-    return Sums(energy, error, weighted_energy, weighted_error, *counts[:3])
+def _add_up_bf16(source: SourceWeight, written: _Written) -> Sums:
+    sums_N2 = np.zeros((source.shape[0], 2))
+    counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], sums_N2.reshape(-1))
+    return Sums(*map(_sum, sums_N2.T), *counts[:3])
 
 
-def _add_up_int4(source: Int4Weight, written: _Written, factors: _Factors) -> Sums:
-    sums_N4 = np.zeros((source.shape[0], 4))
-    exponents = source.channel_exponents
+def _add_up_int4(source: Int4Weight, written: _Written) -> Sums:
+    sums_N2 = np.zeros((source.shape[0], 2))
     powers = None
-    if exponents is not None:
-        powers = np.ldexp(1.0, -exponents.astype(np.int32))
-    inverses = None if powers is None else 1 / powers
+    if source.channel_exponents is not None:
+        powers = np.ldexp(1.0, -source.channel_exponents.astype(np.int32))
     codes = flat(source.packed), flat(source.scale_bits)
-    columns = source.shape[1]
-    sums = sums_N4.reshape(-1)
-    counts = _cpu.measure_int4(*codes, *_flat(written), columns, powers, inverses, factors, sums)
-    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
-    return Sums(energy, error, weighted_energy, weighted_error, *counts)
+    counts = _cpu.measure_int4(*codes, *_flat(written), source.shape[1], powers, sums_N2.reshape(-1))
+    return Sums(*map(_sum, sums_N2.T), *counts)
 
 
-def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
+def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
     """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
     packed, block_scales, block_values = written
     tally = tally_mxfp4(source)
@@ -169,9 +152,9 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
     for start in range(0, others.size, CHUNK_GROUPS):
         some = others[start : start + CHUNK_GROUPS]
         rest = Mxfp4Weight(groups[some], scales[some, None])
-        sums = np.zeros(4)
+        sums = np.zeros(2)
         arrays = flat(rest.bits), flat(codes[some]), flat(written_scales[some])
-        rest_counts += _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, None, sums)[:3]
+        rest_counts += _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, sums)[:3]
         errors.append(float(sums[1]))
     num_rest, equal_rest, equal_blocks = rest_counts.tolist()
     num_nonzero = int(tally[:, 1].sum())
@@ -179,8 +162,6 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written, _: _Factors) -> Sums:
     return Sums(
         energy=_sum(tally[:, 2] * SCALE_VALUES**2 / 4),
         squared_error=_sum(np.array(errors)),
-        weighted_energy=0.0,
-        weighted_error=0.0,
         num_nonzero=num_nonzero,
         equal_nonzero=num_nonzero - num_rest + equal_rest,
         equal_blocks=exact_blocks + equal_blocks,
@@ -221,12 +202,12 @@ def _sample(source: SourceWeight, result: Nvfp4Weight, *, magnitude: Magnitude, 
     if isinstance(sample, Mxfp4Weight):
         sample = Bf16Weight(sample.bits)  # no faster way to measure groups that are not cast
     scales = result.block_scales[rows]
-    found = add_up(sample, result.packed[rows], scales, _E4M3 * result.global_scale, None)
+    found = add_up(sample, result.packed[rows], scales, _E4M3 * result.global_scale)
     by_max = convert(sample, rule="max", global_scale=max_global_scale(magnitude))
     sums = by_max.sums
     if sums is None:
         weight = by_max.weight
-        sums = add_up(sample, weight.packed, weight.block_scales, _E4M3 * weight.global_scale, None)
+        sums = add_up(sample, weight.packed, weight.block_scales, _E4M3 * weight.global_scale)
     return scales.size, found.squared_error, sums.squared_error
 
 

@@ -58,10 +58,6 @@ class WeightMetrics:
     sampled_error_achieved: float
     sampled_error_max: float
     """Squared error of the `max` rule on the sampled blocks."""
-    weighted_energy: float | None = None
-    """Sum of importance / 255 * w**2, if the rule was given the importance of channels."""
-    weighted_error: float | None = None
-    """Sum of importance / 255 * (w - w')**2, likewise."""
     empty_groups: int | None = None
     """Of an MXFP4 source that was cast: groups of 32 without a code that is not zero. So are all fields below."""
     below_window_groups: int | None = None
@@ -111,13 +107,6 @@ class WeightMetrics:
         if self.subnormal_tensors:
             words += f"; {self.subnormal_tensors:,} have subnormal block scales, which are exact"
         return f"{words}."
-
-    @property
-    def weighted_sqnr_db(self) -> float | None:
-        """The SQNR of the weighted sums; None if there are none."""
-        if self.weighted_energy is None or self.weighted_error is None:
-            return None
-        return decibels(self.weighted_energy, self.weighted_error)
 
     @property
     def achieved_to_max(self) -> float:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
@@ -24,7 +21,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.cast import cast
 from k2convert.quantize.rules.max import max_global_scale, quantize_max
 from k2convert.quantize.rules.search_bf16 import quantize_bf16
-from k2convert.quantize.rules.search_int4 import check_importance, global_exponent, mse_global_scale, quantize_columns
+from k2convert.quantize.rules.search_int4 import global_exponent, mse_global_scale, quantize_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +31,13 @@ class RuleArithmetic:
     `global_scale` chooses the scale of a set of tensors from their merged magnitude. It is positive, finite and exactly
     representable in FP32, in which it is stored: `float(np.float32(scale))`.
 
-    `quantize` gets a weight, the global scale, and the importance uint8 [K] of its columns, 1..255, or None: then every
-    column counts the same. A rule that does not use it ignores it.
+    `quantize` gets a weight and the global scale.
     """
 
     summary: str
     """One sentence for people."""
     global_scale: Callable[[Magnitude], float]
-    quantize: Callable[[SourceWeight, float, NDArray[np.uint8] | None], Nvfp4Weight]
-    uses_importance: bool = False
-    """Set if the rule knows the importance of channels, which comes from a statistics file."""
+    quantize: Callable[[SourceWeight, float], Nvfp4Weight]
     has_power_of_two_scale: bool = False
     """Set if the global scale is always a power of two."""
     needs_walk: bool = False
@@ -55,46 +49,30 @@ class RuleArithmetic:
     """Set if ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
 
-def quantize_best(
-    weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
-) -> Nvfp4Weight:
+def quantize_best(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
     """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
 
-    With the importance uint8 [K] of its columns their errors are weighted, without it this is rule `mse`. An MXFP4
-    weight is cast: no other scale has less error.
+    An MXFP4 weight is cast: no other scale has less error. An INT4 weight with channel exponents is searched as BF16.
     """
     exponent = global_exponent(global_scale)
-    if importance is not None:
-        check_importance(importance, weight.shape[1])
-    return _SEARCHES.get(type(weight), quantize_bf16)(weight, exponent, importance)
-
-
-_SEARCHES: Final[dict[type, Callable[[Any, int, NDArray[np.uint8] | None], Nvfp4Weight]]] = {
-    Int4Weight: quantize_columns,
-    Mxfp4Weight: lambda weight, exponent, _: cast(weight, exponent),
-}
-"""The search of a source format, if it is not that of the weight's BF16 bits."""
+    if isinstance(weight, Mxfp4Weight):
+        return cast(weight, exponent)
+    if isinstance(weight, Int4Weight) and weight.channel_exponents is None:
+        return quantize_int4(weight, exponent)
+    return quantize_bf16(weight, exponent)
 
 
 _MSE: Final = RuleArithmetic(
     summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
     global_scale=mse_global_scale,
-    quantize=lambda weight, global_scale, _: quantize_best(weight, global_scale),
+    quantize=quantize_best,
     has_power_of_two_scale=True,
     casts_mxfp4=True,
 )
-_WEIGHTED: Final = replace(
-    _MSE,
-    summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
-    "the global scale is a power of two.",
-    quantize=quantize_best,
-    uses_importance=True,
-)
-
 RULES: Final[dict[Rule, RuleArithmetic]] = {
     "mse": _MSE,
     "gptq": replace(
-        _WEIGHTED,
+        _MSE,
         summary="Codes and scales are chosen layer by layer, so that each one makes up for the errors "
         "before it on the inputs that were measured; the global scale is a power of two.",
         needs_walk=True,
@@ -102,7 +80,7 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
     "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
         global_scale=max_global_scale,
-        quantize=lambda weight, global_scale, _: quantize_max(weight, global_scale),
+        quantize=quantize_max,
         is_modelopt=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""The search of rule `mse` for BF16 weights, and the importance of columns.
+"""The search of rule `mse` for BF16 weights.
 
 Rule `mse` chooses the normal E4M3 scale with the least squared error:
 
@@ -15,19 +15,6 @@ normal scales. For `mse` it is enough to try the 25 from amax/14 to amax/1.75:
     amax/3.5 .. amax/1.75, and only if that one is a winner itself.
 
 Blocks whose winner is in that last octave, or for which no scale next above amax/4 exists, are searched in full.
-
-With an importance, the search chooses the scale that has the least error on the inputs that were seen:
-
-    sum over the block of m_j * (W_j - v_j * b * g)**2        m_j = E[x_j**2], the mean square of input column j
-
-is the error of the block's product with its input, if the inputs of different columns are not correlated. To stay exact
-and equal on every machine, the mean squares of a block become integers, its importance:
-
-    w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
-
-Each term of E is then multiplied by the importance of its column over the largest of the block. A block whose mean
-squares are all zero has 255 everywhere, and so has a weight without an importance: both are rule `mse`. The largest
-weight of a block can be its least important one, so all normal scales are tried.
 """
 
 from __future__ import annotations
@@ -57,44 +44,33 @@ NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""
 
 
-def quantize_bf16(weight: SourceWeight, exponent: int, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
+def quantize_bf16(weight: SourceWeight, exponent: int) -> Nvfp4Weight:
     """Quantize the BF16 bits of a weight [N, K] with the best scale of every block for g = 2**exponent."""
     global_scale = 2.0**exponent
 
     def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         blocks_ME = bf16_values(weight.rows(start, stop).bits).astype(np.float64).reshape(-1, BLOCK_SIZE)
-        factors_ME = None
-        if importance is not None:
-            factors_ME = np.tile(importance_factors(importance), stop - start).reshape(-1, BLOCK_SIZE)
-        scale_bytes_M = _best_scale_bytes(blocks_ME, global_scale, factors_ME)
+        scale_bytes_M = _best_scale_bytes(blocks_ME, global_scale)
         codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
         return codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0)), scale_bytes_M
 
     return quantize_rows(weight.shape, global_scale, quantize)
 
 
-def _best_scale_bytes(
-    blocks_ME: NDArray[np.float64], global_scale: float, factors_ME: NDArray[np.float64] | None
-) -> NDArray[np.uint8]:
+def _best_scale_bytes(blocks_ME: NDArray[np.float64], global_scale: float) -> NDArray[np.uint8]:
     """Return the E4M3 byte (uint8 [M]) of the best normal scale of each block of BF16 values, float64 [M, 16]."""
     weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
     amax_M = weights_EM.max(axis=0)
     all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
     steps = decode_e4m3(all_bytes) * global_scale
-    unsure: NDArray[np.int64]
-    if factors_ME is not None:
-        unsure = np.arange(amax_M.size, dtype=np.int64)
-        best_M = np.zeros(amax_M.size, dtype=np.int64)
-    else:
-        found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
-        best_M = _search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
-        in_last_octave = 2 * amax_M < 7 * steps[best_M]
-        out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
-        unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
+    found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
+    best_M = _search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
+    in_last_octave = 2 * amax_M < 7 * steps[best_M]
+    out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
+    unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
     if unsure.size:
-        factors_EM = None if factors_ME is None else factors_ME.T
-        best_M[unsure] = _search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps), factors_EM)
+        best_M[unsure] = _search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps))
     return np.where(amax_M == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
 
 
@@ -103,12 +79,8 @@ def _search_scales(
     steps: NDArray[np.float64],
     first_M: NDArray[np.int64],
     num_scales: int,
-    factors_EM: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
-    """Return the index into `steps` of the best of `num_scales` scales from `first_M` on; int64 [M].
-
-    Terms are multiplied by `factors_EM`, if there are any.
-    """
+    """Return the index into `steps` of the best of `num_scales` scales from `first_M` on; int64 [M]."""
     best_M = first_M.copy()
     least_M = np.full(weights_EM.shape[1], np.inf)
     for index in range(num_scales):
@@ -116,8 +88,6 @@ def _search_scales(
         step_M = steps[candidate_M]
         difference_EM = weights_EM - _nearest_value(weights_EM, step_M) * step_M
         terms_EM = difference_EM * difference_EM
-        if factors_EM is not None:
-            terms_EM *= factors_EM
         error_M = terms_EM[0].copy()
         for terms_M in terms_EM[1:]:  # in this order
             error_M += terms_M
@@ -134,9 +104,3 @@ def _nearest_value(weights_EM: NDArray[np.float64], step_M: NDArray[np.float64])
     ratio = weights_EM / step_M
     unit = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
     return np.minimum(np.rint(ratio / unit) * unit, E2M1_MAX)
-
-
-def importance_factors(importance: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return w_e / (the block's largest w), float64 [K]."""
-    blocks_BE = importance.reshape(-1, BLOCK_SIZE).astype(np.float64)
-    return (blocks_BE / blocks_BE.max(axis=1, keepdims=True)).reshape(-1)

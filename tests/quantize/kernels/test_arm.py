@@ -11,7 +11,7 @@ import pytest
 import torch
 from arm_driver import Call, build, missing_tools, recorded, run_here, run_on_arm
 from block_makers import bf16_weight
-from channel_makers import exponents_of, hostile_columns, importance_of, some_rows
+from channel_makers import exponents_of, some_rows
 from gptq_direct import correlated, form_of, weights
 from int4_makers import MAKERS, trained_like
 
@@ -44,10 +44,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("arm"))
 
 
-def record(source: SourceWeight, rule: Rule, importance: np.ndarray | None = None, seed: int = 0) -> None:
+def record(source: SourceWeight, rule: Rule, seed: int = 0) -> None:
     """Convert and measure a weight, and measure other bytes too."""
     magnitude = measure_magnitude(source, name="w")
-    result = convert(source, rule=rule, global_scale=RULES[rule].global_scale(magnitude), importance=importance).weight
+    result = convert(source, rule=rule, global_scale=RULES[rule].global_scale(magnitude)).weight
     rng = np.random.default_rng(seed)
     packed, scales = result.packed.copy(), result.block_scales.copy()
     other = rng.random(packed.shape) < 0.1
@@ -55,7 +55,7 @@ def record(source: SourceWeight, rule: Rule, importance: np.ndarray | None = Non
     other = rng.random(scales.shape) < 0.1
     scales[other] = rng.integers(0, 0x7F, other.sum())
     for written in (result, Nvfp4Weight(packed, scales, result.global_scale)):
-        measure_quantized(source, written, name="w", magnitude=magnitude, importance=importance)
+        measure_quantized(source, written, name="w", magnitude=magnitude)
 
 
 def assert_equal_everywhere(driver: Path, calls: Sequence[Call]) -> None:
@@ -68,43 +68,31 @@ def assert_equal_everywhere(driver: Path, calls: Sequence[Call]) -> None:
 
 
 def test_int4_weights(driver: Path) -> None:
-    """Every maker, without and with exponents and importance."""
+    """Every maker, without and with exponents."""
     with recorded() as calls:
         for maker, make in MAKERS.items():
             record(make(), "mse")
             record(make(), "max")
             for reach in (0, 1, 2, 4):
                 rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
-                source = some_rows(maker, exponents_of(rng, reach))
-                importance = importance_of(rng)
-                for rule, weighted in (("gptq", True), ("mse", False), ("max", True)):
-                    record(source, rule, importance if weighted else None, seed=reach)
-        for seed in range(4):
-            source, importance = hostile_columns(seed)
-            for weighted in (importance, None):
-                record(source, "gptq", weighted, seed)
+                record(some_rows(maker, exponents_of(rng, reach)), "mse", seed=reach)
         record(trained_like(1001, seed=1), "mse")
         for exponent in (-126, -60, -16, -3, 0, 5, 30, 118, 127):
             convert(MAKERS["wide-spread"](), rule="mse", global_scale=2.0**exponent)
-    assert {name for name, _ in calls} >= {
-        "convert_mse",
-        "convert_max",
-        "convert_columns",
-        "measure_int4",
-    }
+    assert {name for name, _ in calls} >= {"convert_mse", "convert_max", "measure_int4"}
     assert_equal_everywhere(driver, calls)
 
 
 def test_other_formats(driver: Path) -> None:
     rng = np.random.default_rng(3)
     with recorded() as calls:
-        for rule in ("mse", "max", "gptq"):
-            record(bf16_weight(weights(64, 256).bfloat16()), rule, importance_of(rng) if rule == "gptq" else None)
+        for rule in ("mse", "max"):
+            record(bf16_weight(weights(64, 256).bfloat16()), rule)
             record(Bf16Weight(rng.integers(0, 128, (16, 256), np.uint16) | 0x8000), rule)
         tally_mxfp4(
             Mxfp4Weight(rng.integers(0, 256, (500, 128), np.uint8), rng.integers(0, 255, (500, 8)).astype(np.uint8))
         )
-    assert {name for name, _ in calls} >= {"measure_bf16", "quantize_imatrix_bf16", "tally_mxfp4"}
+    assert {name for name, _ in calls} >= {"measure_bf16", "quantize_mse_bf16", "quantize_max_bf16", "tally_mxfp4"}
     assert_equal_everywhere(driver, calls)
 
 

@@ -1,6 +1,5 @@
 """The CPU kernels give the bytes of rules/ for any weights, split and threads."""
 
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from block_makers import bf16_weight
-from channel_makers import exponents_of, hostile_columns, importance_of, some_rows
 from int4_makers import MAKERS, int4_weight, trained_like
 from torch import Tensor
 
@@ -30,11 +28,9 @@ def own_scale(weight: SourceWeight, rule: Rule) -> float:
     return RULES[rule].global_scale(weight.magnitude())
 
 
-def assert_equals_rules(
-    weight: SourceWeight, rule: Rule, global_scale: float, importance: np.ndarray | None = None
-) -> None:
-    expected = RULES[rule].quantize(weight, global_scale, importance)
-    result = convert(weight, rule=rule, global_scale=global_scale, importance=importance).weight
+def assert_equals_rules(weight: SourceWeight, rule: Rule, global_scale: float) -> None:
+    expected = RULES[rule].quantize(weight, global_scale)
+    result = convert(weight, rule=rule, global_scale=global_scale).weight
     assert np.array_equal(result.block_scales, expected.block_scales)
     assert np.array_equal(result.packed, expected.packed)
 
@@ -52,46 +48,13 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     assert_equals_rules(weight, rule, 1.0)
 
 
-@pytest.mark.quick(5)
-@pytest.mark.parametrize("reach", [0, 1, 4])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_importance_equals_rules(maker: str, reach: int) -> None:
-    rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
-    weight = some_rows(maker, exponents_of(rng, reach))
-    g = own_scale(weight, "gptq")
-    for global_scale in {max(g * 2.0**step, 2.0**-126) for step in (0, -7, 6)}:
-        assert_equals_rules(weight, "gptq", global_scale, importance_of(rng))
-
-
 @pytest.mark.parametrize("rule", KERNELS)
-@pytest.mark.parametrize("maker", MAKERS)
-def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
-    rng = np.random.default_rng(zlib.crc32(maker.encode()))
-    for reach in (2, 4):
-        weight = some_rows(maker, exponents_of(rng, reach))
-        assert measure_magnitude(weight, name="w") == weight.magnitude()
-        assert_equals_rules(weight, rule, own_scale(weight, rule))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_hostile_columns_equal_rules(seed: int) -> None:
-    weight, importance = hostile_columns(seed)
-    g = own_scale(weight, "gptq")
-    for weights in (importance, None):
-        assert_equals_rules(weight, "gptq", g, weights)
-
-
-@pytest.mark.parametrize("kind", ["mse", "max", "importance", "exponents"])
-def test_row_splits_and_threads_do_not_matter(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    weight = MAKERS["every-scale"]() if kind in KERNELS else trained_like(1001, seed=1)
-    rule: Rule = "max" if kind == "max" else "gptq"
-    importance = None if kind in KERNELS else importance_of(rng)
-    weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, 2 if kind == "exponents" else 0))
+def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
+    weight = MAKERS["every-scale"]()
     g = own_scale(weight, rule)
 
     def rows(cut: tuple[int, int]) -> np.ndarray:
-        part = convert(weight.rows(*cut), rule=rule, global_scale=g, importance=importance).weight
+        part = convert(weight.rows(*cut), rule=rule, global_scale=g).weight
         return np.concatenate([part.packed, part.block_scales], axis=1)
 
     with ThreadPoolExecutor(4) as pool:
@@ -110,12 +73,10 @@ def test_unusable_scales_are_refused_by_name(bits: int) -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES_WITH_KERNEL))
-@pytest.mark.parametrize("has_importance", [False, True])
-def test_empty_weight(rule: Rule, has_importance: bool) -> None:
-    importance = np.ones(256, dtype=np.uint8) if has_importance else None
+def test_empty_weight(rule: Rule) -> None:
     int4 = Int4Weight(np.empty((0, 128), dtype=np.uint8), np.empty((0, 8), dtype=np.uint16))
     for weight in (int4, Bf16Weight(np.empty((0, 256), dtype=np.uint16))):
-        assert convert(weight, rule=rule, global_scale=1.0, importance=importance).weight.shape == (0, 256)
+        assert convert(weight, rule=rule, global_scale=1.0).weight.shape == (0, 256)
 
 
 def bell(seed: int = 0) -> Tensor:
@@ -196,13 +157,3 @@ def test_any_global_scale_equals_rules(rule: Rule, global_scale: float) -> None:
         "bf16-bell", "bf16-outliers", "bf16-short-significands", "bf16-subnormal",
     ):  # fmt: skip
         assert_equals_rules(ALL_MAKERS[maker](), rule, global_scale)
-
-
-def test_bf16_weights_by_importance_equal_rules() -> None:
-    rng = np.random.default_rng(4)
-    values = rng.standard_normal((24, 256)) * np.exp2(rng.integers(-12, 1, (24, 256)))
-    values[3, :32] = 0
-    weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
-    for step in (0, -9, 7, 120):
-        g = min(own_scale(weight, "gptq") * 2.0**step, 2.0**127)
-        assert_equals_rules(weight, "gptq", g, importance_of(rng))

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from channel_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, some_rows
 from int4_makers import MAKERS, any_bytes, trained_like
-from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
@@ -25,15 +24,11 @@ from k2convert.records.document import encode, parse
 pytestmark = pytest.mark.usefixtures("instructions")
 
 
-def converted(
-    source: SourceWeight, importance: NDArray[np.uint8] | None = None, rule: Rule = "gptq"
-) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
+def converted(source: SourceWeight, rule: Rule = "mse") -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
     quantizer = create_quantizer("native", rule=rule)
     magnitude = quantizer.measure(source, name="w")
     scale = quantizer.global_scale(magnitude)
-    result, metrics = quantizer.quantize(
-        source, name="w", magnitude=magnitude, global_scale=scale, importance=importance
-    )
+    result, metrics = quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=scale)
     return result, magnitude, metrics
 
 
@@ -47,7 +42,7 @@ def perturbed(codes: Nvfp4Weight, rng: np.random.Generator) -> Nvfp4Weight:
     return Nvfp4Weight(packed, scales, codes.global_scale)
 
 
-def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint8]) -> dict[str, Any]:
+def directly(source: Int4Weight, codes: Nvfp4Weight) -> dict[str, Any]:
     """The figures by their definitions, element by element."""
     q = unpack_int4(source.packed).astype(np.int64)
     s = np.abs(source.element_scales().astype(np.float64))
@@ -59,10 +54,8 @@ def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint
         steps = np.where(live, written / s, 0.0)
         errors = np.where(live, np.abs(wanted - written) / s, 0.0)
     differences = [Fraction(a) - Fraction(b) for a, b in zip(wanted.flat, written.flat, strict=True)]
-    shares = np.broadcast_to(importance, q.shape).reshape(-1).tolist()
-    energies = [Fraction(value) ** 2 for value in wanted.flat]
     return {
-        "energy": sum(energies),
+        "energy": sum(Fraction(value) ** 2 for value in wanted.flat),
         "squared_error": sum(difference**2 for difference in differences),
         "num_weights": q.size,
         "num_codes": q.size,
@@ -76,8 +69,6 @@ def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint
         "max_error_steps": float(errors.max()),
         "min_scale_byte": int(codes.block_scales.min()),
         "max_scale_byte": int(codes.block_scales.max()),
-        "weighted_energy": sum(w * e for w, e in zip(shares, energies, strict=True)) / 255,
-        "weighted_error": sum(w * d**2 for w, d in zip(shares, differences, strict=True)) / 255,
     }
 
 
@@ -88,11 +79,10 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -
     rng = np.random.default_rng(11)
     source = some_rows(maker, exponents_of(rng, reach))
     source = Int4Weight(source.packed[:8], source.scale_bits[:8], source.channel_exponents)
-    importance = importance_of(rng)
-    codes, magnitude, _ = converted(source, importance)
+    codes, magnitude, _ = converted(source)
     codes = perturbed(codes, rng)
-    found = measure_quantized(source, codes, name="w", magnitude=magnitude, importance=importance)
-    for name, value in directly(source, codes, importance).items():
+    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
+    for name, value in directly(source, codes).items():
         measured = getattr(found, name)
         if isinstance(value, int):
             assert measured == value, name
@@ -151,21 +141,19 @@ def test_both_instructions_measure_the_same_to_the_last_bit(
             packed = rng.integers(0, 256, packed.shape, np.uint8)
             scales = rng.integers(0, 127, scales.shape, np.uint8)
         values = decode_e4m3(np.arange(256, dtype=np.uint8) & 0x7F) * codes.global_scale
-        for importance in (None, importance_of(rng)):
-            before = _cpu.instructions()
-            found = []
-            for name in {"portable", before}:
-                _cpu.use_instructions(name)
-                found.append(add_up(source, packed, scales, values, importance))
-            _cpu.use_instructions(before)
-            assert len(set(found)) == 1
+        before = _cpu.instructions()
+        found = []
+        for name in {"portable", before}:
+            _cpu.use_instructions(name)
+            found.append(add_up(source, packed, scales, values))
+        _cpu.use_instructions(before)
+        assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("is_int4", [False, True])
-def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool) -> None:
+def test_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool) -> None:
     rng = np.random.default_rng(0)
-    importance = importance_of(rng)
     exponents = exponents_of(rng, 2)
     source: Int4Weight | Bf16Weight = any_bytes(rows=16)
     if not is_int4:
@@ -176,22 +164,16 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
         exact = unpack_int4(source.packed) * source.element_scales().astype(np.float64)
     else:
         exact = bf16_values(source.bits).astype(np.float64)
-    results = [converted(source, importance, rule) for rule in ("gptq", "mse", "max")]
-    (written, _, metrics), (_, _, unweighted), (_, _, by_max) = results
+    (written, _, metrics), (_, _, by_max) = (converted(source, rule) for rule in ("mse", "max"))
     error = exact - dequantize_nvfp4(written)
-    shares = importance / 255
     assert metrics.energy == pytest.approx((exact**2).sum(), rel=1e-12)
     assert metrics.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
-    assert metrics.weighted_energy == pytest.approx((exact**2 * shares).sum(), rel=1e-12)
-    assert metrics.weighted_error == pytest.approx((error**2 * shares).sum(), rel=1e-12)
     assert metrics.num_nonzero == np.count_nonzero(exact)
     assert metrics.equal_nonzero == ((exact != 0) & (error == 0)).sum()
     assert metrics.equal_blocks == (error.reshape(-1, 16) == 0).all(axis=1).sum()
     assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
     assert metrics.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
-    assert unweighted.squared_error < metrics.sampled_error_max
+    assert metrics.squared_error < metrics.sampled_error_max
     assert by_max.achieved_to_max == pytest.approx(1.0, rel=1e-12)
     assert (metrics.num_codes is None) == (not is_int4)
     assert parse(WeightMetrics, encode(metrics).decode(), where="here") == metrics
-    assert unweighted.weighted_error is None
-    assert unweighted.squared_error <= metrics.squared_error

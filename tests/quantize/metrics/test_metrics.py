@@ -26,7 +26,7 @@ from k2convert.records.document import encode, parse
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> WeightMetrics:
     magnitude = magnitude or weight.magnitude()
-    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude), None)
+    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude))
     return measure_quantized(weight, result, name="w", magnitude=magnitude)
 
 

@@ -163,7 +163,7 @@ def test_a_changed_bit_is_measured() -> None:
     packed[5, 7] ^= 1
     scales[9, 3] += 8
     table = decode_e4m3(np.arange(256, dtype=np.uint8)) * result.global_scale
-    found = add_up(weight, packed, scales, table, None)
+    found = add_up(weight, packed, scales, table)
     difference = values(weight) - dequantize_nvfp4(Nvfp4Weight(packed, scales, result.global_scale))
     assert found.squared_error == pytest.approx((difference**2).sum(), rel=1e-12)
     assert found.equal_blocks == result.block_scales.size - 2

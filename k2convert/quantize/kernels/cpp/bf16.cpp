@@ -1,4 +1,4 @@
-#include "bf16.hpp"
+#include "convert.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -14,7 +14,6 @@ constexpr int kNumScales = kMaxByte - kMinNormalByte + 1;
 constexpr int kWindowScales = 25;
 constexpr int kPaddedWindow = 28;
 constexpr int kScratch = kNumScales + kPaddedWindow;
-constexpr double kOnes[kBlock] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 // Write |w| of a block and return the largest.
 float load_magnitudes(const uint16_t* source, float* weights) {
@@ -27,12 +26,11 @@ float load_magnitudes(const uint16_t* source, float* weights) {
     return bf16_value(largest);
 }
 
-// The errors of 16 magnitudes under `count` steps, each term times the factor of its magnitude.
-K2_CLONES void add_errors(const float* weights, const double* factors, const double* steps, int count, double* errors) {
+// The errors of 16 magnitudes under `count` steps.
+K2_CLONES void add_errors(const float* weights, const double* steps, int count, double* errors) {
     for (int place = 0; place < count; ++place) errors[place] = 0.0;
     for (int i = 0; i < kBlock; ++i) {
         const float weight = weights[i];
-        const double factor = factors[i];
         for (int place = 0; place < count; ++place) {
             const double step = steps[place];
             const float ratio = weight / static_cast<float>(step);
@@ -42,7 +40,7 @@ K2_CLONES void add_errors(const float* weights, const double* factors, const dou
             float value = (ratio + shift) - shift;
             value = value < 6.0f ? value : 6.0f;
             const double difference = static_cast<double>(weight) - static_cast<double>(value) * step;
-            errors[place] += difference * difference * factor;
+            errors[place] += difference * difference;
         }
     }
 }
@@ -62,18 +60,18 @@ int best_scale(const float* weights, double amax, const double* steps) {
     const int first = std::min(static_cast<int>(low - steps), kNumScales - 1);
     // Beyond the last scale the steps are infinite, so their error is infinite or NaN and never the least.
     const int count = std::min(kWindowScales, kNumScales - first);
-    add_errors(weights, kOnes, steps + first, kPaddedWindow, errors);
+    add_errors(weights, steps + first, kPaddedWindow, errors);
     const int best = first + last_least(errors, count);
     const bool in_last_octave = 2.0 * amax < 7.0 * steps[best];
     if (!in_last_octave && amax <= 4.0 * steps[kNumScales - 1] && amax >= 4.0 * steps[0]) return best;
-    add_errors(weights, kOnes, steps, kNumScales, errors);
+    add_errors(weights, steps, kNumScales, errors);
     return last_least(errors, kNumScales);
 }
 
-// Quantize blocks; `choose` gives the index of the scale for magnitudes that are not all zero.
-template <class Choose>
-void quantize_blocks(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
-                     uint8_t* scale_bytes, const Choose& choose) {
+}  // namespace
+
+void quantize_mse_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
+                       uint8_t* scale_bytes) {
     double steps[kScratch];
     for (int i = 0; i < kScratch; ++i) {
         steps[i] = i < kNumScales ? static_cast<double>(e4m3_value(kMinNormalByte + i)) * global_scale
@@ -85,7 +83,7 @@ void quantize_blocks(const uint16_t* source, size_t num_blocks, double global_sc
         int byte = kOneByte;
         double step = 1.0;
         if (amax > 0.0f) {
-            const int best = choose(block, weights, amax, steps);
+            const int best = best_scale(weights, amax, steps);
             byte = kMinNormalByte + best;
             step = steps[best];
         }
@@ -98,28 +96,8 @@ void quantize_blocks(const uint16_t* source, size_t num_blocks, double global_sc
     }
 }
 
-}  // namespace
-
-void quantize_mse_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
-                           uint8_t* scale_bytes) {
-    quantize_blocks(source, num_blocks, global_scale, packed, scale_bytes,
-                    [](size_t, const float* weights, float amax, const double* steps) {
-                        return best_scale(weights, amax, steps);
-                    });
-}
-
-void quantize_imatrix_bf16(const uint16_t* source, size_t num_blocks, double global_scale, const double* factors,
-                            size_t blocks_per_row, uint8_t* packed, uint8_t* scale_bytes) {
-    quantize_blocks(source, num_blocks, global_scale, packed, scale_bytes,
-                    [=](size_t block, const float* weights, float, const double* steps) {
-                        double errors[kNumScales];
-                        add_errors(weights, factors + kBlock * (block % blocks_per_row), steps, kNumScales, errors);
-                        return last_least(errors, kNumScales);
-                    });
-}
-
 void quantize_max_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
-                         uint8_t* scale_bytes) {
+                       uint8_t* scale_bytes) {
     for (size_t block = 0; block < num_blocks; ++block, source += kBlock, packed += kBlock / 2) {
         float weights[kBlock];
         const int byte = max_scale_byte(load_magnitudes(source, weights), global_scale);

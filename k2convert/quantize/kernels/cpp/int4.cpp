@@ -1,4 +1,4 @@
-#include "int4.hpp"
+#include "convert.hpp"
 
 #include <cmath>
 #include <limits>
@@ -21,13 +21,24 @@ void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
     slot.rank = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kNumCandidates + kLastGridRank - grid_index;
 }
 
+// The output nibble of each source nibble under `max`, apart from that of zero.
+void fill_map(float scale, int byte, float global_scale, uint8_t* map) {
+    const float step = e4m3_value(byte) * global_scale;
+    for (int k = 1; k < 9; ++k) {
+        const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
+        const int code = nearest_code(scaled);
+        map[8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
+        if (k < 8) map[8 + k] = static_cast<uint8_t>(code);
+    }
+}
+
 // Fill the rows of a scale under `max`, one for each largest |q|: block scale, codes, and which of them are inexact.
 void fill_max_rows(uint8_t* row, uint32_t bits, float global_scale) {
     const float scale = bf16_value(bits & 0x7FFF);
     for (int largest = 0; largest < kMaxRows; ++largest, row += kRowBytes) {
         const int byte = max_scale_byte(round_to_bf16(static_cast<float>(largest) * scale), global_scale);
         row[kScaleByte] = static_cast<uint8_t>(byte);
-        plain_map(scale, byte, global_scale, row + kMapByte);
+        fill_map(scale, byte, global_scale, row + kMapByte);
         const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
         for (int k = 1; k < 9; ++k) {
             const double wanted = static_cast<double>(k) * static_cast<double>(scale);
@@ -96,16 +107,6 @@ uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
 }
 
 }  // namespace
-
-void plain_map(float scale, int byte, float global_scale, uint8_t* map) {
-    const float step = e4m3_value(byte) * global_scale;
-    for (int k = 1; k < 9; ++k) {
-        const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
-        const int code = nearest_code(scaled);
-        map[8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
-        if (k < 8) map[8 + k] = static_cast<uint8_t>(code);
-    }
-}
 
 Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
                      Totals& totals) {

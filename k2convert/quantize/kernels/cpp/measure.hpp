@@ -3,16 +3,13 @@
 //
 // The squared error of an INT4 block without exponents is s**2 A - s b g B + (b g)**2 C, with the integers A = sum q**2,
 // B = sum q * 2v and C = sum v**2. If so little is left that rounding could be seen in it, the differences are squared
-// one by one. The weighted sums are the same times the importance. A group of 32 weights with exponents, at most h, is one
-// of codes q * 2**(h - a) with the scale s * 2**-h. If the steps b * g are multiples of this scale's lowest bit, its sums
-// are integers; otherwise it is measured element by element. Counts are exact. Everything is equal to the last bit with and
-// without vectors.
+// one by one. Weights with exponents are measured element by element. Counts are exact. Everything is equal to the last bit
+// with and without vectors.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <vector>
 
 namespace k2 {
 
@@ -29,32 +26,9 @@ struct Int4 {
     size_t num_groups;
 };
 
-// Of 32 channels with the largest exponent h: 2**-h, and 2**(h - a) of each block's even channels, then its odd ones. It is
-// narrow if these are at most 8.
-struct ChannelGroup {
-    int16_t multipliers[2][16];
-    double power;
-    bool is_scaled, is_narrow;
-};
-std::vector<ChannelGroup> channel_groups(const double* powers, size_t num_groups);
-
-// Of the channels of a row: 2**-a, 2**a and the importance; null if they have none. `split_importance` has the even
-// channels of each group of 32, then the odd ones.
-struct ChannelFactors {
-    const double *powers, *inverses, *importance;
-    const uint8_t* split_importance;
-    const ChannelGroup* groups;
-
-    // Of the channels from one on that starts a group.
-    ChannelFactors from(size_t channel) const {
-        const auto at = [channel](const double* factors) { return factors == nullptr ? factors : factors + channel; };
-        return {at(powers), at(inverses), at(importance), split_importance, groups == nullptr ? groups : groups + channel / 32};
-    }
-};
-
-// Of one row: sum w**2 and sum (w - w')**2, and the same times the importance.
+// Of one row: sum w**2 and sum (w - w')**2.
 struct RowSums {
-    double energy = 0.0, error = 0.0, weighted_energy = 0.0, weighted_error = 0.0;
+    double energy = 0.0, error = 0.0;
 };
 
 // Of many rows; the fields are those of WeightMetrics. `least_scale` is the least s * 2**-a of a weight that is not
@@ -65,27 +39,27 @@ struct Figures {
     double max_error_steps = 0.0, least_scale = std::numeric_limits<double>::infinity();
 };
 
-// Measure one row of whole groups, or of blocks, and add to the figures.
-RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures);
-RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, const double* importance,
-                     Figures& figures);
+// Measure one row of whole groups, or of blocks, and add to the figures. `powers` are 2**-a of the columns, or null.
+RowSums measure_int4(const Int4& source, const Quantized& written, const double* powers, Figures& figures);
+RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, Figures& figures);
 
 // Add the number of times that each byte occurs to 256 counts.
 void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
 
+// What the figures of MXFP4 weights follow from. Add to tallies[256][4], by the scale byte: groups with a code that is not
+// zero, such codes, and the sum of (2v)**2; the last is the largest code.
+void tally_mxfp4(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies);
+
 // Squared error s**2 A of a block below which it is added up element by element.
 constexpr double kLeastShare = 0x1p-20;
-// The squared error of a block, element by element; times the importance of its columns, if it is not null.
-double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step, const double* importance);
-// A group with exponents: add to sums and figures. `channels` begin at the group.
-void measure_scaled(const uint8_t* source, const uint8_t* packed, uint16_t scale_bits, const double steps[2],
-                    const ChannelFactors& channels, RowSums& sums, Figures& figures);
-// A group without channel factors: add its exact counts to the figures. Sums are not touched.
+// The squared error of a block, element by element.
+double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step);
+// Add the exact counts of a group without exponents to the figures. Sums are not touched.
 void count_group(const uint8_t* source, const uint8_t* packed, double scale, const double steps[2], Figures& figures);
 
 namespace vectors {
-// The same.
-RowSums measure_int4(const Int4& source, const Quantized& written, const ChannelFactors& channels, Figures& figures);
+// A row without exponents.
+RowSums measure_int4(const Int4& source, const Quantized& written, Figures& figures);
 }  // namespace vectors
 
 }  // namespace k2

@@ -8,21 +8,16 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <vector>
 
-#include "bf16.hpp"
-#include "channels.hpp"
+#include "convert.hpp"
 #include "gptq.hpp"
 #include "instructions.hpp"
-#include "int4.hpp"
 #include "measure.hpp"
-#include "mxfp4.hpp"
 #include "numbers.hpp"
 
 namespace nb = nanobind;
@@ -109,33 +104,6 @@ CountedTuple convert_max(const In<uint8_t>& packed, const In<uint16_t>& scale_bi
     return tuple_of(counted, k2::Rule::max, global_scale);
 }
 
-k2::Columns columns_of(const std::optional<In<int8_t>>& exponents, const std::optional<In<uint8_t>>& importance,
-                       const k2::Int4& source) {
-    const size_t size = exponents ? exponents->size() : importance ? importance->size() : 0;
-    require(size > 0 && size % 32 == 0 && 32 * source.num_groups % size == 0, "columns");
-    require(!importance || importance->size() == size, "columns");
-    for (size_t i = 0; exponents && i < size; ++i) {
-        require(std::abs(exponents->data()[i]) <= k2::kMaxExponent, "exponents");
-    }
-    return {exponents ? exponents->data() : nullptr, importance ? importance->data() : nullptr, size};
-}
-
-int64_t convert_columns(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, const std::optional<In<int8_t>>& exponents,
-                        const std::optional<In<uint8_t>>& importance, bool is_max, int exponent, float global_scale,
-                        const k2::SearchTables& tables, const Bytes& out, const Bytes& scale_bytes) {
-    const k2::Int4 source = int4_of(packed, scale_bits);
-    const k2::Columns columns = columns_of(exponents, importance, source);
-    require_results(2 * scale_bits.size(), out, scale_bytes);
-    return k2::convert_columns(source, columns, is_max, exponent, global_scale, tables, out.data(), scale_bytes.data());
-}
-
-std::tuple<float, float> magnitude_of_columns(const In<uint8_t>& packed, const In<uint16_t>& scale_bits,
-                                              const In<int8_t>& exponents) {
-    const k2::Int4 source = int4_of(packed, scale_bits);
-    const k2::MeasuredColumns measured = k2::measure_columns(source, columns_of(exponents, std::nullopt, source));
-    return {measured.scale_max, measured.amax};
-}
-
 std::tuple<uint32_t, float, bool> measure(const In<uint8_t>& packed, const In<uint16_t>& scale_bits) {
     const k2::Measured measured = k2::measure(int4_of(packed, scale_bits));
     return {measured.largest_bits, measured.amax, measured.usable};
@@ -155,66 +123,42 @@ void quantize_max_bf16(const In<uint16_t>& source, float global_scale, const Byt
     k2::quantize_max_bf16(source.data(), scale_bytes.size(), global_scale, packed.data(), scale_bytes.data());
 }
 
-void quantize_imatrix_bf16(const In<uint16_t>& source, double global_scale, const In<double>& factors,
-                            const Bytes& packed, const Bytes& scale_bytes) {
-    require_bf16(source.size(), packed.size(), scale_bytes.size());
-    require(factors.size() > 0 && factors.size() % k2::kBlock == 0 && source.size() % factors.size() == 0, "factors");
-    k2::quantize_imatrix_bf16(source.data(), scale_bytes.size(), global_scale, factors.data(),
-                               factors.size() / k2::kBlock, packed.data(), scale_bytes.data());
-}
-
-using Factors = std::optional<In<double>>;
-
-// Measure rows with `measure_row`, which gets the first block of a row: the sums of each row [N * 4], and the figures.
+// Measure rows with `measure_row`, which gets the first block of a row: the sums of each row [N * 2], and the figures.
 template <class MeasureRow>
 FigureTuple measure_rows(const In<uint8_t>& packed, const In<uint8_t>& block_scales, const In<double>& block_values,
                        size_t columns, const Out<double>& sums, const MeasureRow& measure_row) {
-    const size_t num_blocks = block_scales.size(), num_rows = sums.size() / 4;
-    require(packed.size() == 8 * num_blocks && block_values.size() == 256 && sums.size() == 4 * num_rows &&
+    const size_t num_blocks = block_scales.size(), num_rows = sums.size() / 2;
+    require(packed.size() == 8 * num_blocks && block_values.size() == 256 && sums.size() == 2 * num_rows &&
                 columns % k2::kBlock == 0 && num_rows * columns == k2::kBlock * num_blocks, "sizes do not fit");
     k2::Figures figures;
     for (size_t row = 0; row < num_rows; ++row) {
         const size_t first = row * (columns / k2::kBlock);
         const k2::Quantized written{packed.data() + 8 * first, block_scales.data() + first, block_values.data()};
         const k2::RowSums found = measure_row(first, written, figures);
-        double* sum = sums.data() + 4 * row;
-        sum[0] = found.energy, sum[1] = found.error, sum[2] = found.weighted_energy, sum[3] = found.weighted_error;
+        sums.data()[2 * row] = found.energy, sums.data()[2 * row + 1] = found.error;
     }
     return tuple_of(figures);
 }
 
-const double* factors_of(const Factors& factors, size_t columns) {
-    require(!factors || factors->size() == columns, "a factor for each channel");
-    return factors ? factors->data() : nullptr;
-}
-
 FigureTuple measure_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bits, const In<uint8_t>& packed,
                          const In<uint8_t>& block_scales, const In<double>& block_values, size_t columns,
-                         const Factors& powers, const Factors& inverses, const Factors& importance, const Out<double>& sums) {
+                         const std::optional<In<double>>& powers, const Out<double>& sums) {
     int4_of(source, scale_bits);
     require(source.size() == packed.size() && columns % 32 == 0, "sizes do not fit");
-    const double* factors = factors_of(importance, columns);
-    std::vector<uint8_t> split(factors == nullptr ? 0 : columns);
-    for (size_t i = 0; i < split.size(); ++i) split[i / 32 * 32 + i % 32 / 2 + 16 * (i & 1)] = static_cast<uint8_t>(factors[i]);
-    const std::vector<k2::ChannelGroup> groups = k2::channel_groups(factors_of(powers, columns), columns / 32);
-    const k2::ChannelFactors channels{factors_of(powers, columns), factors_of(inverses, columns), factors, split.data(),
-                                      powers ? groups.data() : nullptr};
-    require((channels.powers == nullptr) == (channels.inverses == nullptr), "powers and inverses");
+    require(!powers || powers->size() == columns, "a power for each column");
     return measure_rows(packed, block_scales, block_values, columns, sums,
                         [&](size_t first, const k2::Quantized& written, k2::Figures& figures) {
                             const k2::Int4 row{source.data() + 8 * first, scale_bits.data() + first / 2, columns / 32};
-                            return k2::measure_int4(row, written, channels, figures);
+                            return k2::measure_int4(row, written, powers ? powers->data() : nullptr, figures);
                         });
 }
 
 FigureTuple measure_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
-                       const In<double>& block_values, size_t columns, const Factors& importance, const Out<double>& sums) {
+                         const In<double>& block_values, size_t columns, const Out<double>& sums) {
     require_bf16(source.size(), packed.size(), block_scales.size());
-    const double* factors = factors_of(importance, columns);
     return measure_rows(packed, block_scales, block_values, columns, sums,
                         [&](size_t first, const k2::Quantized& written, k2::Figures& figures) {
-                            return k2::measure_bf16(source.data() + k2::kBlock * first, written, columns / k2::kBlock,
-                                                    factors, figures);
+                            return k2::measure_bf16(source.data() + k2::kBlock * first, written, columns / k2::kBlock, figures);
                         });
 }
 
@@ -254,17 +198,12 @@ NB_MODULE(_cpu, module) {
         nb::new_(&make_tables), "windows"_a, "errors"_a, "keys"_a, "choices"_a, "maps"_a, "full_errors"_a, "scale_bytes"_a);
     module.def("convert_mse", &convert_mse, freely);
     module.def("convert_max", &convert_max, freely);
-    module.def("convert_columns", &convert_columns, freely, "packed"_a, "scale_bits"_a, "exponents"_a.none(),
-               "importance"_a.none(), "is_max"_a, "exponent"_a, "global_scale"_a, "tables"_a, "out"_a, "scale_bytes"_a);
-    module.def("magnitude_of_columns", &magnitude_of_columns, freely);
     module.def("measure", &measure, freely);
     module.def("quantize_mse_bf16", &quantize_mse_bf16, freely);
     module.def("quantize_max_bf16", &quantize_max_bf16, freely);
-    module.def("quantize_imatrix_bf16", &quantize_imatrix_bf16, freely);
     module.def("measure_int4", &measure_int4, freely, "source"_a, "scale_bits"_a, "packed"_a, "block_scales"_a, "block_values"_a,
-               "columns"_a, "powers"_a.none(), "inverses"_a.none(), "importance"_a.none(), "sums"_a);
-    module.def("measure_bf16", &measure_bf16, freely, "source"_a, "packed"_a, "block_scales"_a, "block_values"_a, "columns"_a,
-               "importance"_a.none(), "sums"_a);
+               "columns"_a, "powers"_a.none(), "sums"_a);
+    module.def("measure_bf16", &measure_bf16, freely);
     module.def("count_bytes", &count_bytes, freely);
     module.def("tally_mxfp4", &tally_mxfp4, freely);
     module.def("round_gptq", &round_gptq, freely);

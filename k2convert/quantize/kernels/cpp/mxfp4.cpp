@@ -1,4 +1,4 @@
-#include "mxfp4.hpp"
+#include "measure.hpp"
 
 #include <algorithm>
 

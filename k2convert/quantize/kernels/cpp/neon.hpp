@@ -1,6 +1,6 @@
 // The AVX2 intrinsics of vector_*.cpp for ARM: a vector of 32 bytes is two NEON registers, and results have the same bits.
 // Some differ for operands that do not occur: mulhrs_epi16 saturates -32,768 * -32,768, sad_epu8 adds a's bytes (b is
-// zero), minpos_epu16 gives no position, and a double that does not fit an integer becomes another one.
+// zero), and a double that does not fit an integer becomes another one.
 #pragma once
 
 #include <arm_neon.h>
@@ -37,7 +37,6 @@ K2_SET(uint16x8_t, epi16, uint16_t)
 K2_SET(uint32x4_t, epi32, uint32_t)
 K2_SET(uint64x2_t, epi64x, uint64_t)
 
-K2_INLINE __m128i _mm_setzero_si128() { return vdupq_n_s8(0); }
 K2_INLINE __m256i _mm256_setzero_si256() { return {vdupq_n_s8(0), vdupq_n_s8(0)}; }
 template <class... Lane>
 K2_INLINE __m128i _mm_setr_epi8(Lane... lane) {
@@ -55,8 +54,6 @@ K2_INLINE __m128i _mm_load_si128(const __m128i* from) { return _mm_loadu_si128(f
 K2_INLINE __m128i _mm_loadl_epi64(const __m128i* from) {
     return vcombine_s8(vld1_s8(reinterpret_cast<const int8_t*>(from)), vdup_n_s8(0));
 }
-K2_INLINE void _mm_storeu_si128(__m128i* to, __m128i a) { vst1q_s8(reinterpret_cast<int8_t*>(to), a); }
-K2_INLINE void _mm_storel_epi64(__m128i* to, __m128i a) { vst1_s8(reinterpret_cast<int8_t*>(to), vget_low_s8(a)); }
 K2_INLINE __m256i _mm256_loadu_si256(const __m256i* from) {
     const auto* bytes = reinterpret_cast<const int8_t*>(from);
     return {vld1q_s8(bytes), vld1q_s8(bytes + 16)};
@@ -68,7 +65,6 @@ K2_INLINE void _mm256_storeu_si256(__m256i* to, __m256i a) {
 }
 K2_INLINE void _mm256_store_si256(__m256i* to, __m256i a) { _mm256_storeu_si256(to, a); }
 
-K2_INLINE __m256i _mm256_castsi128_si256(__m128i a) { return {a, a}; }
 K2_INLINE __m128i _mm256_castsi256_si128(__m256i a) { return a.low; }
 K2_INLINE __m256i _mm256_castsi256_ps(__m256i a) { return a; }
 K2_INLINE __m256i _mm256_set_m128i(__m128i high, __m128i low) { return {low, high}; }
@@ -81,22 +77,16 @@ K2_INLINE __m256i _mm256_broadcastw_epi16(__m128i a) {
 static_assert(sizeof(__m256i) == 32, "two registers");
 
 K2_BINARY(add_epi8, (uint8x16_t)a + (uint8x16_t)b)
-K2_BINARY(add_epi16, (uint16x8_t)a + (uint16x8_t)b)
 K2_BINARY(add_epi32, (uint32x4_t)a + (uint32x4_t)b)
 K2_BINARY(add_epi64, (uint64x2_t)a + (uint64x2_t)b)
 K2_BINARY(sub_epi8, (uint8x16_t)a - (uint8x16_t)b)
 K2_BINARY(sub_epi32, (uint32x4_t)a - (uint32x4_t)b)
 K2_BINARY(subs_epi16, vqsubq_s16((int16x8_t)a, (int16x8_t)b))
-K2_BINARY(subs_epu16, vqsubq_u16((uint16x8_t)a, (uint16x8_t)b))
-K2_BINARY(mullo_epi16, (uint16x8_t)a * (uint16x8_t)b)
 K2_BINARY(mulhrs_epi16, vqrdmulhq_s16((int16x8_t)a, (int16x8_t)b))
 K2_BINARY(madd_epi16, vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b)),
                                  vmull_high_s16((int16x8_t)a, (int16x8_t)b)))
-K2_BINARY(hadd_epi32, vpaddq_s32((int32x4_t)a, (int32x4_t)b))
 K2_BINARY(sad_epu8, (static_cast<void>(b), vpaddlq_u32(vpaddlq_u16(vpaddlq_u8((uint8x16_t)a)))))
-K2_BINARY(min_epi16, vminq_s16((int16x8_t)a, (int16x8_t)b))
 K2_BINARY(min_epi32, vminq_s32((int32x4_t)a, (int32x4_t)b))
-K2_BINARY(min_epu16, vminq_u16((uint16x8_t)a, (uint16x8_t)b))
 K2_BINARY(max_epu8, vmaxq_u8((uint8x16_t)a, (uint8x16_t)b))
 K2_BINARY(cmpeq_epi8, vceqq_s8(a, b))
 K2_BINARY(cmpeq_epi16, vceqq_s16((int16x8_t)a, (int16x8_t)b))
@@ -119,7 +109,6 @@ K2_BINARY(srlv_epi64, vshlq_u64((uint64x2_t)a, -(int64x2_t)b))
 K2_BINARY(and_si, a & b)
 K2_BINARY(or_si, a | b)
 K2_BINARY(andnot_si, ~a & b)
-#define _mm_and_si128 _mm_and_si
 #define _mm_or_si128 _mm_or_si
 #define _mm256_and_si256 _mm256_and_si
 #define _mm256_or_si256 _mm256_or_si
@@ -131,7 +120,6 @@ K2_SHIFT(slli_epi32, (uint32x4_t)a << static_cast<uint32_t>(n))
 K2_SHIFT(slli_epi64, (uint64x2_t)a << static_cast<uint64_t>(n))
 K2_SHIFT(srli_epi16, (uint16x8_t)a >> static_cast<uint16_t>(n))
 K2_SHIFT(srli_epi64, (uint64x2_t)a >> static_cast<uint64_t>(n))
-K2_SHIFT(srai_epi16, (int16x8_t)a >> static_cast<int16_t>(n))
 K2_SHIFT(srai_epi32, (int32x4_t)a >> n)
 
 // Pairs of products of an unsigned and a signed byte, added with saturation.
@@ -143,7 +131,6 @@ K2_INLINE __m256i _mm256_maddubs_epi16(__m256i a, __m256i b) {
     };
     return {half((uint8x16_t)a.low, b.low), half((uint8x16_t)a.high, b.high)};
 }
-K2_INLINE __m128i _mm_minpos_epu16(__m128i a) { return (__m128i)vdupq_n_u16(vminvq_u16((uint16x8_t)a)); }
 K2_INLINE __m256i _mm256_cvtepu8_epi32(__m128i a) {
     const uint16x8_t wide = vmovl_u8(vget_low_u8((uint8x16_t)a));
     return {(__m128i)vmovl_u16(vget_low_u16(wide)), (__m128i)vmovl_high_u16(wide)};
@@ -176,7 +163,6 @@ K2_INLINE __m128i k2_half(__m256i a, __m256i b) {
 #define _mm_extract_epi16(a, i) static_cast<int>(vgetq_lane_u16((uint16x8_t)(a), i))
 #define _mm_extract_epi64(a, i) static_cast<int64_t>(vgetq_lane_s64((int64x2_t)(a), i))
 K2_INLINE int _mm_cvtsi128_si32(__m128i a) { return vgetq_lane_s32((int32x4_t)a, 0); }
-K2_INLINE int _mm256_cvtsi256_si32(__m256i a) { return _mm_cvtsi128_si32(a.low); }
 K2_INLINE __m256i _mm256_permutevar8x32_epi32(__m256i a, __m256i i) {
     const auto half = [a](uint32x4_t i) {
         return vqtbl2q_s8({a.low, a.high}, (uint8x16_t)((i & 7) * 0x04040404 + 0x03020100));
