@@ -202,7 +202,8 @@ WINDOW_OF_SET: Final = (
     "a1919111419191114190211041901110a1919111319091102190211021901110"
 )
 """The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the index says that |q| = k occurs. 9 and a
-mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
+mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38). Each is the
+first window, else the first pair, that holds the best positions of all histograms of the set under every ms."""
 
 ERROR_CAP: Final = (1 << 16) - 1
 ERROR_SHIFT: Final = 1 << 15

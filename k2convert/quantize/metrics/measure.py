@@ -117,7 +117,8 @@ def add_up(
 def _add_up_bf16(source: SourceWeight, written: _Written) -> Sums:
     sums_N2 = np.zeros((source.shape[0], 2))
     counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], sums_N2.reshape(-1))
-    return Sums(*map(_sum, sums_N2.T), *counts[:3])
+    energy, error = map(_sum, sums_N2.T)
+    return Sums(energy, error, *counts[:3])
 
 
 def _add_up_int4(source: Int4Weight, written: _Written) -> Sums:
@@ -127,7 +128,8 @@ def _add_up_int4(source: Int4Weight, written: _Written) -> Sums:
         powers = np.ldexp(1.0, -source.channel_exponents.astype(np.int32))
     codes = flat(source.packed), flat(source.scale_bits)
     counts = _cpu.measure_int4(*codes, *_flat(written), source.shape[1], powers, sums_N2.reshape(-1))
-    return Sums(*map(_sum, sums_N2.T), *counts)
+    energy, error = map(_sum, sums_N2.T)
+    return Sums(energy, error, *counts)
 
 
 def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
