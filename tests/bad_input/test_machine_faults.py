@@ -126,16 +126,20 @@ def test_a_file_system_without_flock_is_locked_by_a_file(
     assert not owner.exists()
 
     host = os.uname().nodename
-    me = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    owner.write_text(f"{host} {os.getpid()} {me}\n")  # this process is a run there
+    owner.write_text(f"{os.getpid()}\n{host}\n")  # this process is a run there
     assert_one_line(call("run", k2_shaped, out, **fault), f"process {os.getpid()} on {host}")
     assert_one_line(call("run", k2_shaped, out, "--part", "1/2", **fault), f"process {os.getpid()} on {host}")
-    owner.write_text(f"elsewhere 1 {me}\n")
+    assert '"running": true' in call("status", out, "--json", **fault).stdout
+    owner.write_text("1\nelsewhere\n")
     assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {owner}")
-    owner.write_text(f"{host} {os.getpid()} {int(me) + 1}\n")  # a process that ended: its number was given again
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owner.write_text(f"{ended.pid}\n{host}\n")
+    assert '"running": false' in call("status", out, "--json", **fault).stdout
+    owner.write_text(f"{ended.pid}\n{host}\n")
     assert call("run", k2_shaped, out, **fault).returncode == 0
     part = owner.with_name("owner-0123")
-    part.write_text(f"elsewhere 1 {me}\n")
+    part.write_text("1\nelsewhere\n")
     assert call("run", k2_shaped, out, "--part", "1/2", **fault).returncode == 0
     assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {part}")
 
