@@ -52,8 +52,6 @@ class GptqLayer:
     fitted: OutputErrors  # on tokens that all this was fitted to: they say little
     held_out: OutputErrors | None = None  # on windows that were kept out, None if there were none
     shared_down: SharedDown | None = None
-    ridge: Real | None = None  # of release 0.2 alone, as the next
-    ridge_gain: Share = 0.0
 
     def __post_init__(self) -> None:
         if len(self.down_ridges) != len(self.down_shrinkages):

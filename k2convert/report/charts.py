@@ -99,6 +99,10 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
     return [step * i for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def _edges(low: float, high: float, bins: int) -> NDArray[np.float64]:
+    return np.linspace(low, high, bins + 1)
+
+
 def _power(exponent: int) -> str:
     """Return "512", "4k" or "1M" for a power of two."""
     unit = min(exponent // 10, 2)
@@ -122,7 +126,7 @@ def draw_tensors(report: Report) -> Drawing:
     low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
-    edges = low - pad + (high - low + 2 * pad) / 80 * np.arange(81, dtype=np.float64)
+    edges = _edges(low - pad, high + pad, 80)
     counts = [np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] for _, values, _ in series]
     plot = Plot(drawing, top=_ROW * len(series) + 4, x=(edges[0], edges[-1]), y_max=1.08 * max(c.max() for c in counts))
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
@@ -142,7 +146,7 @@ def draw_tokens(tokens: Sequence[int]) -> Drawing:
     logs = np.where(counts > 0, np.log2(np.maximum(counts, 1)), -1.0)  # experts without tokens are left of 1
     low = math.floor(logs.min())
     high = max(math.floor(logs.max()) + 1, low + 2)
-    edges: NDArray[np.float64] = np.linspace(low, high, 4 * (high - low) + 1)
+    edges = _edges(low, high, 4 * (high - low))
     experts = np.histogram(logs, edges)[0]
     plot = Plot(drawing, top=0.0, x=(low, high), y_max=1.08 * experts.max())
     step = 1 + (high - low) // 9

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from k2convert.errors import counted
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
-from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, MIN_NORMAL_BYTE, decode_e4m3
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.formats.nvfp4 import MIN_NORMAL_BYTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
@@ -23,7 +20,6 @@ from k2convert.report.evaluated import calibration_section, divergence_words, ev
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
 
-_NOT_COUNTED: Final = "not counted"
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
@@ -132,11 +128,10 @@ def sections(report: Report) -> Iterator[Section]:
         yield calibration_section(report.ledger.calibration)
     yield Section(
         "Error of the weights",
-        ("Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over "
-         "6 as scale. Its error is measured on a sample of every tensor.",),
-        (role_table(report), counts_table(report.total)),
+        tuple(_weight_sentences(report)),
+        (_role_table(report),),
         charts=("tensors",),
-    )  # fmt: skip
+    )
     if report.maps:
         sentence = "One cell per tensor, one color scale for all three projections. Darker means more error."
         yield Section("Error by layer and expert", (sentence,), charts=("heat_map",))
@@ -146,6 +141,21 @@ def sections(report: Report) -> Iterator[Section]:
         yield from _contract(report.checks)
     if (needs := needs_section(report)) is not None:
         yield needs
+
+
+def _weight_sentences(report: Report) -> Iterator[str]:
+    yield (
+        "Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over 6 "
+        "as scale. Its error is measured on a sample of every tensor."
+    )
+    total = report.total
+    if total.max_error_steps is not None:
+        yield f"The largest error of a weight is {total.max_error_steps:.2f} steps of its INT4 grid."
+    if subnormal := sum(count for byte, count in total.scale_histogram.items() if byte < MIN_NORMAL_BYTE):
+        yield (
+            f"{subnormal:,} of {total.num_blocks:,} blocks have a scale below 2⁻⁶. Marlin kernels on Hopper flush "
+            "these scales to zero."
+        )
 
 
 def _worst_tensors(report: Report) -> Section:
@@ -215,7 +225,7 @@ def role_name(role: str) -> str:
     return _ROLE_NAMES.get(role, role)
 
 
-def role_table(report: Report) -> Table:
+def _role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
     totals = report.ledger.totals
     num_roles = len(totals.keys() - {TOTAL})
@@ -234,57 +244,6 @@ def role_table(report: Report) -> Table:
         if role != TOTAL or num_roles != 1
     ]
     return Table((*_ROLE_COLUMNS, *(["lossless"] if has_proof else [])), rows)
-
-
-def counts_table(metrics: WeightMetrics) -> Table:
-    """Return how many weights, blocks and groups changed or did not, and what the scales are."""
-    changed = metrics.num_nonzero - metrics.equal_nonzero
-    histogram = metrics.scale_histogram
-    subnormal = sum(n for byte, n in histogram.items() if byte < MIN_NORMAL_BYTE)
-    blocks = metrics.num_blocks
-    codes = metrics.num_codes
-    steps = ""
-    if metrics.max_error_steps is not None:
-        steps = f"{metrics.max_error_steps:.2f} INT4 steps"
-    extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
-    values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
-    of_source: tuple[tuple[str, ...], ...] = (
-        _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
-        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
-        _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
-        _count(
-            "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
-            "a scale below 2⁻⁶ or above 448 would have given less error",
-        ),
-        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
-        ("largest error of a weight", steps or _NOT_COUNTED, "", "in steps of its INT4 grid"),
-    )  # fmt: skip
-    if (tensors := metrics.cast_tensors) is not None:
-        below = "scales of the expert differ by > 2¹⁷"
-        groups = blocks // BLOCKS_PER_GROUP
-        of_source = (
-            _count("tensors without a change", metrics.lossless_tensors, tensors, "by the written bytes, read back"),
-            _count("tensors with rounded codes", metrics.below_window_tensors, tensors, below),
-            _count(
-                "groups with rounded codes", metrics.below_window_groups, groups, "rounded to the least block scale"
-            ),
-            _count("tensors with subnormal scales", metrics.subnormal_tensors, tensors, "exact, see below"),
-            _count("groups of zeros", metrics.empty_groups, groups, "of 32 weights"),
-        )
-    rows = (
-        _count("non-zero weights changed", changed, metrics.num_nonzero, "their value is not the source's"),
-        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
-        *of_source,
-        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
-        _count("blocks at 448", histogram.get(MAX_BYTE, 0), blocks, "the largest scale"),
-        ("block scales used", " to ".join(f"{v:g}" for v in values) or _NOT_COUNTED, "", "smallest and largest"),
-    )  # fmt: skip
-    return Table(("", "count", "share", "meaning"), rows)
-
-
-def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
-    shown = _NOT_COUNTED if value is None else f"{value:,}"
-    return label, shown, percent(value, of) if of and value is not None else "", meaning
 
 
 def provenance(report: Report) -> Section:

@@ -50,7 +50,7 @@ def evaluation_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Sect
     yield Section(
         "Evaluation of the whole model",
         tuple(_sentences(evaluation, rows)),
-        (Table(("", *modes), _figures([row for _, row in rows])), _by_position(rows)),
+        (Table(("", *modes), _figures([row for _, row in rows])),),
         charts=("positions",),
     )
     if any(row.layers for _, row in rows):
@@ -111,13 +111,6 @@ def _figures(rows: Sequence[EvaluationRow]) -> list[tuple[str, ...]]:
         ("same most likely token", *(_share(model.top1_agreement) for model in figures)),
         ("reference's token not in the top 5", *(_share(model.left_top5) for model in figures)),
     ]
-
-
-def _by_position(rows: Sequence[tuple[str, EvaluationRow]]) -> Table:
-    means = [{(p.first, p.stop): f"{p.mean:.3g}" for p in row.figures.divergence.by_position} for _, row in rows]
-    spans = sorted({span for by_span in means for span in by_span})
-    cells = [(f"{a:,} to {b - 1:,}", *(by_span.get((a, b), "") for by_span in means)) for a, b in spans]
-    return Table(("positions", *(f"KL, {mode}" for mode, _ in rows)), cells, summary="KL by position")
 
 
 def _by_layer(rows: Sequence[tuple[str, EvaluationRow]]) -> Table:

@@ -16,9 +16,9 @@ def gptq_record(*, held_out: bool = True) -> CalibrationRecord:
     layers = {}
     for number, errors in HELD_OUT.items():
         gptq = GptqLayer(0.5, (None,) * 4, (0.5,) * 4, OutputErrors(0.5, 0.5, 0.5), errors if held_out else None)
-        layers[number] = LayerCalibration(TOKENS, (), {}, gptq)
+        layers[number] = LayerCalibration(TOKENS, {}, gptq)
     return CalibrationRecord(
-        "0" * 64, (("texts/emma.txt", "1" * 64),), 8192, 2048, 4 if held_out else 1, 0, 0, False, False, None, layers,
+        (("texts/emma.txt", "1" * 64),), 8192, 2048, 4 if held_out else 1, 0, 0, False, None, layers,
         held_out_windows=1 if held_out else 0,
     )  # fmt: skip
 

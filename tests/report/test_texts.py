@@ -59,7 +59,8 @@ def test_the_figures_are_those_of_the_ledger(reported: ReportFiles, local_result
             f"{total['squared_error'] / total['energy']:.5f}",
             f"{total['sampled_error_achieved'] / total['sampled_error_max']:.3f}",
             f"{100 * total['recoverable_codes'] / total['num_codes']:.1f} %",
-            f"{total['num_nonzero'] - total['equal_nonzero']:,}",
+            f"{100 * (1 - total['equal_nonzero'] / total['num_nonzero']):.1f} %",
+            f"{total['max_error_steps']:.2f} steps of its INT4 grid",
             f"{total['num_weights']:,}",
         ):
             assert figure in text, figure
