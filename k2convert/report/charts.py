@@ -103,20 +103,23 @@ def _edges(low: float, high: float, bins: int) -> NDArray[np.float64]:
     return np.linspace(low, high, bins + 1)
 
 
-def _power(exponent: int) -> str:
-    """Return "512", "4k" or "1M" for a power of two."""
-    unit = min(exponent // 10, 2)
-    return f"{2 ** (exponent - 10 * unit):,}{('', 'k', 'M')[unit]}"
+def _powers(low: int, high: int) -> dict[float, str]:
+    """Return "512", "4k" or "1M" for some exponents of two in a range, and "0" below 1."""
+    units = {power: min(power // 10, 2) for power in range(low, high + 1, 1 + (high - low) // 9)}
+    return {
+        float(power): f"{2 ** (power - 10 * unit):,}{('', 'k', 'M')[unit]}" if power >= 0 else "0"
+        for power, unit in units.items()
+    }
 
 
 def draw_tensors(report: Report) -> Drawing:
     """Draw histograms of the tensors' SQNR: of rule `max`, if that is another rule, and of this conversion."""
     of_max = [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors]
-    known: list[tuple[str, list[float | None], Color]] = [
+    series: list[tuple[str, NDArray[np.float64], Color]] = []
+    known: tuple[tuple[str, Sequence[float | None], Color], ...] = (
         ("max", of_max, "max"),
         (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], "ours"),
-    ]
-    series: list[tuple[str, NDArray[np.float64], Color]] = []
+    )
     for label, values, color in known:
         if finite := [value for value in values if value is not None and math.isfinite(value)]:
             series.append((label, np.array(finite), color))
@@ -149,9 +152,8 @@ def draw_tokens(tokens: Sequence[int]) -> Drawing:
     edges = _edges(low, high, 4 * (high - low))
     experts = np.histogram(logs, edges)[0]
     plot = Plot(drawing, top=0.0, x=(low, high), y_max=1.08 * experts.max())
-    step = 1 + (high - low) // 9
-    named = {float(power): _power(power) if power >= 0 else "0" for power in range(low, high + 1, step)}
-    plot.label(x="tokens that the expert saw in the calibration", y="experts", x_ticks=named, whole=True)
+    title = "tokens that the expert saw in the calibration"
+    plot.label(x=title, y="experts", x_ticks=_powers(low, high), whole=True)
     plot.histogram(experts, edges, "ours")
     return drawing
 
@@ -171,9 +173,7 @@ def draw_positions(rows: Sequence[tuple[str, EvaluationRow]]) -> Drawing:
     low = math.floor(min(x for x, _ in points))
     high = max(math.ceil(max(x for x, _ in points)), low + 1)
     plot = Plot(drawing, top=_ROW * len(drawn) + 4, x=(low, high), y_max=1.08 * max(y for _, y in points))
-    step = 1 + (high - low) // 9
-    powers = {float(power): _power(power) for power in range(low, high + 1, step)}
-    plot.label(x="position in the window, in tokens", y="mean KL in nats", x_ticks=powers)
+    plot.label(x="position in the window, in tokens", y="mean KL in nats", x_ticks=_powers(low, high))
     for i, ((mode, _), line, (color, dash)) in enumerate(zip(drawn, lines, _MODE_STYLES, strict=False)):
         level = _ROW * i + SIZE
         drawing.add(Line([(4, level - 4), (30, level - 4)], color, 2, dash), Words(36, level, mode, color))

@@ -68,12 +68,9 @@ def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     errors: dict[str, Mapping[str, Any]] = {str(error["variant"]): error for error in layer["errors"]}
     for variant, label in labels(errors).items():
         error = errors[variant]
-        cosine = ""
-        if error["cosine"] is not None:
-            cosine = f"{float(error['cosine']):.6f}"
+        cosine = "" if error["cosine"] is None else f"{float(error['cosine']):.6f}"
         expert = error["worst_expert"]
-        worst = decibels(error["worst_expert_sqnr_db"])
-        worst = "" if expert is None else f"{int(expert)}: {worst}"
+        worst = "" if expert is None else f"{int(expert)}: {decibels(error['worst_expert_sqnr_db'])}"
         yield str(int(layer["layer"])), label, decibels(error["sqnr_db"]), cosine, worst
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from k2convert.errors import counted
@@ -11,14 +10,12 @@ from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
-from k2convert.quantize.formats.nvfp4 import MIN_NORMAL_BYTE
-from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.checks import Checks
-from k2convert.report.evaluated import calibration_section, divergence_words, evaluation_sections
+from k2convert.report.evaluated import calibration_section, divergence_figure, evaluation_sections, held_out_figure
 from k2convert.report.figures import Report
-from k2convert.report.wording import Section, Table, decibels, percent, with_exponents
+from k2convert.report.wording import Figure, Section, Table, decibels, percent, with_exponents
 
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
@@ -29,23 +26,14 @@ _ROLE_NAMES: Final = {
 _ROLE_COLUMNS: Final = ("role", "weights", "SQNR", "relative error", "error / max", "non-zero changed")
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One headline figure, such as "22.62 dB", "SQNR", and a sentence on it."""
-
-    value: str
-    label: str
-    detail: str
-
-
 def headline(report: Report) -> tuple[Figure, ...]:
     """Return the verdict of the contract and the headline figures, the most important first."""
     total = report.total
     figures = [] if report.checks is None else [contract_figure(report.checks)]
     if report.evaluation is not None:
-        figures.append(Figure(*divergence_words(report.evaluation, report.ledger.recipe)))
+        figures.append(divergence_figure(report.evaluation, report.ledger.recipe))
     if (calibration := report.ledger.calibration) is not None and calibration.gptq:
-        figures.append(_held_out_figure(calibration))
+        figures.append(held_out_figure(calibration))
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
     figures.append(Figure(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
@@ -72,14 +60,6 @@ def contract_figure(checks: Checks) -> Figure:
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
     total = len(checks.rules)
     return Figure(f"{total - len(skipped)} of {total}", "contract rules hold", detail)
-
-
-def _held_out_figure(calibration: CalibrationRecord) -> Figure:
-    if not calibration.held_out:
-        return Figure("not measured", "error of the outputs", calibration.measured_on)
-    last = list(calibration.held_out.values())[-1]
-    detail = f"after the last MoE layer, {calibration.measured_on}; {last.mse_error:.3g} by rule mse there"
-    return Figure(f"{last.gptq_error:.3g}", "error of the outputs", detail)
 
 
 def bits_words(source: SourceFormat) -> str:
@@ -126,12 +106,13 @@ def sections(report: Report) -> Iterator[Section]:
         yield from evaluation_sections(report.evaluation, recipe)
     if report.ledger.calibration is not None:
         yield calibration_section(report.ledger.calibration)
-    yield Section(
-        "Error of the weights",
-        tuple(_weight_sentences(report)),
-        (_role_table(report),),
-        charts=("tensors",),
+    sentence = (
+        "Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over 6 "
+        "as scale. Its error is measured on a sample of every tensor."
     )
+    if (steps := report.total.max_error_steps) is not None:
+        sentence += f" The largest error of a weight is {steps:.2f} steps of its INT4 grid."
+    yield Section("Error of the weights", (sentence,), (_role_table(report),), charts=("tensors",))
     if report.maps:
         sentence = "One cell per tensor, one color scale for all three projections. Darker means more error."
         yield Section("Error by layer and expert", (sentence,), charts=("heat_map",))
@@ -141,21 +122,6 @@ def sections(report: Report) -> Iterator[Section]:
         yield from _contract(report.checks)
     if (needs := needs_section(report)) is not None:
         yield needs
-
-
-def _weight_sentences(report: Report) -> Iterator[str]:
-    yield (
-        "Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over 6 "
-        "as scale. Its error is measured on a sample of every tensor."
-    )
-    total = report.total
-    if total.max_error_steps is not None:
-        yield f"The largest error of a weight is {total.max_error_steps:.2f} steps of its INT4 grid."
-    if subnormal := sum(count for byte, count in total.scale_histogram.items() if byte < MIN_NORMAL_BYTE):
-        yield (
-            f"{subnormal:,} of {total.num_blocks:,} blocks have a scale below 2⁻⁶. Marlin kernels on Hopper flush "
-            "these scales to zero."
-        )
 
 
 def _worst_tensors(report: Report) -> Section:
@@ -198,9 +164,7 @@ def needs_section(report: Report) -> Section | None:
     if (model := report.model) is None:
         return None
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
-    states = ""
-    if model.state_bytes:
-        states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request."
+    states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request." if model.state_bytes else ""
     sentences = (
         f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
         f"tensor parallelism does not divide it, decode context parallelism does.{states}",
@@ -252,10 +216,8 @@ def provenance(report: Report) -> Section:
     recipe = ledger.recipe
     source = ledger.source
     scales = recipe.input_scale
-    calibrated_by: list[tuple[str, object]] = []
-    if (record := ledger.calibration) is not None:
-        texts = [(f"text {name} (blake3)", digest) for name, digest in record.texts]
-        calibrated_by = [*texts, ("seed of the windows", record.seed)]
+    record = ledger.calibration
+    texts = () if record is None else record.texts
     rows = (
         ("report made (UTC)", report.made_on),
         ("source", source.repo),
@@ -271,7 +233,8 @@ def provenance(report: Report) -> Section:
         ("KV cache", recipe.kv_cache),
         ("quantizer", recipe.quantizer),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
-        *calibrated_by,
+        *((f"text {name} (blake3)", digest) for name, digest in texts),
+        ("seed of the windows", None if record is None else record.seed),
         ("k2convert", ledger.tool_version),
         *ledger.versions.items(),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
@@ -284,8 +247,7 @@ def provenance(report: Report) -> Section:
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
     contract = None
-    ledger = report.ledger
-    parts = {"calibration": ledger.calibration, "evaluation": report.evaluation}
+    parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
     if (checks := report.checks) is not None:
         contract = {
             "rules": len(checks.rules),

@@ -99,10 +99,6 @@ class Picture:
     height: float
     cells: NDArray[np.uint8]
 
-    @property
-    def is_enlarged(self) -> bool:
-        return self.width > self.cells.shape[1]
-
     def image(self) -> Image.Image:
         """Return one pixel per cell; empty cells are transparent."""
         image = Image.fromarray(self.cells).convert("P")
@@ -152,8 +148,9 @@ def _svg(shape: Line | Area | Words | Picture) -> str:
             shape.image().save(target, format="PNG", optimize=True)
             data = base64.b64encode(target.getvalue()).decode()
             place = f'x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}"'
-            style = 'preserveAspectRatio="none" image-rendering="' + ("pixelated" if shape.is_enlarged else "auto")
-            return f'<image {place} {style}" href="data:image/png;base64,{data}"/>'
+            way = "pixelated" if shape.width > shape.cells.shape[1] else "auto"  # smaller: no cell may be skipped
+            style = f'preserveAspectRatio="none" image-rendering="{way}"'
+            return f'<image {place} {style} href="data:image/png;base64,{data}"/>'
 
 
 def _pairs(points: Iterable[Point]) -> str:
@@ -199,9 +196,8 @@ def _paint(image: Image.Image, drawing: Drawing, *, left: float, top: float) -> 
                 draw.text(place, shape.text, fill=PALETTE[shape.color][0], font=font, anchor=anchor)
             case Picture():
                 ((x, y),) = scaled([(shape.x, shape.y)])
-                way = Image.Resampling.NEAREST if shape.is_enlarged else Image.Resampling.BOX
                 size = int(_SCALE * shape.width), int(_SCALE * shape.height)
-                cells = shape.image().convert("RGBA").resize(size, way)
+                cells = shape.image().convert("RGBA").resize(size, Image.Resampling.BOX)
                 image.paste(cells, (int(x), int(y)), cells)
 
 

@@ -13,7 +13,7 @@ from k2convert.errors import counted, shortened
 from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken
-from k2convert.report.wording import Section, Table, joined, last_part, with_error
+from k2convert.report.wording import Figure, Section, Table, joined, last_part, with_error
 
 _MOST_BEFORE: Final = 60  # characters of the text before a token
 _MOST_IN_TOKEN: Final = 40
@@ -32,15 +32,22 @@ def mode_rows(evaluation: Evaluation, recipe: Recipe) -> list[tuple[str, Evaluat
     return [(row.model.mode or "as stored", row) for row in sorted(evaluation.rows, key=differs)]
 
 
-def divergence_words(evaluation: Evaluation, recipe: Recipe) -> tuple[str, str, str]:
-    """Return value, label and detail of the divergence in the mode that the result declares."""
+def divergence_figure(evaluation: Evaluation, recipe: Recipe) -> Figure:
+    """Return the divergence in the mode that the result declares."""
     mode, row = mode_rows(evaluation, recipe)[0]
     divergence = row.figures.divergence
-    error = ""
-    if divergence.standard_error is not None:
-        error = f"± {divergence.standard_error:.2g}, "
+    error = "" if divergence.standard_error is None else f"± {divergence.standard_error:.2g}, "
     detail = f"{error}of the next token, {mode}, from {_called(evaluation.reference)}"
-    return f"{divergence.mean:.3g}", "KL divergence", detail
+    return Figure(f"{divergence.mean:.3g}", "KL divergence", detail)
+
+
+def held_out_figure(record: CalibrationRecord) -> Figure:
+    """Return the error on windows that were kept out of the fit, after the last MoE layer."""
+    if not record.held_out:
+        return Figure("not measured", "error of the outputs", record.measured_on)
+    last = list(record.held_out.values())[-1]
+    detail = f"after the last MoE layer, {record.measured_on}; {last.mse_error:.3g} by rule mse there"
+    return Figure(f"{last.gptq_error:.3g}", "error of the outputs", detail)
 
 
 def evaluation_sections(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]:

@@ -79,10 +79,6 @@ class HeatMap:
     layers: tuple[int, ...]
     values: NDArray[np.float64]
 
-    @property
-    def num_experts(self) -> int:
-        return self.values.shape[1]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -116,9 +112,7 @@ class Report:
     @property
     def source_format(self) -> SourceFormat:
         """Form in which the source stored the converted weights: only INT4 codes are counted."""
-        if self.total.num_codes is None:
-            return MXFP4
-        return INT4
+        return MXFP4 if self.total.num_codes is None else INT4
 
     @property
     def rule(self) -> str:
@@ -191,12 +185,8 @@ def collect_report(
     checks = None
     if validation is not None:
         checks = read_checks(validation)
-    elif can_be_validated(folder):
-        missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
-    elif (folder / CONFIG_NAME).is_file():
-        missing.append("The servable contract was not checked: the shards are not in this folder.")
     else:
-        missing.append("The servable contract was not checked: the checkpoint is not finished.")
+        missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
     model = None
     if tensors is not None and ledger.source.family is not None:
         with suppress(K2ConvertError):  # `fit` does not know every model

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 ChartName = Literal["tensors", "heat_map", "positions", "tokens"]
 
@@ -29,6 +29,14 @@ class Table:
         """Return whether most cells of a column are numbers."""
         cells = [row[column] for row in self.rows if row[column]]
         return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in cells) > len(cells)
+
+
+class Figure(NamedTuple):
+    """A headline figure, such as "22.62 dB", "SQNR", and a sentence on it."""
+
+    value: str
+    label: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,8 @@ def percent(part: int, whole: int) -> str:
         return "< 0.001 %"
     if part < whole and share > 99.999:
         return "> 99.999 %"
-    digits = 1 if 1 <= share <= 99 else 3
-    if 0 < part < whole:
-        return f"{share:.{digits}f} %"
-    return f"{share:.0f} %"
+    digits = 0 if part in (0, whole) else 1 if 1 <= share <= 99 else 3
+    return f"{share:.{digits}f} %"
 
 
 def with_error(mean: float, error: float | None) -> str:
@@ -70,8 +76,7 @@ def with_error(mean: float, error: float | None) -> str:
     if not error:
         return f"{mean:.3g}"
     digits = 1 - math.floor(math.log10(error))
-    is_plain = 0 <= digits <= 8 and abs(mean) < 1e6
-    if is_plain:
+    if 0 <= digits <= 8 and abs(mean) < 1e6:
         return f"{mean:.{digits}f} ± {error:.{digits}f}"
     return f"{mean:.3g} ± {error:.2g}"
 
