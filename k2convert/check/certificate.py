@@ -307,7 +307,8 @@ class Certificate:
             codes = self.before.get(f"{module}.weight")
             is_right = codes.dtype == "BF16" and len(codes.shape) == 2
             _expect(is_right, f"the source's weight is {codes.dtype} {codes.shape}")
-            return SourceWeight("BF16", codes, None, codes.shape, self.exponents(f"{module}.weight"))
+            rows, columns = codes.shape
+            return SourceWeight("BF16", codes, None, (rows, columns), self.exponents(f"{module}.weight"))
         kind, wide, dtypes = ("INT4", 8, ("BF16",)) if codes.dtype == "I32" else ("MXFP4", 2, ("U8", "F8_E8M0"))
         scales = self.before.get(f"{module}.weight_scale")
         shape = (codes.shape[0], codes.shape[1] * wide)

@@ -119,9 +119,9 @@ class Totals:
                 self._counts[key].update(weight.counts)
                 self._scales[key].update(weight.scales)
 
-    def figures(self, errors: Mapping[str, DecodedError]) -> dict[str, Figures]:
+    def figures(self, errors: Mapping[str, DecodedError]) -> Mapping[str, Figures]:
         """Return the figures by role and under "total". `errors` are the measured ones, by the same keys."""
-        measured = {
+        measured: dict[str, dict[str, Any]] = {
             role: plain(error) | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in errors.items()
         }
         if not self._has_exact_scales:

@@ -80,7 +80,7 @@ class ShardsFound:
         """Doubts about the source's codes, by module."""
         return {module: measured.doubt for module, measured in self.measured.items() if measured.doubt}
 
-    def figures(self, result: Result) -> dict[str, Figures]:
+    def figures(self, result: Result) -> Mapping[str, Figures]:
         """Return the measured figures by role and under "total"."""
         roles = {module: result.modules[module].parts.role for module in self.measured}
         return self.totals.figures(total_errors(self.errors, roles))

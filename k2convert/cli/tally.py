@@ -22,7 +22,7 @@ WINDOW_SECONDS: Final = 20.0
 MIN_SECONDS: Final = 1.0  # there is no rate before this much time was measured
 MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
 LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")  # phases that count the tokens of every layer
-BYTE_PHASES: Final[tuple[Phase, ...]] = ("convert", "copy")  # phases that count the bytes that are read
+BYTE_PHASES: Final[tuple[Phase, ...]] = ("convert", "copy", "check")  # of which a stage has one: bytes that are read
 _LUMPS: Final = 3
 _PACE_LAYERS: Final = 8  # the last ones, by which the rest is judged
 _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
@@ -200,7 +200,8 @@ class Tally:
 
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
         with self._lock:
-            self._count(next((phase for phase in BYTE_PHASES if phase in self.meters), "check"), bytes_in)
+            for phase in BYTE_PHASES:
+                self._count(phase, bytes_in)
             self.written.add(bytes_out)
             self.tensors += tensors
 
