@@ -1,4 +1,4 @@
-"""`scripts/bench/run`: k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
+"""`scripts/bench/run`: k2convert, a copy, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
 
 Commands that are compared take turns, because the speed of a shared machine drifts.
 """
@@ -24,6 +24,7 @@ from scripts.fixture_maker.__main__ import main as make_fixture
 
 PYTHON = sys.executable
 PEERS = "scripts.bench.peers"
+COPY = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
 RULES = ("max", "mse")
 GPTQ_TOKENS = 2048
 ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
@@ -39,7 +40,7 @@ class Job:
     cold: bool = False
     one_core: bool = False
     measures_error: bool = False
-    python: str | Path = PYTHON
+    program: Sequence[str | Path] = (PYTHON, "-m")
 
 
 class Bench:
@@ -73,7 +74,7 @@ class Bench:
                 note(f"{job.label} ({turn + 1} of {self.runs})")
                 shutil.rmtree(self.out, ignore_errors=True)
                 (evict if job.cold else warm)(job.source)
-                runs[job.label].append(run_once([job.python, "-m", *job.command], one_core=job.one_core))
+                runs[job.label].append(run_once([*job.program, *job.command], one_core=job.one_core))
                 if job.measures_error and turn == 0:
                     self.results[job.label] = self._error(job.source)
         for job in jobs:
@@ -108,13 +109,13 @@ def int4_weights(source: Path) -> int:
 
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
-    """Convert a cold folder; convert and validate smaller ones."""
+    """Copy and convert the same cold folder; convert and validate smaller ones."""
     source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, ONE))
     # A conversion to validate below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
-    bench.time(*both_rules(bench, source, cold=True))
+    bench.time(*copy_and_runs(bench, source, cold=True))
     bench.time(
         *(
             Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), one_core=True)
@@ -127,10 +128,11 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
     shutil.rmtree(validated)
 
 
-def both_rules(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
-    """Return the jobs that convert a folder by both rules, in one cache state."""
+def copy_and_runs(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
+    """Return the jobs that copy a folder and convert it by both rules, in one cache state."""
     state = "cold" if cold else "warm"
-    return [Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES]
+    copy = Job(f"cp + fsync, {state}", source, [source, bench.out], cold, program=COPY)
+    return [copy, *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES)]
 
 
 def peers(bench: Bench, gigabytes: float) -> None:
@@ -142,14 +144,20 @@ def peers(bench: Bench, gigabytes: float) -> None:
     chain = ["--rule", "max", "--set", "quantizer=reference"]
     python = quark_python()
     bench.time(
-        *both_rules(bench, bench.sized(gigabytes), cold=False),
+        *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
         Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
         Job("start-up, reference chain", nearly_empty, bench.convert(nearly_empty, *chain)),
         Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),
-        Job("start-up, Quark", nearly_empty, [PEERS, "quark", nearly_empty, bench.out], python=python),
+        Job("start-up, Quark", nearly_empty, [PEERS, "quark", nearly_empty, bench.out], program=(python, "-m")),
         Job("reference chain", short, bench.convert(short, *chain), measures_error=True),
         Job("llm-compressor NVFP4A16", slice_, [PEERS, "chain", slice_, bench.out], measures_error=True),
-        Job("Quark, file to file", slice_, [PEERS, "quark", slice_, bench.out], measures_error=True, python=python),
+        Job(
+            "Quark, file to file",
+            slice_,
+            [PEERS, "quark", slice_, bench.out],
+            measures_error=True,
+            program=(python, "-m"),
+        ),
         Job("llm-compressor expanded MSE", small, [PEERS, "expanded", small, bench.out], measures_error=True),
         Job("run max, slice", slice_, bench.convert(slice_, "--rule", "max"), measures_error=True),
         Job("run mse, slice", slice_, bench.convert(slice_), measures_error=True),

@@ -8,8 +8,10 @@ Results = Mapping[str, Mapping[str, Any]]
 QUESTIONS = {
     "How fast are the kernels?": ("kernel ",),
     "How fast is the whole command?": (
+        "cp + fsync, cold",
         "run max, cold",
         "run mse, cold",
+        "cp + fsync, warm",
         "run max, warm",
         "run mse, warm",
     ),
@@ -79,6 +81,15 @@ def _bandwidth(label: str, results: Results) -> str:
     return f"{rate / 1e9:.2f}" if rate else ""
 
 
+def _times_as_fast_as_cp(label: str, results: Results) -> str:
+    """Return the speed relative to the copy of the same checkpoint in the same cache state."""
+    r = results[label]
+    copy = results.get(f"cp + fsync, {'cold' if r.get('cold') else 'warm'}", {})
+    if "seconds" not in r or r["source_bytes"] != copy.get("source_bytes"):
+        return ""
+    return f"{copy['seconds'] / r['seconds']:.2f}"
+
+
 def _peak_memory(label: str, results: Results) -> str:
     r = results[label]
     return f"{r['peak_rss'] / 1e9:.2f} GB" if "peak_rss" in r else ""
@@ -103,6 +114,7 @@ _COLUMNS: dict[str, Callable[[str, Results], str]] = {
     "input": _input,
     "seconds (min..max)": _seconds,
     "GB/s in": _bandwidth,
+    "times as fast as cp": _times_as_fast_as_cp,
     "peak memory": _peak_memory,
     "weights a second": _weights_per_second,
     "SQNR": _sqnr,
