@@ -29,6 +29,7 @@ from k2convert.forward.weights import WeightReader
 from k2convert.models.projections import load_projection
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, scale_bits, scale_fp32
 from scripts.fixture_maker.damage import edit_tensor
+from tests.forward.observers import Seen
 
 LAYER = 1
 STEM = f"model.layers.{LAYER}"
@@ -203,12 +204,14 @@ def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp
     outliers = torch.ones(HIDDEN).index_fill_(0, torch.arange(0, HIDDEN, 16), 32.0)
     folder = Path(shutil.copytree(tiny, tmp_path / "outliers"))
     edit_tensor(folder, NORM, lambda t: (t * outliers).to(t.dtype))
-    found: dict[int, np.ndarray] = {}
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         layer = DecoderLayer(reader, LAYER)
         for tokens in (SAMPLED_TOKENS - 1, SAMPLED_TOKENS):
-            accumulator = LayerAccumulator(reader, LAYER, seed=0, ids=np.arange(tokens)[None])
-            layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), accumulator)
-            found[tokens] = accumulator.finish().smoothing_exponents
-    assert not found[SAMPLED_TOKENS - 1].any()
-    assert found[SAMPLED_TOKENS].any()
+            seen = Seen()
+            layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), seen)
+            accumulator = LayerAccumulator(LAYER, num_experts=16, seed=0)
+            [inputs], [routing] = seen.inputs, seen.routings
+            assert routing is not None
+            accumulator.add(inputs, routing, torch.ones(tokens, dtype=torch.float64))
+            exponents = accumulator.find_exponents(reader)
+            assert (exponents is None) == (tokens < SAMPLED_TOKENS)

@@ -53,7 +53,7 @@ VERBS = {
 """The verbs whose options a file or a subpackage may name. What its messages suggest to run is another command."""
 NEXT = {
     "evaluate": {"report"},
-    "fit": {"run"},
+    "fit": {"run", "prune"},
     "inspect": {"run"},
     "run": {"validate"},
     "status": {"validate", "run", "evaluate"},

@@ -28,28 +28,24 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[object, ...]:
-    """The options that calibrate on a file, as each verb has them."""
-    if verb == "run":
-        return ("--calibrate", file, "--set", f"calibration={{tokens: {tokens}, window: {window}}}")
-    return ("--text", file, "--tokens", tokens, "--window", window)
+def calibrated(source: Path, out: Path, file: Path, *, tokens: int, window: int) -> tuple[object, ...]:
+    """The command that converts and calibrates on a file."""
+    size = f"calibration={{tokens: {tokens}, window: {window}}}"
+    return ("run", source, out, "--calibrate", file, "--set", size, "--device", "cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("verb", "kind"),
-    [("run", "cut"), ("calibrate", "shaped"), ("run", "tiny"), ("calibrate", "tiny"), ("run", "shaped")],
-)
+@pytest.mark.parametrize("kind", ["cut", "tiny", "shaped"])
 def test_a_dry_run_says_the_memory_that_the_run_takes(
-    ids: Path, tmp_path: Path, verb: str, kind: str, request: pytest.FixtureRequest
+    ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(kind)
     window = 512 if kind == "shaped" else 128
-    words = [verb, source, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=window), "--device", "cpu"]
+    words = calibrated(source, tmp_path / "out", ids, tokens=1024, window=window)
     dry = run_cli(*words, "--dry-run", "--json")  # in processes of their own, which have their own peaks
     assert dry.returncode == 0, dry.stderr
     document = json.loads(dry.stdout)
-    said = document["memory_bytes"] if verb == "calibrate" else document["memory_needed"]
+    said = document["memory_needed"]
     peak = peak_of(*words, "--quiet")
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
@@ -73,14 +69,13 @@ def test_a_dry_run_says_the_memory_and_the_disk_of_the_evaluation_at_the_end(
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_what_needs_more_memory_than_there_is_is_refused(
-    tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("k2convert.cli.needs.available_memory", lambda: 100 << 20)
-    words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--quiet")
+    words = calibrated(tiny, tmp_path / "out", ids, tokens=1024, window=128)
     for more in ((), ("--dry-run",)):
-        done = run_here(*words, "--device", "cpu", *more)
+        done = run_here(*words, "--quiet", *more)
         error = done.stderr
         assert (done.returncode, error.count("\n")) == (1, 1)
         assert error.startswith(f"error: {tiny}: needs about ")
@@ -92,7 +87,6 @@ def test_what_needs_more_memory_than_there_is_is_refused(
 def test_a_device_that_is_not_here_is_refused_in_one_line(tiny: Path, ids: Path, tmp_path: Path, name: str) -> None:
     words = ("--device", name, "--dry-run")
     for verb, *more in (
-        ("calibrate", tiny, tmp_path / "out", "--text", ids),
         ("run", tiny, tmp_path / "out", "--calibrate", ids),
         ("run", tiny, tmp_path / "out"),
         ("evaluate", tiny, tiny, "--text", ids, "--out", tmp_path / "out.json"),
@@ -104,7 +98,7 @@ def test_a_device_that_is_not_here_is_refused_in_one_line(tiny: Path, ids: Path,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "run", "evaluate"])
+@pytest.mark.parametrize("verb", ["run", "evaluate"])
 def test_a_dry_run_with_a_text_computes_nothing_and_names_the_table_of_machines(
     cut: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -113,16 +107,15 @@ def test_a_dry_run_with_a_text_computes_nothing_and_names_the_table_of_machines(
 
     for name in ("matmul", "mm", "bmm", "addmm"):
         monkeypatch.setattr(torch, name, compute)
-    words = (verb, cut, tmp_path / "out", *text_words(verb, ids, tokens=128, window=64), "--device", "cpu")
+    words = calibrated(cut, tmp_path / "out", ids, tokens=128, window=64)
     if verb == "evaluate":
-        words = (verb, cut, cut, *words[3:], "--out", tmp_path / "out")
+        words = ("evaluate", cut, cut, "--text", ids, "--tokens", 128, "--window", 64, "--out", tmp_path / "out")
     shown = run_here(*words, "--dry-run", code=0).stdout
     assert "memory: needs about " in shown
     assert "k2convert guide calibrate" in shown
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "evaluate"])
-def test_yes_is_for_publishing_alone(tiny: Path, ids: Path, tmp_path: Path, verb: str) -> None:
-    done = run_here(verb, tiny, tmp_path / "out", "--text", ids, "--yes", code=2)
+def test_yes_is_for_publishing_alone(tiny: Path, ids: Path, tmp_path: Path) -> None:
+    done = run_here("evaluate", tiny, tmp_path / "out", "--text", ids, "--yes", code=2)
     assert "--yes" in done.stderr

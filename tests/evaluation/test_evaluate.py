@@ -127,10 +127,9 @@ def test_a_dry_run_says_what_it_needs_and_writes_nothing(cut: Path, result: Path
     done = evaluate(cut, result, "--text", ids, *SMALL, "--dry-run", code=0)
     first, *others = done.stdout.splitlines()
     assert first == "1 model and the reference, 2 layers on 128 tokens of ids.npy, in 4 windows of 32"
-    assert [line.split()[0].rstrip(":") for line in others] == ["reads", "computes", "disk", "memory", "time"]
+    assert [line.split()[0].rstrip(":") for line in others] == ["reads", "disk", "memory", "time"]
     document = json.loads(evaluate(cut, result, "--text", ids, *SMALL, "--dry-run", "--json").stdout)
     assert (document["layers"], document["finished_layers"], document["tokens"]) == (2, 0, 128)
-    assert document["flop"] > 2 * 2 * 128 * 2048 * 256, "the output matrix alone"
     assert document["bytes_read"] > 0
     assert sorted(result.rglob("*")) == before
 

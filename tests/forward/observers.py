@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from whole_models import whole_model
 
-from k2convert.forward.attention import CachedValues
 from k2convert.forward.moe import Routing
 
 
@@ -20,7 +19,7 @@ class Seen:
         self.experts: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
         self.outputs: list[Tensor] = []
 
-    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         self.inputs.append(x_TK.clone())
         self.routings.append(routing)
 
