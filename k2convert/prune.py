@@ -33,7 +33,7 @@ from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LOCK_NAME, LOST_
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import DestinationError, ResumeError, check_disk, remedy
-from k2convert.job.locations import check_destination
+from k2convert.job.locations import check_destination, refuse_symlinks
 from k2convert.job.resources import existing_parent
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
@@ -135,6 +135,7 @@ def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
     shards = tuple(_shards(source, names, family, kept))
     _check_begun(destination, _begun(source, kept))
     finished = frozenset(shard.name for shard in shards if _is_written(destination / shard.name, shard))
+    refuse_symlinks(destination, [*(Path(shard.name) for shard in shards), *sidecars], finished=finished)
     pruning = Pruning(source, destination, kept, architecture.num_experts, shards, finished)
     small = sum(num_bytes_of(source.folder / path) for path in sidecars) + len(_encode_index(pruning))
     free = shutil.disk_usage(existing_parent(destination)).free
@@ -150,21 +151,21 @@ def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
 def copy_pruned(pruning: Pruning, *, events: Events = SILENT) -> None:
     """Write what is left of a planned copy; raises DestinationError, SourceReadError, DiskFullError, LockedError."""
     folder = pruning.destination
-    make_folder(folder / WORK_FOLDER, root=folder)
+    make_folder(folder / WORK_FOLDER)
     with lock_destination(folder, events=events), closing(ShardReader(pruning.source.path)) as reader:
         begun = _begun(pruning.source, pruning.kept)
         _check_begun(folder, begun)  # another process may have begun since the plan
         record = folder / WORK_FOLDER / PRUNE_NAME
         if not record.exists():
-            write_atomically(record, encode(begun), root=folder)
+            write_atomically(record, encode(begun))
         for shard in pruning.shards:
             if not _is_written(folder / shard.name, shard):
                 _write_shard(folder / shard.name, shard, reader, events)
                 events.shard_finished(shard.name)
         for relative, content in _other_files(pruning):
             if not holds_exactly(folder / relative, content):
-                make_folder((folder / relative).parent, root=folder)
-                write_atomically(folder / relative, content, root=folder)
+                make_folder((folder / relative).parent)
+                write_atomically(folder / relative, content)
 
 
 def _shards(

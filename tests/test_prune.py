@@ -195,6 +195,21 @@ def test_a_snapshot_of_the_cache_is_a_source(prune: Prune, tiny: Path, tmp_path:
         assert_refused(run_here("prune", snapshot, inside, "--keep", keep), "is inside the source")
 
 
+@pytest.mark.parametrize("name", [".k2convert", "config.json", "model-00001-of-000005.safetensors.tmp"])
+def test_a_link_in_the_destination_is_refused(name: str, tiny: Path, prune: Prune, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(prune("tiny", "survivors"), out)
+    elsewhere = tmp_path / "elsewhere"
+    link = out / name
+    if link.exists():
+        link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    before = contents(tmp_path)
+    assert_refused(run_here("prune", tiny, out, "--keep", keep), f"{link}: is a link")
+    assert contents(tmp_path) == before
+
+
 def test_a_dry_run_writes_nothing_and_the_next_commands_work(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ def open_walk(
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
-    make_folder(work.folder / WORK_FOLDER, root=work.folder.parent)
+    make_folder(work.folder / WORK_FOLDER)
     begun = work.begin(plan.walk.job, events=events)
     needed = {layer for name in shards for layer in plan.needs[name].codes}
     first = work.resume(num_layers=plan.walk.num_layers, also=needed_files(work, needed), events=events)

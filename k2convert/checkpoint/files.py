@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from blake3 import blake3
 
-from k2convert.checkpoint.folders import create_file, opened_folder, place_first, remove_file, replace_file
+from k2convert.checkpoint.folders import create_file, place_first, remove_file, replace_file
 from k2convert.checkpoint.names import BLOBS_FOLDER, LOST_FOUND
 from k2convert.errors import (
     DestinationError,
@@ -284,20 +284,19 @@ def write_atomically(
     path: Path,
     content: Content,
     *,
-    root: Path | None = None,
     mtime_ns: int | None = None,
     suffix: str = TEMPORARY_SUFFIX,
     is_first: bool = False,
 ) -> None:
     """Write `content` to `path`: complete and on disk, or not at all.
 
-    No link is followed below `root`, which is the file's folder unless it is given. `mtime_ns` becomes the file's time
-    of modification if the filesystem allows it. `suffix` is that of the temporary file. With `is_first` a file that is
-    already there stays as it is. Raises DiskFullError, DestinationWriteError, DestinationError.
+    A link at `path` is replaced. `mtime_ns` becomes the file's time of modification if the filesystem allows it.
+    `suffix` is that of the temporary file. With `is_first` a file that is already there stays as it is. Raises
+    DiskFullError, DestinationWriteError, DestinationError.
     """
     temporary = path.with_name(path.name + suffix)
-    with writing(path), opened_folder(path.parent, root=root) as folder:
-        descriptor = create_file(temporary, folder)
+    with writing(path):
+        descriptor = create_file(temporary)
         try:
             try:
                 for piece in pieces(content):
@@ -311,12 +310,12 @@ def write_atomically(
             finally:
                 os.close(descriptor)
             if is_first:
-                place_first(temporary, path, folder)
+                place_first(temporary, path)
             else:
-                replace_file(temporary, path, folder)
+                replace_file(temporary, path)
         except BaseException:
             with suppress(OSError, DestinationError):  # in a read-only folder removing fails too
-                remove_file(temporary, folder)
+                remove_file(temporary)
             raise
 
 

@@ -1,8 +1,7 @@
-"""Folders that k2convert writes to. No link is followed below the folder that the user named.
+"""Files and folders that k2convert writes: created anew, renamed, and synced with their folder.
 
-A link could lead to any file of the user. The folder that the user named, `root` in these functions, may be a link, and
-so may every folder above it. Below it each component is opened with O_NOFOLLOW, relative to the descriptor of the one
-before. A link there is refused by name (DestinationError), and what it leads to stays as it is.
+A link could lead to any file of the user. A job refuses the links below its destination once, when it opens. A file is
+written under a temporary name that nothing had (O_EXCL, O_NOFOLLOW), and its rename replaces a link, never its target.
 """
 
 import errno
@@ -19,7 +18,6 @@ from k2convert.errors import DestinationError, DestinationWriteError
 
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # the last file then wins
 _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems of networks and of user space
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 unfinished: Final[set[Path]] = set()
@@ -53,96 +51,66 @@ def check_no_link(path: Path) -> None:
             raise DestinationError(f"{path}: is a link, and k2convert writes through none. Remove it.")
 
 
-@contextmanager
-def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
-    """Open a folder below `root` for the block; returns its descriptor. Raises DestinationError for a link, OSError."""
-    path = folder if root is None else root
-    descriptor = os.open(path, _FOLDER)
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, and sync them; raises DestinationWriteError."""
     try:
-        for part in folder.relative_to(path).parts:
-            path = path / part
-            try:
-                inner = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
-            except OSError:
-                check_no_link(path)
-                raise
-            os.close(descriptor)
-            descriptor = inner
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def make_folder(folder: Path, *, root: Path | None = None) -> None:
-    """Create a folder below `root` and its parents, and sync them; raises DestinationWriteError, DestinationError."""
-    top = folder if root is None else root
-    try:
-        missing = [path for path in (top, *top.parents) if not path.exists()]
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
-            with suppress(PermissionError), opened_folder(path.parent) as parent:  # write-only folders cannot be opened
-                sync_folder(parent)
-        path = top
-        for part in folder.relative_to(top).parts:
-            with opened_folder(path, root=top) as parent, suppress(FileExistsError):
-                os.mkdir(part, dir_fd=parent)
-                sync_folder(parent)
-            path = path / part
-        with opened_folder(folder, root=top):
-            pass
+            with suppress(PermissionError):  # write-only folders cannot be opened
+                sync_folder(path.parent)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         raise DestinationWriteError(
             f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
         ) from None
 
 
-def sync_folder(folder: int) -> None:
-    """Sync an open folder, if its file system can do that; raises OSError."""
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, if its file system can do that; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
+    finally:
+        os.close(descriptor)
 
 
-def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:
-    """Create a new temporary file, through no link; returns its descriptor. Raises DestinationError, OSError."""
-    remove_file(path, folder)
-    return os.open(path.name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+def create_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
+    """Create a new temporary file, in place of one that a killed run left; returns its descriptor.
+
+    Raises DestinationError, OSError.
+    """
+    remove_file(path)
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def remove_file(path: Path, folder: int) -> None:
-    """Remove a file or link from its open folder, if it is there; raises DestinationError for a folder, OSError."""
+def remove_file(path: Path) -> None:
+    """Remove a file or link, if it is there; raises DestinationError for a folder, OSError."""
     try:
-        os.unlink(path.name, dir_fd=folder)
-    except FileNotFoundError:
-        pass
+        path.unlink(missing_ok=True)
     except IsADirectoryError:
         raise DestinationError(f"{path}: is a folder, but k2convert needs a file there. Remove it.") from None
 
 
-def replace_file(temporary: Path, path: Path, folder: int) -> None:
-    """Rename a synced temporary file to its final name in the same open folder, and sync the folder."""
-    os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    sync_folder(folder)
+def replace_file(temporary: Path, path: Path) -> None:
+    """Rename a synced temporary file to its final name in the same folder, and sync the folder."""
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
-def place_first(temporary: Path, path: Path, folder: int) -> None:
+def place_first(temporary: Path, path: Path) -> None:
     """Give a synced temporary file its final name, unless a file has it: one of several processes succeeds."""
     try:
-        os.link(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.link(temporary, path)
     except FileExistsError:
         pass
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    with suppress(FileNotFoundError):
-        os.unlink(temporary.name, dir_fd=folder)
-    sync_folder(folder)
-
-
-def remove_folder(folder: Path, *, root: Path) -> None:
-    """Remove a folder of this program with all that is in it, as far as that is possible. Links are not followed."""
-    with suppress(OSError), opened_folder(folder.parent, root=root) as parent:
-        shutil.rmtree(folder.name, ignore_errors=True, dir_fd=parent)
+        temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_all, writing
-from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file, unfinished
+from k2convert.checkpoint.folders import create_file, remove_file, replace_file, unfinished
 from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
 from k2convert.machine import BUFFERS
@@ -51,22 +51,19 @@ class ShardWriter:
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")  # one: the order matters
         self._direct: int | None = None
         self._is_committed = False
-        self._opened = ExitStack()
         try:
             with writing(path):
-                self._folder = self._opened.enter_context(opened_folder(self._path.parent))
-                self._descriptor = create_file(self._temporary, self._folder, flags=os.O_RDWR)
+                self._descriptor = create_file(self._temporary, flags=os.O_RDWR)
                 try:
                     os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
                     os.ftruncate(self._descriptor, self._num_bytes)
-                    self._direct = _open_direct(self._temporary.name, self._folder) if not for_upload else None
+                    self._direct = _open_direct(self._temporary) if not for_upload else None
                 except OSError:
                     os.close(self._descriptor)
-                    remove_file(self._temporary, self._folder)
+                    remove_file(self._temporary)
                     raise
                 unfinished.add(self._temporary)
         except Exception:
-            self._opened.close()
             self._pool.shutdown()
             self._hasher.shutdown()
             raise
@@ -94,7 +91,7 @@ class ShardWriter:
             self._close()
             if accept is not None:
                 accept(self._hash.hexdigest())
-            replace_file(self._temporary, self._path, self._folder)
+            replace_file(self._temporary, self._path)
             self._is_committed = True
         return self._hash.hexdigest()
 
@@ -154,15 +151,14 @@ class ShardWriter:
             self._close()
         if not self._is_committed:
             with suppress(OSError, DestinationError):
-                remove_file(self._temporary, self._folder)
+                remove_file(self._temporary)
         unfinished.discard(self._temporary)
-        self._opened.close()
 
 
-def _open_direct(name: str, folder: int) -> int | None:
+def _open_direct(path: Path) -> int | None:
     """Open a second descriptor with O_DIRECT and try to write a block; None if it is refused (tmpfs, FUSE)."""
     try:
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     if os.fstat(descriptor).st_size < ALIGNMENT:

@@ -20,6 +20,7 @@ from k2convert.job.evaluation import evaluation_works
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.evaluation import find_evaluation
+from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION
 from k2convert.records.journal import JobState, Journal, find_published, has_left
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
@@ -58,6 +59,7 @@ class _Walk:
     work: WorkFolder
     layers: int
     tokens: int
+    is_resumable: bool
 
     @property
     def finished(self) -> int:
@@ -78,7 +80,7 @@ class _Walk:
             "tokens": self.tokens,
             "finished_layers": self.finished,
             "progress": progress,
-            "resume": None if command is None else command.line(here=str(Path.cwd())),
+            "resume": None if command is None or not self.is_resumable else command.line(here=str(Path.cwd())),
         }
 
 
@@ -98,7 +100,7 @@ def _opened_walk(place: Path, work: WorkFolder) -> _Walk | None:
     tokens = begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
-    return _Walk(place, work, layers, tokens)
+    return _Walk(place, work, layers, tokens, begun.version == IDENTITY_VERSION)
 
 
 def _show_walk(walk: _Walk) -> None:
@@ -109,11 +111,13 @@ def _show_walk(walk: _Walk) -> None:
     if progress is not None:
         show_progress(progress, age)
     if not is_running:
-        _show_resume(walk.command, "evaluate")
+        _show_resume(walk.command, "evaluate", is_resumable=walk.is_resumable)
 
 
-def _show_resume(command: JobCommand | None, verb: str) -> None:
-    if command is not None:
+def _show_resume(command: JobCommand | None, verb: str, *, is_resumable: bool) -> None:
+    if not is_resumable:
+        console.print_note(f"not running: {EARLIER_WORK}")
+    elif command is not None:
         console.print_next(command.line(here=str(Path.cwd())))
     else:
         console.print_note(f"not running: the same `k2convert {verb}` command resumes it")
@@ -161,7 +165,7 @@ def _show_state(folder: Path, state: JobState, walk: dict[str, Any] | None, eval
 def _lacks_evaluation(folder: Path, state: JobState) -> bool:
     command = state.command
     is_wanted = command is not None and "--evaluate" in command.words
-    return is_wanted and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()
+    return is_wanted and state.is_resumable and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()
 
 
 def _say_other(folder: Path) -> str:
@@ -189,7 +193,7 @@ def _say_other(folder: Path) -> str:
 def _show_next(folder: Path, state: JobState) -> None:
     if not state.is_complete or _lacks_evaluation(folder, state):
         if not state.is_running:
-            _show_resume(state.command, "run")
+            _show_resume(state.command, "run", is_resumable=state.is_resumable)
     elif state.job.recipe.target == "nvfp4":
         command = state.command
         here = str(Path.cwd())
@@ -200,6 +204,9 @@ def _show_next(folder: Path, state: JobState) -> None:
 
 
 def status_document(state: JobState) -> dict[str, Any]:
+    resume = None
+    if state.command is not None and state.is_resumable and not state.is_complete:
+        resume = state.command.line(here=str(Path.cwd()))
     return {
         "complete": state.is_complete,
         "running": state.is_running,
@@ -210,7 +217,7 @@ def status_document(state: JobState) -> dict[str, Any]:
         "pending": [name for name in state.job.shards if name not in state.finished],
         "progress": state.progress,
         "progress_age": round(state.progress_age) if state.progress is not None else None,
-        "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
+        "resume": resume,
         "recipe": state.job.recipe.document(),
         "fingerprint": state.job.fingerprint,
     }

@@ -12,6 +12,7 @@ that, so an interrupted evaluation gives the same bytes.
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,7 +26,6 @@ from k2convert import __version__
 from k2convert.calibration.memory import Memory, ModelSizes, PassSize, layer_costs, pass_memory, read_sizes
 from k2convert.calibration.plan import WalkPlan
 from k2convert.checkpoint.files import list_folder
-from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, head_names
@@ -115,7 +115,7 @@ class EvaluationPlan:
         work.remove_leftovers(self.walk.job)
         around = work.folder.parent
         if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
-            remove_folder(around, root=around.parent)
+            shutil.rmtree(around, ignore_errors=True)
 
     def made(self) -> Made:
         """Return what the rows are made from."""

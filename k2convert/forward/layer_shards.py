@@ -7,6 +7,7 @@ parts of one shard.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from threading import Event
 from typing import Final
 
 from k2convert.checkpoint.files import list_folder
-from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
@@ -84,7 +85,7 @@ class LayerShards:
         make_folder(self.folder)
         for path in list_folder(self.folder):
             if path.name != _FOLDER.format(first):
-                remove_folder(path, root=self.folder)
+                shutil.rmtree(path, ignore_errors=True)
         with ThreadPoolExecutor(1, thread_name_prefix="fetch") as self._pool:
             try:
                 yield
@@ -108,7 +109,7 @@ class LayerShards:
         if following < len(self.parts) and part.num_bytes + self.parts[following].num_bytes <= self.room:
             self._submit(following)
         yield replace(part.checkpoint, folder=folder)
-        remove_folder(folder, root=self.folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _submit(self, number: int) -> Future[None]:
         if number not in self._fetched:

@@ -16,6 +16,7 @@ whose files are whole, which is the first one if the hidden states before it are
 dropped window are NaN.
 """
 
+import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import file_digest, list_folder, write_atomically, writing
-from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file, remove_folder
+from k2convert.checkpoint.folders import check_no_link, make_folder, remove_file
 from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.names import (
     CALIBRATION_JOB_NAME,
@@ -122,7 +123,9 @@ class WorkFolder:
             raise DestinationError(
                 f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or {self._elsewhere}."
             )
-        make_folder(self.folder / WORK_FOLDER, root=self.folder.parent)
+        for path in (self.folder, self.folder / WORK_FOLDER):
+            check_no_link(path)
+        make_folder(self.folder / WORK_FOLDER)
         with lock_destination(self.folder, events=events) as keep:
             yield keep
 
@@ -135,7 +138,7 @@ class WorkFolder:
             return None
 
     def _describe(self, job: WalkJob) -> None:
-        write_atomically(self._job_path, seal(job), root=self.folder)
+        write_atomically(self._job_path, seal(job))
 
     def begin(self, job: WalkJob, *, events: Events) -> WalkJob:
         """Begin a walk, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
@@ -253,7 +256,7 @@ class WorkFolder:
         for path in list_folder(self.folder):
             if path.is_file():
                 self.remove_file(path)
-        remove_folder(self.folder, root=self.folder.parent)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove_leftovers(self, job: WalkJob) -> None:
         """Remove the folder of a job that is done, if a run was killed while it removed it."""
@@ -264,8 +267,8 @@ class WorkFolder:
 
     def remove_file(self, path: Path) -> None:
         """Remove a file of the folder, if it is there."""
-        with writing(path), opened_folder(self.folder) as folder:
-            remove_file(path, folder)
+        with writing(path):
+            remove_file(path)
 
     @contextmanager
     def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:

@@ -129,8 +129,8 @@ def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
         names.append(str(relative))
         target = folder / relative
         if not holds_exactly(target, content):
-            make_folder(target.parent, root=folder)
-            write_atomically(target, content, root=folder)
+            make_folder(target.parent)
+            write_atomically(target, content)
     return names
 
 

@@ -36,7 +36,6 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
-from k2convert.checkpoint.folders import opened_folder
 from k2convert.errors import (
     DestinationError,
     DiskFullError,
@@ -83,7 +82,9 @@ def new_rooms() -> str:
 def open_room(rooms: str, *, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
     """Wait until one more shard fits; make a folder for it, reached through its descriptor and removed at the end."""
     top = Path(tempfile.gettempdir())
-    with opened_folder(top) as parent, ExitStack() as stack:
+    with ExitStack() as stack:
+        parent = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, parent)
         while True:
             _sweep_rooms(top, parent, rooms=rooms)
             allowed = max_disk or int(shutil.disk_usage(top).free * _FREE_SHARE)

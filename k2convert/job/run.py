@@ -10,6 +10,7 @@ the walk through the layers. Everything else is the same code, so the bytes are 
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_digest, own_suffix
-from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import PlanError, SourceReadError, counted, format_bytes, quoted
@@ -151,7 +152,7 @@ def execute(
             return outcome_of(job, run.records, run.finished)
         if cluster is not None:
             run.journal.sweep(job.description)
-        remove_folder(job.downloads, root=job.destination.folder)
+        shutil.rmtree(job.downloads, ignore_errors=True)
         job = run.job
         if walk is not None:
             job = replace(job, calibrated=walk.finish())
@@ -195,7 +196,7 @@ class _Run:
 @contextmanager
 def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Generator[_Run]:
     folder = job.destination.folder
-    make_folder(folder / WORK_FOLDER, root=folder)
+    make_folder(folder / WORK_FOLDER)
     check_work_folder(folder / WORK_FOLDER)
     journal = Journal(folder, suffix=TEMPORARY_SUFFIX if part is None else own_suffix())
     with lock_destination(folder, events=events) if part is None else share_destination(folder, events=events) as keep:

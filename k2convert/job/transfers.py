@@ -5,6 +5,7 @@ sha256 of its record, which was computed while it was written. The record goes t
 it, so that a different machine can continue the job.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from threading import Event
 
 from k2convert.check.finished_shard import check_finished_shard
 from k2convert.checkpoint.files import discard_file, write_atomically
-from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
@@ -73,8 +74,8 @@ class Uploads:
     def adopt(self, record: ShardRecord) -> None:
         """Take over a shard that another process has sent."""
         path = self.journal.folder / RECORDS_FOLDER / f"{record.shard}.json"
-        make_folder(path.parent, root=self.journal.destination)
-        write_atomically(path, seal(record), root=self.journal.destination)
+        make_folder(path.parent)
+        write_atomically(path, seal(record))
         self.records[record.shard] = record
         self._sent_by_node.add(record.shard)
 
@@ -87,12 +88,11 @@ class Uploads:
 
     def restore(self, digest: str) -> None:
         """Take over what the journal and the branch know of the job with this fingerprint digest."""
-        root = self.journal.destination
-        make_folder(self.journal.folder / RECORDS_FOLDER, root=root)
+        make_folder(self.journal.folder / RECORDS_FOLDER)
         found = self.branch.read_records(wanted=lambda name: not self._has_undamaged(name))
         for name, data in found.items():
             if _is_record(name, data):
-                write_atomically(self.journal.folder / name, data, root=root)
+                write_atomically(self.journal.folder / name, data)
         known, _ = self.journal.find_records(digest)
         self.records.update(known)
 
@@ -142,14 +142,13 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
 def keep_small_files(job: Job) -> Path:
     """Copy a remote source's small files into the work folder: they were fetched to a temporary one. Returns it."""
     planned_from = job.source.checkpoint.folder
-    root = job.destination.folder
-    folder = root / WORK_FOLDER / SOURCE_COPY_FOLDER
-    remove_folder(folder, root=root)
+    folder = job.destination.folder / WORK_FOLDER / SOURCE_COPY_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
     for path in sorted(planned_from.rglob("*")):
         target = folder / path.relative_to(planned_from)
         if path.is_file():
-            make_folder(target.parent, root=root)
-            write_atomically(target, path, root=root)
+            make_folder(target.parent)
+            write_atomically(target, path)
     return folder
 
 
@@ -175,7 +174,7 @@ def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event, events
     def arrived(num_bytes: int, is_new: bool) -> None:
         events.transferred(downloaded=num_bytes, is_new=is_new)
 
-    make_folder(job.downloads, root=job.destination.folder)
+    make_folder(job.downloads)
     download_shard(job.hub, remote, shard, target=path, stop=stop, arrived=arrived)
     if read_header(path).digest != job.source.checkpoint.headers[shard].digest:
         raise CheckpointError(f"{remote.repo}/{shard}: its header changed since planning. Run the same command again.")

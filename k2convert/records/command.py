@@ -75,7 +75,7 @@ def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPOR
     # Whoever gets the folder should not learn where it was made. In ASCII: the name of a file need not be UTF-8.
     kept = replace(command, folder=os.path.relpath(command.folder, destination.resolve()))
     content = json.dumps(asdict(kept)).encode()
-    write_atomically(_path(destination), content, root=destination, suffix=suffix)
+    write_atomically(_path(destination), content, suffix=suffix)
 
 
 def say_own_command(destination: Path) -> str:

@@ -19,10 +19,11 @@ from pydantic import JsonValue, PlainSerializer
 
 from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import CARD_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
 from k2convert.errors import ResumeError, SourceReadError, quoted, shortened
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
+from k2convert.records.command import shell_line
 from k2convert.records.document import Count, JsonObject, parse
 
 if TYPE_CHECKING:
@@ -197,13 +198,21 @@ def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     return [shard for shard in sorted(now) if before.get(shard) != now[shard]]
 
 
+EARLIER_WORK: Final = "begun by release 0.3 or earlier. Finish it with that release, or start in a new folder."
+
+
 def check_version(version: int, folder: Path) -> None:
     """Refuse to go on with the work in a folder that an earlier release began; raises ResumeError."""
-    if version != IDENTITY_VERSION:
+    if version == IDENTITY_VERSION:
+        return
+    is_finished = all((folder / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
+    if is_finished and any(folder.glob(f"*{SHARD_SUFFIX}")):
+        command = shell_line(("k2convert", "validate", str(folder)))
         raise ResumeError(
-            f"{folder}: holds work that was begun by release 0.3 or earlier. Finish it with that release, or start in "
-            "a new folder."
+            f"{folder}: holds a finished result of release 0.3 or earlier, which stays as it is. `{command}` checks "
+            "it. To convert again, choose a new folder."
         )
+    raise ResumeError(f"{folder}: holds work that was {EARLIER_WORK}")
 
 
 def source_error(shard: str, work: Path) -> ResumeError:

@@ -31,7 +31,7 @@ from k2convert.checkpoint.files import (
     write_atomically,
     writing,
 )
-from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
+from k2convert.checkpoint.folders import check_no_link, make_folder, remove_file
 from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -48,6 +48,7 @@ from k2convert.errors import CheckpointError, DestinationError, MalformedFileErr
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.fingerprint import (
+    IDENTITY_VERSION,
     JobDescription,
     changed_shards,
     check_version,
@@ -107,6 +108,11 @@ class JobState:
     progress: dict[str, Any] | None = None  # what the running process last said (Tally.summary)
     progress_age: float = 0.0  # seconds since then
 
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether this version goes on with the job."""
+        return self.job.version == IDENTITY_VERSION
+
 
 class Journal:
     """The journal of one destination folder."""
@@ -127,7 +133,7 @@ class Journal:
 
     def begin(self, job: JobDescription) -> None:
         """Start a job, or resume it if fingerprint and source are the same; raises ResumeError."""
-        make_folder(self._records, root=self.destination)
+        make_folder(self._records)
         found = self.job()
         if found is None:
             self._describe(job)
@@ -145,10 +151,10 @@ class Journal:
 
     def join(self, job: JobDescription) -> None:
         """Start a job, or take part in the same one beside other processes; raises ResumeError."""
-        make_folder(self._records, root=self.destination)
+        make_folder(self._records)
         if self.job() is None:
             content = encode(job)
-            write_atomically(self._job_path, content, root=self.destination, suffix=self.suffix, is_first=True)
+            write_atomically(self._job_path, content, suffix=self.suffix, is_first=True)
         found = self.job()
         assert found is not None
         self._check_same(found, job)
@@ -165,7 +171,7 @@ class Journal:
             )
 
     def _describe(self, job: JobDescription) -> None:
-        write_atomically(self._job_path, encode(job), root=self.destination)
+        write_atomically(self._job_path, encode(job))
 
     def is_begun(self) -> bool:
         """Return whether a job was begun here, also one whose description was removed."""
@@ -197,13 +203,13 @@ class Journal:
         path = self._record_path(record.shard)
         with writing(path):
             mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
-        write_atomically(path, seal(record), root=self.destination, mtime_ns=mtime_ns, suffix=self.suffix)
+        write_atomically(path, seal(record), mtime_ns=mtime_ns, suffix=self.suffix)
 
     def forget(self, shard: str) -> None:
         """Remove a shard's record: the shard is converted again."""
         path = self._record_path(shard)
-        with writing(path), opened_folder(path.parent, root=self.destination) as folder:
-            remove_file(path, folder)
+        with writing(path):
+            remove_file(path)
 
     def records(self, digest: str) -> PackedRecords:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
@@ -277,13 +283,11 @@ class Journal:
         records = [f"{shard}.json" for shard in job.shards]
         shards = [*job.shards, IGNORE_NAME]
         for folder, files in ((self.destination, shards), (self._records, records), (self.folder, [JOB_NAME])):
-            make_folder(folder, root=self.destination)
-            names = [path.name for path in list_folder(folder) if path.name.endswith(TEMPORARY_SUFFIX)]
-            with opened_folder(folder, root=self.destination) as descriptor:
-                for name in names:
-                    if any(is_temporary(name, of=file) for file in files):
-                        with suppress(DestinationError):  # a folder of that name is not ours
-                            remove_file(folder / name, descriptor)
+            make_folder(folder)
+            for path in list_folder(folder):
+                if path.name.endswith(TEMPORARY_SUFFIX) and any(is_temporary(path.name, of=file) for file in files):
+                    with suppress(DestinationError):  # a folder of that name is not ours
+                        remove_file(path)
 
 
 def _read_record(path: Path) -> ShardRecord:
@@ -307,8 +311,9 @@ class Published:
 
 def record_published(folder: Path, published: Published) -> None:
     """Note where the result of a folder was published; raises DestinationWriteError, DiskFullError."""
-    make_folder(folder / WORK_FOLDER, root=folder)
-    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, encode(published), root=folder)
+    check_no_link(folder / WORK_FOLDER)
+    make_folder(folder / WORK_FOLDER)
+    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, encode(published))
 
 
 def find_published(folder: Path) -> Published | None:

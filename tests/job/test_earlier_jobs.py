@@ -1,6 +1,7 @@
 """Work that an earlier release began, as that release left it, is refused by name; nothing of it changes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ WALK = {
 }
 """The description of an evaluation that release 0.3 did not finish, with a few fields of its identity."""
 
+
+def earlier(result: Path, folder: Path) -> Path:
+    """Copy a result, with a job of release 0.3: one without a version."""
+    shutil.copytree(result, folder)
+    path = folder / ".k2convert" / "job.json"
+    job = json.loads(path.read_text())
+    del job["version"]
+    path.write_text(json.dumps(job))
+    return folder
+
+
 REFUSED = "holds work that was begun by release 0.3 or earlier. Finish it with that release, or start in a new folder."
 
 
@@ -55,6 +67,28 @@ def test_an_unfinished_conversion_is_refused(words: tuple[str, ...], unknown: di
     done = run_here("run", TINY, out, *words, "--quiet", code=1)
     assert done.stderr == f"error: {out}: {REFUSED}\n"
     assert contents(tmp_path) == before
+
+
+def test_the_status_of_an_unfinished_conversion_names_no_command_that_is_refused(
+    local_result: Path, tmp_path: Path
+) -> None:
+    out = earlier(local_result, tmp_path / "out")
+    (out / "k2convert.json").unlink()
+    done = run_here("status", out, code=0)
+    assert "begun by release 0.3 or earlier. Finish it with that release" in done.stderr
+    assert "next:" not in done.stderr
+    assert json.loads(run_here("status", out, "--json", code=0).stdout)["resume"] is None
+
+
+def test_a_finished_result_is_said_to_be_one(local_result: Path, tmp_path: Path) -> None:
+    out = earlier(local_result, tmp_path / "out")
+    before = contents(out)
+    done = run_here("run", TINY, out, "--quiet", code=1)
+    assert f"{out}: holds a finished result of release 0.3 or earlier" in done.stderr
+    command = f"k2convert validate {out}"
+    assert f"`{command}`" in done.stderr
+    assert contents(out) == before
+    run_here(*command.split()[1:], code=0)
 
 
 def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No write follows a link below the destination: it is refused by name, and what it leads to stays as it was."""
+"""A job refuses links below its destination by name when it opens. What they lead to stays as it was."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ from results import contents
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import DestinationError, LockedError
+from k2convert.forward.work import WorkFolder
 from k2convert.records.lock import lock_destination, read_lock, share_destination
 
 SHARD = "model-00002-of-000003.safetensors"
@@ -119,15 +120,11 @@ def write_shard(path: Path) -> None:
         writer.commit()
 
 
-def test_no_write_follows_a_link_that_is_planted_later(tmp_path: Path) -> None:
-    """The file takes the place of a link, and a folder that is a link is refused."""
+def test_a_file_takes_the_place_of_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
-    outside = tmp_path / "outside"
     out = tmp_path / "out"
     precious.write_text("the only copy")
-    outside.mkdir()
     out.mkdir()
-    (out / "folder").symlink_to(outside)
     for write in (lambda path: write_atomically(path, b"new"), write_shard):
         for name in ("a.tmp", "b"):
             plant(out / name, precious)
@@ -135,11 +132,18 @@ def test_no_write_follows_a_link_that_is_planted_later(tmp_path: Path) -> None:
             write(out / name)
             assert (out / name).read_bytes() == b"new"
             assert not (out / name).is_symlink()
-    with pytest.raises(DestinationError, match="folder: is a link"):
-        write_atomically(out / "folder" / "c", b"new", root=out)
     assert precious.read_text() == "the only copy"
-    assert not list(outside.iterdir())
-    assert {path.name for path in out.iterdir()} == {"a", "b", "folder"}
+    assert {path.name for path in out.iterdir()} == {"a", "b"}
+
+
+def test_the_work_folder_of_an_evaluation_is_no_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    work = tmp_path / "rows.work"
+    work.symlink_to(elsewhere)
+    with pytest.raises(DestinationError, match="work: is a link"), WorkFolder(work, purpose="evaluation").locked():
+        pass
+    assert not list(elsewhere.iterdir())
 
 
 def test_the_sweep_removes_only_names_of_this_program(small: Path, copied: Path) -> None:
