@@ -73,7 +73,7 @@ class NativeQuantizer:
             name=name,
             magnitude=magnitude,
             converted=converted,
-            is_cast=RULES[self.rule].casts_mxfp4,
+            rule=self.rule,
         )
         return converted.weight, metrics
 

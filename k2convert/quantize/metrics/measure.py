@@ -2,7 +2,8 @@
 
 Nothing is known of the rule: the error is that of the written values v * b * g against the exact source, q * s or the
 BF16 value. Rows are added up in C++, and over rows with math.fsum, so the figures depend on no thread. Rule `max`, the
-usual recipe, converts one row in 64 too, and its error is compared with that of the same rows.
+usual recipe, converts a sample of the rows too, and its error is compared with that of the same rows. Two rules have no
+sample: `max` itself, and the cast, which is exact but for groups below its window.
 
 A conversion of INT4 weights whose columns have no factors counts on the way what the figures follow from
 (cpp/tally.hpp): the same counts, and the same sums but for their order.
@@ -19,6 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.choices import Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -27,14 +29,16 @@ from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4We
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, tally_mxfp4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import max_global_scale
 from k2convert.quantize.rules.search_int4 import global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
-SAMPLE_STRIDE: Final = 64
+SAMPLE_STRIDE: Final = 256
 MIN_SAMPLED_BLOCKS: Final = 4096
-"""Of a smaller tensor all rows are compared with `max`, of any tensor at least two."""
+"""Of a smaller tensor all rows are compared with `max`, of any tensor at least two. A kernel makes a table for each
+scale that it meets, so few rows cost much more than their share."""
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
 SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
 """The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
@@ -47,12 +51,12 @@ def measure_quantized(
     name: str,
     magnitude: Magnitude,
     converted: Converted | None = None,
-    is_cast: bool = False,
+    rule: Rule | None = None,
 ) -> WeightMetrics:
     """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
 
     `magnitude` is that of all tensors that share the global scale. `converted` is what the conversion found. The name
-    decides which rows are sampled. `is_cast`: the rule casts MXFP4 weights; an error of zero does not make a cast.
+    decides which rows are sampled. `rule` is None if the codes are not those of one of RULES alone.
     """
     if result.shape != source.shape:
         raise FormatError(f"{name}: an NVFP4 weight {list(result.shape)} for a source {list(source.shape)}")
@@ -62,11 +66,16 @@ def measure_quantized(
     if found is None:
         found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
     least = found.least_scale
-    counts = _CAST_COUNTS.get(type(source)) if is_cast else None
+    counts = _CAST_COUNTS.get(type(source)) if rule is not None and RULES[rule].casts_mxfp4 else None
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
     used = {byte: int(count) for byte, count in enumerate(histogram) if count}
-    sampled, error, error_max = _sample(source, result, magnitude=magnitude, seed=zlib.crc32(name.encode()))
+    if counts is not None:
+        sampled, error, error_max = 0, 0.0, 0.0
+    elif rule == "max":
+        sampled, error, error_max = result.block_scales.size, found.squared_error, found.squared_error
+    else:
+        sampled, error, error_max = _sample(source, result, magnitude=magnitude, seed=zlib.crc32(name.encode()))
     return WeightMetrics(
         num_weights=2 * result.packed.size,
         num_blocks=result.block_scales.size,

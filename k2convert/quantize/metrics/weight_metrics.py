@@ -55,6 +55,7 @@ class WeightMetrics:
     scale_histogram: dict[int, int]
     """E4M3 byte -> number of blocks, ascending, without empty entries."""
     sampled_blocks: int
+    """Blocks whose error is compared with that of `max`: all for `max` itself, none of a cast."""
     sampled_error_achieved: float
     sampled_error_max: float
     """Squared error of the `max` rule on the sampled blocks."""
@@ -110,8 +111,8 @@ class WeightMetrics:
 
     @property
     def achieved_to_max(self) -> float:
-        """Squared error as a share of max's, on the sampled blocks; about 0.5 for `mse`."""
-        return ratio(self.sampled_error_achieved, self.sampled_error_max)
+        """Squared error as a share of max's, on the sampled blocks; about 0.5 for `mse`, NaN without a sample."""
+        return math.nan if self.sampled_blocks == 0 else ratio(self.sampled_error_achieved, self.sampled_error_max)
 
     @property
     def sqnr_max_db(self) -> float | None:

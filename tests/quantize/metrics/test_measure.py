@@ -100,7 +100,9 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     """Among them every source scale. Without factors a conversion counts pairs of scales, another way to them."""
     source = MAKERS[maker]()
     codes, magnitude, expected = converted(source, rule=rule)
-    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
+    found = measure_quantized(source, codes, name="w", magnitude=magnitude, rule=rule)
+    if rule == "max":
+        assert found.sampled_blocks == found.num_blocks
     for field in dataclasses.fields(WeightMetrics):
         measured = getattr(found, field.name)
         stated = getattr(expected, field.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from k2convert.quantize.libraries import ReferenceQuantizer
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import NativeQuantizer
+from k2convert.records.ledger import metrics_document
 
 
 def convert(
@@ -81,6 +84,8 @@ def test_every_value_in_the_window_is_the_sources_by_the_libraries_own_decoders(
     assert torch.equal(theirs.double(), library_values(weight).double())
     assert result.packed is weight.packed
     assert metrics.squared_error == 0.0
+    assert metrics.sampled_blocks == 0, "a cast is not compared with max"
+    assert metrics_document(metrics)["achieved_to_max"] is None
     assert metrics.equal_nonzero == metrics.num_nonzero
     assert (metrics.below_window_groups, metrics.below_window_tensors) == (0, 0)
     assert metrics.subnormal_tensors == int(spread > 14)
@@ -120,7 +125,9 @@ def test_rule_max_is_modelopts_conversion_without_its_cast_byte_for_byte(spread:
     magnitude = reference.measure(weight, name="weight")
     again, same = reference.quantize(weight, name="weight", magnitude=magnitude, global_scale=result.global_scale)
     assert (again.packed == result.packed).all()
-    assert same == metrics
+    error = metrics.squared_error
+    assert same.sampled_error_max == pytest.approx(error, rel=1e-12)
+    assert replace(same, sampled_error_achieved=error, sampled_error_max=error) == metrics
 
 
 @pytest.mark.parametrize("step", [-10, -11, -12, -13, -14])
