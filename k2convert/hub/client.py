@@ -27,9 +27,6 @@ T = TypeVar("T")
 
 SCHEME = "hf://"
 FILE_SCHEME: Final = "file://"
-MODEL: Final = "model"
-DATASET: Final = "dataset"
-_DATASETS: Final = "datasets/"
 MAIN = "main"
 STALL_SECONDS = 60.0  # a connection without a byte for this long is broken; the library's client sets no limit
 NUM_ATTEMPTS = 6
@@ -45,17 +42,13 @@ _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.AS
 
 @dataclass(frozen=True, slots=True)
 class RepoRef:
-    """A repository of a `kind`, or the file `path` in it; `revision` is a branch, a tag or a commit, None for main."""
+    """A repository; `revision` is a branch, a tag or a commit, None for main."""
 
     repo: str
     revision: str | None = None
-    kind: str = MODEL
-    path: str | None = None
 
     def __str__(self) -> str:
-        folder = _DATASETS if self.kind == DATASET else ""
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"{SCHEME}{folder}{self.repo}{revision}" + ("" if self.path is None else f"/{self.path}")
+        return f"{SCHEME}{self.repo}" + (f"@{self.revision}" if self.revision else "")
 
 
 def target_revision(ref: RepoRef) -> str:

@@ -29,7 +29,7 @@ from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, format_bytes, quoted
-from k2convert.hub.client import FILE_SCHEME, MAIN, MODEL, NUM_ATTEMPTS, Hub, RepoRef, is_offline
+from k2convert.hub.client import FILE_SCHEME, MAIN, NUM_ATTEMPTS, Hub, RepoRef, is_offline
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,13 +52,12 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRepo:
-    """A repository at one commit; `kind` is the Hub's word for it."""
+    """A repository at one commit."""
 
     repo: str
     commit: str
     private: bool
     files: dict[str, RemoteFile]
-    kind: str = MODEL
 
     def shard(self, name: str) -> RemoteFile:
         """The file of a shard; raises HubError if it is missing or the Hub has no sha256 for it."""
@@ -80,12 +79,12 @@ def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
         return _cached_repo(ref)
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
-    info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision, repo_type=ref.kind))
+    info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision))
     commit = info.sha
     if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
         raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
-    files = list_files(hub, ref.repo, commit, kind=ref.kind)
-    return RemoteRepo(ref.repo, commit, bool(info.private), files, ref.kind)
+    files = list_files(hub, ref.repo, commit)
+    return RemoteRepo(ref.repo, commit, bool(info.private), files)
 
 
 def _cached_repo(ref: RepoRef) -> RemoteRepo:
@@ -95,7 +94,7 @@ def _cached_repo(ref: RepoRef) -> RemoteRepo:
     """
     from huggingface_hub import constants
 
-    root = Path(constants.HF_HUB_CACHE) / f"{ref.kind}s--{ref.repo.replace('/', '--')}"
+    root = Path(constants.HF_HUB_CACHE) / f"models--{ref.repo.replace('/', '--')}"
     commit = ref.revision or MAIN
     with suppress(OSError):
         if not _COMMIT.fullmatch(commit):
@@ -115,7 +114,7 @@ def _cached_repo(ref: RepoRef) -> RemoteRepo:
             f"{ref}: HF_HUB_OFFLINE is set, and {root} does not hold it. Unset it, or run `hf download {ref.repo}` "
             "where there is a network."
         )
-    return RemoteRepo(ref.repo, commit, private=True, files=files, kind=ref.kind)
+    return RemoteRepo(ref.repo, commit, private=True, files=files)
 
 
 def _check_cached(source: RemoteRepo, needed: Iterable[str]) -> None:
@@ -129,7 +128,7 @@ def _check_cached(source: RemoteRepo, needed: Iterable[str]) -> None:
         )
 
 
-def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict[str, RemoteFile]:
+def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
     """All files at a revision, by path."""
     api = hub.api()
 
@@ -137,7 +136,7 @@ def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict
         from huggingface_hub.hf_api import RepoFile
 
         files: dict[str, RemoteFile] = {}
-        for entry in api.list_repo_tree(repo, recursive=True, revision=revision, repo_type=kind):
+        for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
             if isinstance(entry, RepoFile):
                 sha256 = entry.lfs.sha256 if entry.lfs is not None else None
                 file = RemoteFile(entry.path, entry.size, sha256, None if sha256 else entry.blob_id)
@@ -160,16 +159,16 @@ def file_url(hub: Hub, source: RemoteRepo, path: str, *, is_cached: bool = True)
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
 
     if is_cached and _COMMIT.fullmatch(source.commit):
-        found = try_to_load_from_cache(source.repo, path, revision=source.commit, repo_type=source.kind)
+        found = try_to_load_from_cache(source.repo, path, revision=source.commit)
         size = source.files[path].num_bytes
         if isinstance(found, str) and Path(found).is_file() and Path(found).stat().st_size == size:
             return f"{FILE_SCHEME}{Path(found).absolute()}"
-    return hf_hub_url(source.repo, path, revision=source.commit, repo_type=source.kind, endpoint=hub.endpoint)
+    return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
 
 
-def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile, *, kind: str = MODEL) -> bytes:
+def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
     """The bytes of a small file at a commit or a branch, checked against its hash; HubError if they stay wrong."""
-    source = RemoteRepo(repo, revision, private=True, files={file.path: file}, kind=kind)
+    source = RemoteRepo(repo, revision, private=True, files={file.path: file})
     for attempt in range(NUM_ATTEMPTS):
         url = file_url(hub, source, file.path, is_cached=attempt == 0)
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
