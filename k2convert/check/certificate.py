@@ -51,6 +51,7 @@ LEAST_SHARE: Final = 1 / 1024
 MOST_ROW_ERROR: Final = 8.0
 MOST_BLOCK_ERROR: Final = 32.0
 """Times the error of rounding to nearest. GPTQ has up to 1.9 in a row and 4.8 in a block of tests/data/k2-tiny."""
+_INVALID: Final = "has block scales that are negative or NaN"
 _TOO_MUCH: Final = "have far more error than rounding to nearest"
 _CHUNK: Final = 1 << 18  # weights checked at once
 _PAGE: Final = 4096
@@ -220,6 +221,11 @@ class SourceWeight:
             values = self._numbers(data) * self._units(self.scales.rows(rows)).repeat(_GROUP, axis=1)
         return values if self.exponents is None else np.ldexp(values, -self.exponents.astype(np.int32))
 
+    def packed(self, rows: Rows) -> tuple[U8, F64]:
+        """Return the nibbles [R, K] and the scales of the groups [R, K/32] of some rows."""
+        assert self.scales is not None
+        return _nibbles(self.codes.rows(rows)), self._units(self.scales.rows(rows))
+
     def _numbers(self, data: U8) -> F64:
         nibbles = _nibbles(data)
         return nibbles.astype(np.float64) - 8 if self.kind == "INT4" else _E2M1[nibbles]
@@ -343,8 +349,9 @@ class Certificate:
             largest /= 7
         if not largest:
             return 1.0
-        exponent = -126
-        while 448 * Fraction(2) ** exponent < Fraction(26, 10) * largest:
+        least = Fraction(26, 10) * largest / 448
+        exponent = max(math.frexp(float(least))[1] - 2, -126)
+        while Fraction(2) ** exponent < least:
             exponent += 1
         return 2.0**exponent
 
@@ -397,6 +404,12 @@ class _ShardCheck:
         step = max(1, _CHUNK // columns)
         for part in (chosen[start : start + step] for start in range(0, chosen.size, step)):
             written = Written(_nibbles(codes.rows(part)), scales.rows(part), g)
+            if self.claim.rule == "mse" and weight.kind == "INT4" and weight.exponents is None:
+                _expect(bool((written.scales < 0x7F).all()), _INVALID)
+                numbers, units = weight.packed(part)
+                sums = _check_int4(numbers, units, written)
+                energy, error = energy + sums[0], error + sums[1]
+                continue
             values = weight.values(part)
             difference = values - written.values()
             energy += float((values**2).sum())
@@ -406,7 +419,7 @@ class _ShardCheck:
             self.found.errors[module] = (energy, error)
 
     def _conditions(self, weight: SourceWeight, rows: Rows, values: F64, written: "Written") -> None:
-        _expect(bool((written.scales < 0x7F).all()), "has block scales that are negative or NaN")
+        _expect(bool((written.scales < 0x7F).all()), _INVALID)
         rule = self.claim.rule
         if rule == "max":
             _check_max(values, written)
@@ -582,19 +595,64 @@ def _check_nearest(values: F64, written: Written) -> None:
     _count((_blocks(written.nibbles) >= 8) != is_negative, "signs are not the source's")
 
 
+def _check_int4(nibbles: U8, units: F64, written: Written) -> tuple[float, float]:
+    """Check nearest codes and best scales of INT4 weights; return energy and squared error.
+
+    |q| s has nine values in a block, so the blocks of one (s, b) have the same nine codes and errors.
+    """
+    scales = written.scales.reshape(-1)
+    keys = units.repeat(2, axis=1).reshape(-1).astype(np.float32).view(np.uint32).astype(np.int64) << 8 | scales
+    pairs, of_block = np.unique(keys, return_inverse=True)
+    own = (pairs >> 8).astype(np.uint32).view(np.float32).astype(np.float64)
+    bytes_of = pairs & 0xFF
+    sizes = np.arange(9.0)[:, None] * np.abs(own)
+    nearest = _nearest(sizes / (_E4M3[bytes_of] * written.g))
+    codes = np.searchsorted(_E2M1[:8], nearest).astype(np.uint8)[:, of_block]
+    numbers = _blocks(nibbles).astype(np.int8) - np.int8(8)
+    levels = np.abs(numbers)
+    wrong = np.zeros(levels.shape, dtype=np.bool_)
+    counts = np.empty((9, scales.size))
+    for level in range(9):
+        has_level = levels == level
+        counts[level] = has_level.sum(axis=0, dtype=np.uint8)
+        wrong |= has_level & (written.codes != codes[level])
+    _count(wrong, "codes are not the nearest ones")
+    is_negative = ((numbers < 0) ^ (own < 0)[of_block]) & (written.codes > 0)
+    _count((_blocks(written.nibbles) >= 8) != is_negative, "signs are not the source's")
+    energy = np.einsum("lm,lm->m", counts, (sizes**2)[:, of_block])
+
+    is_zero = ~(counts[1:] * own[of_block]).any(axis=0)
+
+    def errors(offset: int) -> F64:
+        steps = _E4M3[(bytes_of + offset).clip(0, 0x7E)] * written.g
+        return np.einsum("lm,lm->m", counts, ((sizes - _nearest(sizes / steps) * steps) ** 2)[:, of_block])
+
+    own_error = _compare_neighbors(scales.astype(np.int64), is_zero, errors)
+    return float(energy.sum()), float(own_error.sum())
+
+
 def _check_best(values: F64, written: Written) -> None:
     sizes = np.abs(_blocks(values))
     scales = written.scales.reshape(-1).astype(np.int64)
-    is_zero = ~sizes.any(axis=0)
+    _compare_neighbors(
+        scales,
+        ~sizes.any(axis=0),
+        lambda offset: _block_errors(sizes, (scales + offset).clip(0, 0x7E), written.g),
+    )
+
+
+def _compare_neighbors(scales: Rows, is_zero: NDArray[np.bool_], errors: Callable[[int], F64]) -> F64:
+    """Check that no scale nearby has less error; return the error of each block. `errors` gets a number of steps."""
     _count((scales != 0x38) & is_zero, "blocks of zeros have another scale than 1")
     _count((scales < 8) & ~is_zero, "block scales are below 2**-6")
-    errors = {0: _block_errors(sizes, scales, written.g)}
+    own = errors(0)
     for offset in (-3, -2, -1, 1, 2, 3):
         near = scales + offset
         exists = (near >= 8) & (near <= 0x7E) & ~is_zero
-        error = _block_errors(sizes, np.where(exists, near, scales), written.g)
-        is_better = error <= errors[0] if offset > 0 else error < errors[0]
+        error = errors(offset)
+        is_better = error <= own if offset > 0 else error < own
         _count(exists & is_better, "block scales are not the best ones, the larger one of equals")
+    return own
 
 
 def _block_errors(sizes: F64, scales: Rows, g: float) -> F64:

@@ -31,7 +31,6 @@ COMMAND_NAME: Final = "command.json"
 LOCK_NAME: Final = "lock"
 PUBLISHED_NAME: Final = "published.json"
 RECORDS_FOLDER: Final = "shards"
-VALIDATION_FOLDER: Final = "validation"
 DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
 
