@@ -171,7 +171,7 @@ def test_families_are_asked_for_in_models_only() -> None:
                 assert not {f.name for f in FAMILIES} & {c for c in constants if isinstance(c, str)}, inside(path)
 
 
-LONGER_FILES = {"check/certificate.py": 660}
+LONGER_FILES = {"check/certificate.py": 700}
 """It imports no module of the package, so nothing in it can move elsewhere."""
 
 

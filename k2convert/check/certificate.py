@@ -51,7 +51,6 @@ LEAST_SHARE: Final = 1 / 1024
 MOST_ROW_ERROR: Final = 8.0
 MOST_BLOCK_ERROR: Final = 32.0
 """Times the error of rounding to nearest. GPTQ has up to 1.9 in a row and 4.8 in a block of tests/data/k2-tiny."""
-_INVALID: Final = "has block scales that are negative or NaN"
 _TOO_MUCH: Final = "have far more error than rounding to nearest"
 _CHUNK: Final = 1 << 18  # weights checked at once
 _PAGE: Final = 4096
@@ -222,7 +221,7 @@ class SourceWeight:
         return values if self.exponents is None else np.ldexp(values, -self.exponents.astype(np.int32))
 
     def packed(self, rows: Rows) -> tuple[U8, F64]:
-        """Return the nibbles [R, K] and the scales of the groups [R, K/32] of some rows."""
+        """Return nibbles [R, K] and scales [R, K/32] of some rows."""
         assert self.scales is not None
         return _nibbles(self.codes.rows(rows)), self._units(self.scales.rows(rows))
 
@@ -404,10 +403,9 @@ class _ShardCheck:
         step = max(1, _CHUNK // columns)
         for part in (chosen[start : start + step] for start in range(0, chosen.size, step)):
             written = Written(_nibbles(codes.rows(part)), scales.rows(part), g)
+            _expect(bool((written.scales < 0x7F).all()), "has block scales that are negative or NaN")
             if self.claim.rule == "mse" and weight.kind == "INT4" and weight.exponents is None:
-                _expect(bool((written.scales < 0x7F).all()), _INVALID)
-                numbers, units = weight.packed(part)
-                sums = _check_int4(numbers, units, written)
+                sums = _check_int4(*weight.packed(part), written)
                 energy, error = energy + sums[0], error + sums[1]
                 continue
             values = weight.values(part)
@@ -419,7 +417,6 @@ class _ShardCheck:
             self.found.errors[module] = (energy, error)
 
     def _conditions(self, weight: SourceWeight, rows: Rows, values: F64, written: "Written") -> None:
-        _expect(bool((written.scales < 0x7F).all()), _INVALID)
         rule = self.claim.rule
         if rule == "max":
             _check_max(values, written)
@@ -596,10 +593,7 @@ def _check_nearest(values: F64, written: Written) -> None:
 
 
 def _check_int4(nibbles: U8, units: F64, written: Written) -> tuple[float, float]:
-    """Check nearest codes and best scales of INT4 weights; return energy and squared error.
-
-    |q| s has nine values in a block, so the blocks of one (s, b) have the same nine codes and errors.
-    """
+    """Check codes and scales; return energy and squared error. |q| has nine codes and errors for each pair (s, b)."""
     scales = written.scales.reshape(-1)
     keys = units.repeat(2, axis=1).reshape(-1).astype(np.float32).view(np.uint32).astype(np.int64) << 8 | scales
     pairs, of_block = np.unique(keys, return_inverse=True)
@@ -619,30 +613,24 @@ def _check_int4(nibbles: U8, units: F64, written: Written) -> tuple[float, float
     _count(wrong, "codes are not the nearest ones")
     is_negative = ((numbers < 0) ^ (own < 0)[of_block]) & (written.codes > 0)
     _count((_blocks(written.nibbles) >= 8) != is_negative, "signs are not the source's")
-    energy = np.einsum("lm,lm->m", counts, (sizes**2)[:, of_block])
-
-    is_zero = ~(counts[1:] * own[of_block]).any(axis=0)
 
     def errors(offset: int) -> F64:
         steps = _E4M3[(bytes_of + offset).clip(0, 0x7E)] * written.g
         return np.einsum("lm,lm->m", counts, ((sizes - _nearest(sizes / steps) * steps) ** 2)[:, of_block])
 
-    own_error = _compare_neighbors(scales.astype(np.int64), is_zero, errors)
-    return float(energy.sum()), float(own_error.sum())
+    energy = np.einsum("lm,lm->m", counts, (sizes**2)[:, of_block])
+    return float(energy.sum()), float(_compare_neighbors(scales.astype(np.int64), energy, errors).sum())
 
 
 def _check_best(values: F64, written: Written) -> None:
     sizes = np.abs(_blocks(values))
     scales = written.scales.reshape(-1).astype(np.int64)
-    _compare_neighbors(
-        scales,
-        ~sizes.any(axis=0),
-        lambda offset: _block_errors(sizes, (scales + offset).clip(0, 0x7E), written.g),
-    )
+    _compare_neighbors(scales, sizes.max(axis=0), lambda n: _block_errors(sizes, (scales + n).clip(0, 0x7E), written.g))
 
 
-def _compare_neighbors(scales: Rows, is_zero: NDArray[np.bool_], errors: Callable[[int], F64]) -> F64:
-    """Check that no scale nearby has less error; return the error of each block. `errors` gets a number of steps."""
+def _compare_neighbors(scales: Rows, sizes: F64, errors: Callable[[int], F64]) -> F64:
+    """Check that no scale n steps away has less error; return errors(0). `sizes` are 0 for blocks of zeros."""
+    is_zero = sizes == 0
     _count((scales != 0x38) & is_zero, "blocks of zeros have another scale than 1")
     _count((scales < 8) & ~is_zero, "block scales are below 2**-6")
     own = errors(0)
