@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # importing this package takes no time: the command has to ca
     from k2convert.records.evaluation import Evaluation
     from k2convert.records.events import Events as Events
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 
 def __getattr__(name: str) -> object:
