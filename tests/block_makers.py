@@ -1,5 +1,7 @@
 """INT4 weights for the tests, packed by compressed-tensors, with awkward blocks among them."""
 
+from collections.abc import Iterable
+
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from k2convert.choices import GROUP_SIZE
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 
 
 def int4_weight(codes_NK: Tensor, scales_NG: Tensor) -> Int4Weight:
@@ -68,3 +71,11 @@ def bf16_from_bits(bits: Tensor) -> Tensor:
 def blocks_of(weights_NK: Tensor) -> Tensor:
     """Cut [N, K] into blocks [N * K/16, 16]."""
     return weights_NK.reshape(-1, 16)
+
+
+def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
+    """The metrics of several tensors together."""
+    total = MetricsSum()
+    for part in parts:
+        total.add(part)
+    return total.total()

@@ -70,7 +70,9 @@ def submit(pool, work, *args, begin=ThreadPoolExecutor.submit, **keywords):
 def see(kernel):
     def call(*args):
         global longest
-        longest = max(longest, active(), key=len)
+        stack = active()
+        if not any(frame.startswith("quantize/metrics/") for frame in stack):  # a sample is converted to compare with
+            longest = max(longest, stack, key=len)
         return kernel(*args)
     return call
 threading.Thread.start, ThreadPoolExecutor.submit = start, submit

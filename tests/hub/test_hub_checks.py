@@ -195,6 +195,6 @@ def test_a_wrong_kernel_stops_the_job(tiny_hub: LoopbackHub, cli: RunCli, monkey
 
     monkeypatch.setattr(cpu, "convert", convert_wrongly)
     done = cli(*JOB, code=3)
-    assert "sampled blocks are not what the reference arithmetic gives" in " ".join(done.stderr.split())
+    assert "codes are not the nearest ones" in " ".join(done.stderr.split())
     assert "The shard was not uploaded. Run the same command again" in " ".join(done.stderr.split())
     assert_nothing_on_main(tiny_hub)

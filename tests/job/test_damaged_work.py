@@ -14,8 +14,8 @@ from k2convert.errors import CheckpointError
 
 OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
-STREAMS = ("layer-000.safetensors", "hidden-001.safetensors", "missing-001.safetensors")
-RESULTS = ("layer-001.safetensors", "gptq-001.json", "codes-001.safetensors")
+STREAMS = ("layer-000.json", "hidden-001.safetensors", "missing-001.safetensors")
+RESULTS = ("layer-001.json", "codes-001.safetensors")
 NAMES = (*STREAMS, *RESULTS, ".k2convert/calibration.json")
 
 
@@ -72,7 +72,7 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
         path, fact = path.with_name("hidden-001.safetensors"), "missing"  # nothing says that the layer was done
     else:
         fact = "missing" if damage == "missing" and name[0] != "." else "damaged"
-    if (name, damage) != ("layer-000.safetensors", "missing"):
+    if (name, damage) != ("layer-000.json", "missing"):
         assert f"{path}: {fact}: the calibration starts again at the beginning" in error
     assert contents(out) == whole
 

@@ -165,7 +165,6 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
     assert re.search(
         r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", said
     )
-    assert "0 of 4,096 block scales and 1 of 65,536 codes differ" in said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from block_makers import bf16_weight
+from block_makers import bf16_weight, total_metrics
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import Rule
@@ -20,7 +20,7 @@ from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 

@@ -71,8 +71,8 @@ def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
     tokens = calibration_tokens(subject, tmp_path)
     lines = tokens["text"].path.read_text().splitlines()
     assert torch.equal(torch.tensor([json.loads(line) for line in lines]), calibration_windows(subject))
-    options = tokens["512"].options(text="--text")
-    assert options[:6] == ["--text", tokens["text"].path, "--tokens", 512, "--window", 256]
+    assert tokens["512"].options()[:2] == ["--calibrate", tokens["text"].path]
+    assert tokens["512"].options()[2:4] == ["--set", "calibration={tokens: 512, window: 256}"]
     assert tokens["64"].options()[2:4] == ["--set", "calibration={tokens: 64, window: 64}"]
     assert tokens["foreign"].options()[:2] == ["--calibrate", tmp_path / "licence.txt"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -160,14 +159,6 @@ class MetricsSum:
 
 _SUMMED = tuple(field.name for field in fields(WeightMetrics) if field.name != "scale_histogram")
 _EXTREMES = {name: {"min": min, "max": max}[name[:3]] for name in _SUMMED if name.startswith(("min_", "max_"))}
-
-
-def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
-    """Add up the metrics of several tensors. ValueError if there are none."""
-    total = MetricsSum()
-    for part in parts:
-        total.add(part)
-    return total.total()
 
 
 def ratio(numerator: float, denominator: float) -> float:

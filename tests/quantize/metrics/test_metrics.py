@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, codes_of, int4_weight, scales_of, trained_like
+from block_makers import any_codes, codes_of, int4_weight, scales_of, total_metrics, trained_like
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
@@ -17,7 +17,7 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES, quantize_best
 from k2convert.quantize.rules.max import max_global_scale, quantize_max
 from k2convert.quantize.rules.search_int4 import mse_global_scale
