@@ -4,278 +4,61 @@ The fault is in both while a checkpoint is converted and validated, so ledger, h
 the result is validated without the fault.
 """
 
-import itertools
-import re
+import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conversions import convert
-
-from k2convert.check import shards
-from k2convert.check.validate import validate_checkpoint
-from k2convert.checkpoint import header
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.layouts.layout import CheckpointLayout
-from k2convert.checkpoint.reader import ShardReader
-from k2convert.job import resources, shard
-from k2convert.models import projections, source_formats
-from k2convert.plan import plan
-from k2convert.quantize import quantizer
-from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
-from k2convert.quantize.formats.nvfp4 import (
-    E2M1_VALUES,
-    decode_e4m3,
-    encode_e4m3,
-    pack_nibbles,
-    unpack_nibbles,
+from conversions import plan_job, text_of
+from fault_makers import (
+    by_definition,
+    each,
+    flipped,
+    floored,
+    last_byte,
+    last_row_zero,
+    last_scale,
+    negated_row,
+    next_expert,
+    of_bf16,
+    of_dtypes,
+    of_gptq,
+    of_input_scales,
+    of_int4,
+    of_mxfp4,
+    of_names,
+    of_offsets,
+    of_places,
+    of_reader,
+    of_result,
+    of_scalars,
+    of_scale,
+    of_shapes,
+    of_tensors,
+    of_ties,
+    of_walk,
+    smaller_code,
+    swapped_bytes,
+    with_input_scales,
+    zero,
 )
-from k2convert.quantize.metrics.measure import measure_quantized
-from k2convert.quantize.quantizer import NativeQuantizer
+
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.plan import WalkText
+from k2convert.check.validate import validate_checkpoint
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CalibrationError
+from k2convert.job.run import execute
+from k2convert.quantize.formats.bf16 import Magnitude
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.rules import max as max_rule
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def of_int4(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
-    """Codes uint8 [N, K/2] and scale bits uint16 [N, K/32] are changed when they are read."""
-    right = source_formats.INT4.load
-
-    def load(packed: Any, scale: Any, rows: int, name: str) -> Int4Weight:
-        weight: Any = right(packed, scale, rows, name)
-        return Int4Weight(*map(np.ascontiguousarray, change(weight.packed, weight.scale_bits)))
-
-    return _of_format(source_formats.INT4, load)
-
-
-def of_mxfp4(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
-    """Codes uint8 [N, K/2] and scale bytes uint8 [N, K/32] are changed when they are read."""
-    right = source_formats.MXFP4.load
-
-    def load(packed: Any, scale: Any, rows: int, name: str) -> Mxfp4Weight:
-        weight: Any = right(packed, scale, rows, name)
-        return Mxfp4Weight(*map(np.ascontiguousarray, change(weight.packed, weight.scale_bytes)))
-
-    return _of_format(source_formats.MXFP4, load)
-
-
-def _of_format(known: Any, load: Any) -> Patch:
-    changed = replace(known, load=load)
-    rows = tuple(changed if row is known else row for row in source_formats.SOURCE_FORMATS)
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(projections, "SOURCE_FORMATS", rows)
-        monkeypatch.setattr(projections, "INT4", rows[0])
-
-    return patch
-
-
-def of_bf16(change: Callable[[Any], Any]) -> Patch:
-    """The bits uint16 [N, K] of BF16 weights are changed when they are read."""
-    return lambda patch: patch.setattr(
-        projections, "Bf16Weight", lambda bits: Bf16Weight(np.ascontiguousarray(change(bits)))
-    )
-
-
-def of_result(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
-    """Codes [N, K/2] and block scales [N, K/16] are changed before they are measured and written."""
-    right = NativeQuantizer.quantize
-
-    def quantize(self: Any, source: Any, *, name: str, magnitude: Any, **options: Any) -> Any:
-        result, _ = right(self, source, name=name, magnitude=magnitude, **options)
-        packed, scales = change(result.packed.copy(), result.block_scales.copy())
-        changed = replace(result, packed=np.ascontiguousarray(packed), block_scales=np.ascontiguousarray(scales))
-        return changed, measure_quantized(source, changed, name=name, magnitude=magnitude)
-
-    return lambda monkeypatch: monkeypatch.setattr(NativeQuantizer, "quantize", quantize)
-
-
-def of_scale(change: Callable[[Any, Magnitude], float]) -> Patch:
-    right = NativeQuantizer.global_scale
-    return lambda monkeypatch: monkeypatch.setattr(
-        NativeQuantizer, "global_scale", lambda self, magnitude: change(lambda m: right(self, m), magnitude)
-    )
-
-
-def of_reader(change: Callable[[Any, Any, int], Any]) -> Patch:
-    """Bytes of tensors are changed whenever they are read, of source and result."""
-    right = ShardReader.read
-
-    def read(self: Any, tensor: Any, *, begin: int = 0, end: int | None = None) -> Any:
-        data = right(self, tensor, begin=begin, end=end)
-        is_shape = tensor.name.endswith("weight_shape")  # `run` would stop at it
-        return data if tensor.name == "(all)" or is_shape else change(data.copy(), tensor, begin)
-
-    return lambda monkeypatch: monkeypatch.setattr(ShardReader, "read", read)
-
-
-def of_scalars(change: Callable[[Any, Any, float], bytes]) -> Patch:
-    right = CheckpointLayout.encode_scalar
-    return lambda monkeypatch: monkeypatch.setattr(
-        CheckpointLayout, "encode_scalar", lambda self, value: change(right, self, value)
-    )
-
-
-def of_places(one: str, other: str) -> Patch:
-    """The source's tensors of two modules are taken for each other."""
-    find, single = plan.find_projections, shards.projection_of
-    fields = ("packed", "scale", "shape")
-
-    def renamed(module: str) -> str:
-        return module.replace(one, "\0").replace(other, one).replace("\0", other)
-
-    def found(source: Any, names: Any, roles: Any) -> Any:
-        right = find(source, names, roles)
-        return {m: replace(p, **{f: getattr(right[renamed(m)], f) for f in fields}) for m, p in right.items()}
-
-    def projection(source: Any, parts: Any) -> Any:
-        right = single(source, parts)
-        wrong = {f: source.tensors.get(renamed(getattr(right, f).name)) for f in fields}
-        return replace(right, **wrong)
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(plan, "find_projections", found)
-        monkeypatch.setattr(shards, "projection_of", projection)
-
-    return patch
-
-
-def of_tensors(pattern: str, change: Callable[[Any], Any]) -> Patch:
-    """Bytes of the tensors of some names are changed whenever they are read."""
-    found = re.compile(pattern)
-    return of_reader(lambda data, tensor, begin: change(data) if found.search(tensor.name) else data)
-
-
-def of_dtypes(pattern: str, before: str, after: str) -> Patch:
-    """Tensors of some names have another dtype of as many bytes wherever a header is read."""
-    right = header._tensor_info
-
-    def info(name: str, entry: Any, **options: Any) -> Any:
-        tensor = right(name, entry, **options)
-        is_wrong = re.search(pattern, name) and tensor.dtype == before
-        return tensor._replace(dtype=after) if is_wrong else tensor
-
-    return lambda patch: patch.setattr(header, "_tensor_info", info)
-
-
-def of_offsets(one: str, other: str) -> Patch:
-    """Two tensors of a result are at each other's offsets, where it is written and where it is read."""
-    encode, parse = resources.encode_header, header.parse_header
-
-    def encoded(tensors: Any, **options: Any) -> bytes:
-        raw = encode(tensors, **options).decode("latin-1")
-        names = {f'"{one}"': f'"{other}"', f'"{other}"': f'"{one}"'}
-        return re.sub("|".join(map(re.escape, names)), lambda name: names[name[0]], raw).encode("latin-1")
-
-    def parsed(raw: bytes, **options: Any) -> Any:
-        found = parse(raw, **options)
-        if one in found.tensors and other in found.tensors and b"weight_scale_2" in raw:
-            first, second = found.tensors[one], found.tensors[other]
-            found.tensors[one], found.tensors[other] = second._replace(name=one), first._replace(name=other)
-        return found
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(resources, "encode_header", encoded)
-        monkeypatch.setattr(resources, "parse_header", parsed)
-        monkeypatch.setattr(header, "parse_header", parsed)
-
-    return patch
-
-
-def of_input_scales(change: Callable[[Any, Any], tuple[float, float]]) -> Patch:
-    """`change` gets the layout's scale of gate and up, and of down, and returns those that are written."""
-    right = shard.scalar_bytes
-
-    def scalars(recipe: Any, projection: Any, global_scale: float) -> Any:
-        scales = recipe.input_scale
-        gate_up, down = change(scales.gate_up, scales.down)
-        return right(
-            recipe.model_copy(update={"input_scale": scales.model_copy(update={"gate_up": gate_up, "down": down})}),
-            projection,
-            global_scale,
-        )
-
-    return lambda patch: patch.setattr(shard, "scalar_bytes", scalars)
-
-
-def of_ties(*, is_up: bool) -> Patch:
-    """Weights halfway between two codes are all rounded away from zero, or all toward it."""
-    right = NativeQuantizer.quantize
-
-    def quantize(self: Any, source: Any, *, name: str, magnitude: Any, **options: Any) -> Any:
-        result, _ = right(self, source, name=name, magnitude=magnitude, **options)
-        steps = (decode_e4m3(result.block_scales) * result.global_scale).repeat(16, axis=1)
-        ratio = np.abs(source.values()) / steps
-        nibbles = unpack_nibbles(result.packed)
-        for code, (low, high) in enumerate(itertools.pairwise(E2M1_VALUES)):
-            is_tie = ratio == (low + high) / 2
-            nibbles = np.where(is_tie, nibbles & 8 | np.uint8(code + is_up), nibbles)
-        changed = replace(result, packed=pack_nibbles(nibbles.astype(np.uint8)))
-        return changed, measure_quantized(source, changed, name=name, magnitude=magnitude)
-
-    return lambda patch: patch.setattr(NativeQuantizer, "quantize", quantize)
-
-
-def by_definition(change: Patch) -> Patch:
-    """The rule is computed by its definition in NumPy, which `change` changes."""
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(quantizer, "has_kernel", lambda _rule: False)
-        change(monkeypatch)
-
-    return patch
-
-
-def floored(values: Any) -> Any:
-    codes = encode_e4m3(values)
-    return codes - (decode_e4m3(codes) > values).astype(np.uint8)
-
-
-def flipped(data: Any) -> Any:
-    data[0] ^= 1
-    return data
-
-
-def swapped_bytes(data: Any) -> Any:
-    return data.reshape(-1, 4)[:, ::-1].reshape(-1)
-
-
-def zero(array: Any, place: Any) -> Any:
-    array[place] = 0
-    return array
-
-
-def last_byte(data: Any, tensor: Any, begin: int) -> Any:
-    if data.size and begin + data.size == tensor.num_bytes:
-        data[-1] ^= 1
-    return data
-
-
-def last_row_zero(codes: Any, scales: Any) -> tuple[Any, Any]:
-    codes = codes.copy()
-    codes[-1] = 0x88
-    return codes, scales
-
-
-def smaller_code(codes: Any, scales: Any) -> tuple[Any, Any]:
-    """One code of every row is one smaller."""
-    is_large = (codes & 7) > 1
-    return codes - ((np.cumsum(is_large, 1) == 1) & is_large).astype(np.uint8), scales
-
-
-def last_scale(codes: Any, scales: Any) -> tuple[Any, Any]:
-    scales[-1, -1] -= 1
-    return codes, scales
-
 
 SCALES: dict[str, Any] = {"activations": "w4a4", "input_scale": {"gate_up": 0.5, "down": 0.125}}
 MLP: dict[str, Any] = {"roles": ("experts", "shared_experts", "dense_mlp")}
+GPTQ: dict[str, Any] = {"rule": "gptq", "activations": "w4a16"}
 K3: dict[str, Any] = {"roles": ("experts",)}
 FAULTS: dict[str, Any] = {
     "source nibbles in the other order": ("cut", of_int4(lambda c, s: (c >> 4 | c << 4, s))),
@@ -387,23 +170,71 @@ FAULTS: dict[str, Any] = {
     "BF16 signs lost": ("cut", of_bf16(lambda w: w & 0x7FFF), MLP),
     "BF16 g doubled": ("cut", of_scale(lambda right, m: right(m) * (1 if m.is_int4 else 2)), MLP),
     "BF16 by max a row off": ("cut", of_bf16(lambda w: np.roll(w, 1, 0)), MLP | {"rule": "max"}),
+    "gptq: weight of the next expert": ("walked", of_gptq(lambda c, s: (c, s), next_expert), GPTQ),
+    "gptq: block scales a block off": ("walked", of_gptq(lambda c, s: (c, np.roll(s, 1, 1))), GPTQ),
+    "gptq: block scales a group off": ("walked", of_gptq(lambda c, s: (c, np.roll(s, 2, 1))), GPTQ),
+    "gptq: g doubled": ("walked", each(of_gptq(lambda c, s: (c, s)), of_scale(lambda right, m: 2 * right(m))), GPTQ),
+    "gptq: one row zero": ("walked", of_gptq(lambda c, s: (zero(c, 5), s)), GPTQ),
+    "gptq: nibbles in the other order": ("walked", of_gptq(lambda c, s: (c >> 4 | c << 4, s)), GPTQ),
+    "gptq: signs of one row": ("walked", of_gptq(lambda c, s: (negated_row(c), s)), GPTQ),
+    "gptq: source codes a row off": (
+        "cut",
+        each(of_int4(lambda c, s: (np.roll(c, 1, 0), s)), of_walk(lambda c, s: (np.roll(c, 1, 0), s))),
+        GPTQ,
+    ),
+    "input scales in W4A16": ("cut", with_input_scales, {"activations": "w4a16"}),
+    "shape of a copy": ("cut", of_shapes(r"layernorm\.weight$")),
+    "BF16 bytes swapped": ("cut", of_bf16(lambda w: w.byteswap() & 0xBFFF), MLP),
+    "MXFP4 tensors of the next expert": ("k3_tiny", of_names(next_expert), K3),
+    "K2.5: tensors of the next expert": ("k25", of_names(next_expert)),
+    "one expert twice": ("cut", of_names(lambda name: name.replace(".experts.0.", ".experts.1."))),
 }
 
 QUICK = (
     "source scales a group off", "one code a row smaller", "g doubled", "ties away from zero", "max: amax over 7",
-    "rows of the router", "MXFP4 exponents with bias 126", "BF16 transposed",
+    "rows of the router", "input scales in W4A16", "gptq: block scales a group off", "MXFP4 exponents with bias 126",
+    "BF16 transposed",
 )  # fmt: skip
 
 
-@pytest.mark.quick(8)
+@pytest.fixture(scope="module")
+def windows(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> WalkText:
+    """320 random tokens."""
+    path = tmp_path_factory.mktemp("tokens") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 2048, size=(5, 64)))
+    return text_of(cut, [path])
+
+
+@pytest.fixture(scope="module")
+def walked(cut: Path, windows: WalkText, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of rule gptq that stopped after the walk, before the first shard with experts."""
+    folder = tmp_path_factory.mktemp("walked") / "out"
+    job = plan_job(cut, folder, text=windows, **GPTQ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "quantized_weight", stopped)
+        with pytest.raises(CalibrationError, match="stopped"):
+            execute(job)
+    return folder
+
+
+def stopped(*_: Any, **__: Any) -> None:
+    raise CalibrationError("stopped")
+
+
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", [*QUICK, *(name for name in FAULTS if name not in QUICK)])
 def test_a_fault_of_conversion_and_validation_is_found(
     name: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture, patch, *recipe = FAULTS[name]
-    source: Path = request.getfixturevalue(fixture)
+    source: Path = request.getfixturevalue("cut" if fixture == "walked" else fixture)
+    keys = {"rule": "mse"} | (recipe[0] if recipe else {})
+    text = request.getfixturevalue("windows") if keys["rule"] == "gptq" else None
+    out = tmp_path / "out"
+    if fixture == "walked":
+        shutil.copytree(request.getfixturevalue("walked"), out)
     patch(monkeypatch)
-    out = convert(source, tmp_path / "out", **({"rule": "mse"} | (recipe[0] if recipe else {})))
+    execute(plan_job(source, out, text=text, **keys))
     for _ in ("with the fault", "without it"):
         report = validate_checkpoint(folder=out, source=open_checkpoint(source))
         assert report.weights is not None
