@@ -241,3 +241,16 @@ def test_a_fault_of_conversion_and_validation_is_found(
         assert report.weights.certificate.mismatches
         assert not report.passed
         monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_a_conversion_that_goes_on_after_the_walk_has_no_fault(
+    cut: Path, walked: Path, windows: WalkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(walked, tmp_path / "out")
+    of_gptq(lambda c, s: (c, s))(monkeypatch)
+    execute(plan_job(cut, out, text=windows, **GPTQ))
+    report = validate_checkpoint(folder=out, source=open_checkpoint(cut))
+    assert report.weights is not None
+    assert report.weights.certificate.tensors == 12
+    assert report.passed
