@@ -2,8 +2,8 @@
 
 A result with smoothing has the weight of the norm before a MoE block times 2**a, channel by channel, and the columns
 of all that read its output over 2**a: the router, and gate and up of shared and routed experts. Powers of two change no
-digit, so every scaled number is the source's times a power of two, or it is wrong. The arithmetic here shares nothing
-with the code that scales.
+digit, so every scaled number is the source's times a power of two, or it is wrong. The certificate checks the same by
+arithmetic of its own.
 """
 
 from collections.abc import Collection, Mapping

@@ -94,7 +94,7 @@ class RunOptions:
     layout: Layout | None = option("Tensor names and config of the result.", panel=RESULT)
     activations: Activations | None = option("4-bit activations, or weight-only.", panel=RESULT)
     to: Target | None = option("NVFP4, or the dequantized BF16 copy.", panel=RESULT)
-    verify: bool = flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", CHECKS)
+    verify: bool = flag("--verify", "Hash every finished shard, and convert damaged ones again.", CHECKS)
     dry_run: bool = flag("--dry-run", "Print the plan and write nothing.", CHECKS)
     json: bool = json_option()
     quiet: bool = quiet_option()

@@ -1,7 +1,7 @@
 """Weights read from a checkpoint one layer at a time, and decoded a few rows at a time.
 
-The decoders and their tables share nothing with quantize/formats: they follow the format documents, so a mistake in the
-formats shows as a wrong layer.
+The decoders and their tables are not those of quantize/formats: they follow the format documents, so a mistake in the
+formats' arithmetic shows as a wrong layer.
 
     INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
     NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
