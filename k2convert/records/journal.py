@@ -195,8 +195,9 @@ class Journal:
         """Refuse the description of an earlier release, which may have fields of its own; raises ResumeError."""
         with suppress(MalformedFileError):
             found = parse_json_object(read_text_file(self._job_path), where=str(self._job_path))
-            if "fingerprint" in found:
-                check_version(int(found.get("version", 1)), self.destination)
+            version = found.get("version", 1)
+            if "fingerprint" in found and isinstance(version, int):
+                check_version(version, self.destination)
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
