@@ -145,9 +145,9 @@ def convert(case: Case, python: Path, sources: Path, out: Path, environment: dic
             [sys.executable, "-c", fetch, name, out / "result"], env=variables, check=True, capture_output=True
         )
     files = sorted(path for pattern in COMPARED for path in (out / "result").glob(pattern))
-    version = subprocess.run([python, "-m", "k2convert", "--version"], capture_output=True, check=True).stdout.split()[
-        -1
-    ]
+    asked = [python, "-m", "k2convert", "--version"]
+    said = subprocess.run(asked, cwd=out, env=variables, capture_output=True, check=True).stdout
+    version = said.split()[-1]
     return Outcome({path.name: digest(path, version) for path in files}, "")
 
 
