@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from k2convert.errors import DestinationError, DestinationWriteError
@@ -22,10 +23,12 @@ _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file system
 
 unfinished: Final[set[Path]] = set()
 """The temporary files and folders of this process that it removes when it ends in any way but by SIGKILL."""
+_creating: Final = Lock()
 
 
 def discard_unfinished() -> None:
-    """Remove the temporary files and folders that are in use. The process is about to end."""
+    """Remove the temporary files and folders that are in use, and let no thread create another: the process ends."""
+    _creating.acquire()
     for path in tuple(unfinished):
         shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):
@@ -82,16 +85,20 @@ def sync_folder(folder: Path) -> None:
 def create_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
     """Create a new temporary file, in place of one that a killed run left; returns its descriptor.
 
-    Raises DestinationError, OSError.
+    It is `unfinished` until it is renamed or removed. Raises DestinationError, OSError.
     """
-    remove_file(path)
-    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with _creating:
+        remove_file(path)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        unfinished.add(path)
+    return descriptor
 
 
 def remove_file(path: Path) -> None:
     """Remove a file or link, if it is there; raises DestinationError for a folder, OSError."""
     try:
         path.unlink(missing_ok=True)
+        unfinished.discard(path)
     except IsADirectoryError:
         raise DestinationError(f"{path}: is a folder, but k2convert needs a file there. Remove it.") from None
 
@@ -99,6 +106,7 @@ def remove_file(path: Path) -> None:
 def replace_file(temporary: Path, path: Path) -> None:
     """Rename a synced temporary file to its final name in the same folder, and sync the folder."""
     temporary.replace(path)
+    unfinished.discard(temporary)
     sync_folder(path.parent)
 
 
@@ -112,5 +120,5 @@ def place_first(temporary: Path, path: Path) -> None:
         if error.errno not in _NO_HARD_LINKS:
             raise
         temporary.replace(path)
-    temporary.unlink(missing_ok=True)
+    remove_file(temporary)
     sync_folder(path.parent)

@@ -20,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_all, writing
-from k2convert.checkpoint.folders import create_file, remove_file, replace_file, unfinished
+from k2convert.checkpoint.folders import create_file, remove_file, replace_file
 from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
 from k2convert.machine import BUFFERS
@@ -62,7 +62,6 @@ class ShardWriter:
                     os.close(self._descriptor)
                     remove_file(self._temporary)
                     raise
-                unfinished.add(self._temporary)
         except Exception:
             self._pool.shutdown()
             self._hasher.shutdown()
@@ -152,7 +151,6 @@ class ShardWriter:
         if not self._is_committed:
             with suppress(OSError, DestinationError):
                 remove_file(self._temporary)
-        unfinished.discard(self._temporary)
 
 
 def _open_direct(path: Path) -> int | None:
