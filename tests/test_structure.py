@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 43_347, "tests": 34_660, "scripts": 8_066}
+BUDGET = {"k2convert": 37_000, "tests": 29_200, "scripts": 7_700}
 """The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
 
 
