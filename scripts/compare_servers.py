@@ -173,7 +173,7 @@ def compare(servers: list[Server], windows: NDArray[np.int64], top_k: int) -> di
 
 
 def main() -> int:
-    """Print the figures as JSON, or one line that says what is wrong."""
+    """Print the figures as JSON, or a one-line error."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("a", metavar="A", help="address of the reference, http://HOST[:PORT]/v1")
     parser.add_argument("b", metavar="B", help="address of the other server")

@@ -1,7 +1,7 @@
 """The verdict on a converted shard, from the bytes of result and source by the format documents alone.
 
 Only the standard library and NumPy are imported, and no other module of the package, so a fault that the conversion
-has in common with other readers of a checkpoint is found here. Headers and numbers are decoded anew:
+has in common with other readers of a checkpoint is found here. It decodes headers and numbers itself:
 
     INT4    q * s       q + 8 in 4 bits, the even column in the low nibble; BF16 s for 32 columns of a row
     MXFP4   v * 2**e    E2M1 v, the even column in the low nibble; e = byte - 127 for 32 columns of a row

@@ -1,7 +1,7 @@
 """Safetensors shards and checkpoint folders: reading, writing, names, and the files that declare NVFP4.
 
 names       every file and folder name
-folders     files and folders to write, created anew and synced
+folders     new files and folders, created and synced
 files       JSON read strictly, small files written atomically
 header      one shard's header
 index       a folder's index, config and headers together; sidecars: tokenizer, template, license

@@ -1,4 +1,4 @@
-"""Files and folders that k2convert writes: created anew, renamed, and synced with their folder.
+"""Files and folders that k2convert writes: created, renamed, and synced with their folder.
 
 A link could lead to any file of the user. A job refuses the links below its destination once, when it opens. A file is
 written under a temporary name that nothing had (O_EXCL, O_NOFOLLOW), and its rename replaces a link, never its target.
