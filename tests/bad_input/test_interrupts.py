@@ -47,3 +47,25 @@ def test_signals_are_caught_before_the_command_line_is_imported() -> None:
     )
     done = python(code)
     assert (done.returncode, done.stderr) == (143, "interrupted.\n")
+
+
+INTERRUPTED_INSIDE_OPEN = """
+import os, signal, sys, time
+import k2convert.__main__ as entry
+from k2convert.checkpoint import folders
+real = os.open
+def interrupted(path, flags, mode=0o777):
+    descriptor = real(path, flags, mode)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)  # the thread that ends the process looks for temporary files now
+    return descriptor
+os.open = interrupted
+entry.catch_interrupts()
+folders.create_file(folders.Path(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+def test_a_file_that_is_being_created_at_an_interrupt_is_removed(tmp_path: Path) -> None:
+    done = python(INTERRUPTED_INSIDE_OPEN, tmp_path / "shard.tmp")
+    assert (done.returncode, list(tmp_path.iterdir())) == (130, []), done.stderr
