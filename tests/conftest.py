@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave all modules and tests out of every collection of garbage: a walk collects it after each layer."""
+    """Leave all modules and tests out of every collection of garbage: a layer pass collects it after each layer."""
     gc.freeze()
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from k2convert.calibration.plan import WalkText
+from k2convert.calibration.plan import PassText
 from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.client import Hub
@@ -14,10 +14,10 @@ from k2convert.plan.recipe import settle_recipe
 from k2convert.records.fingerprint import Source
 
 
-def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> WalkText:
-    """The text of a walk on the CPU."""
+def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> PassText:
+    """The text of a layer pass on the CPU."""
     windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
-    return WalkText(windows, chunk=4, devices=("cpu",), threads=2)
+    return PassText(windows, chunk=4, devices=("cpu",), threads=2)
 
 
 def plan_job(
@@ -25,7 +25,7 @@ def plan_job(
     folder: Path,
     recipe: str | None = None,
     *,
-    text: WalkText | None = None,
+    text: PassText | None = None,
     max_disk: int | None = None,
     **keys: Any,
 ) -> Job:

@@ -246,7 +246,7 @@ def of_gptq(change: Callable[[Any, Any], tuple[Any, Any]], renamed: Callable[[st
     return lambda patch: patch.setattr(Calibration, "quantized_weight", quantized)
 
 
-def of_walk(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
+def of_layer_pass(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     """As `of_int4`, where rule gptq reads the source."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:

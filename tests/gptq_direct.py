@@ -21,21 +21,21 @@ class Tokens:
     """Inputs [t, K], what they lack [t, N], weights [t] and halves [t] of some tokens."""
 
     inputs: Array
-    missing: Array
+    residual: Array
     weights: Array
     halves: NDArray[np.int64]
 
     def half(self, half: int) -> Tokens:
         chosen = self.halves == half
-        return Tokens(self.inputs[chosen], self.missing[chosen], self.weights[chosen], self.halves[chosen])
+        return Tokens(self.inputs[chosen], self.residual[chosen], self.weights[chosen], self.halves[chosen])
 
     @property
-    def form(self) -> Array:
+    def hessian(self) -> Array:
         return (self.inputs * self.weights[:, None]).T @ self.inputs / self.weights.sum()
 
     @property
     def cross(self) -> Array:
-        return (self.missing * self.weights[:, None]).T @ self.inputs / self.weights.sum()
+        return (self.residual * self.weights[:, None]).T @ self.inputs / self.weights.sum()
 
     def mean_square(self, rows_tN: Array) -> float:
         """The mean of w |r|^2."""
@@ -44,21 +44,21 @@ class Tokens:
 
 def ridge(tokens: Tokens, cross: Array, strength: float) -> Array:
     """D (H + lambda P)^-1 with the H of all tokens."""
-    form = tokens.form
-    penalty = np.diag((np.diag(form) + np.diag(form).mean()) / 2)
-    return np.linalg.solve((form + strength * penalty).T, cross.T).T
+    hessian = tokens.hessian
+    penalty = np.diag((np.diag(hessian) + np.diag(hessian).mean()) / 2)
+    return np.linalg.solve((hessian + strength * penalty).T, cross.T).T
 
 
 def ridge_target(tokens: Tokens) -> tuple[Array, float | None]:
-    """The correction and its strength, from what is left of `missing` on the tokens of the other half."""
+    """The correction and its strength, from what is left of `residual` on the tokens of the other half."""
 
     def removed(strength: float) -> float:
         total = 0.0
         for a in (0, 1):
             other = tokens.half(1 - a)
             correction = ridge(tokens, tokens.half(a).cross, strength)
-            left = other.missing - other.inputs @ correction.T
-            total += other.mean_square(other.missing) - other.mean_square(left)
+            left = other.residual - other.inputs @ correction.T
+            total += other.mean_square(other.residual) - other.mean_square(left)
         return total
 
     best = max(STRENGTHS, key=removed)
@@ -67,10 +67,10 @@ def ridge_target(tokens: Tokens) -> tuple[Array, float | None]:
     return ridge(tokens, tokens.cross, best / 2), best
 
 
-def compensated(row: Array, values: Array, form: Array) -> Array:
+def compensated(row: Array, values: Array, hessian: Array) -> Array:
     """The best weights of the columns from len(values) on, if those before have these values."""
     done = len(values)
-    answer = np.linalg.solve(form[done:, done:], form[done:, :done] @ (row[:done] - values))
+    answer = np.linalg.solve(hessian[done:, done:], hessian[done:, :done] @ (row[:done] - values))
     return row[done:] + answer
 
 
@@ -81,26 +81,26 @@ def nearest(scaled: float) -> float:
     return float(np.copysign(E2M1_VALUES[code], scaled))
 
 
-def round_block(block: Array, form: Array, byte: int, unit: float) -> tuple[Array, float]:
+def round_block(block: Array, hessian: Array, byte: int, unit: float) -> tuple[Array, float]:
     """Values of a block under a scale, each column answering those before, and the loss if all behind could answer too.
 
-    `form` is that of the block and of the columns behind it.
+    `hessian` is that of the block and of the columns behind it.
     """
     step = float(decode_e4m3(np.array(byte, dtype=np.uint8))) * unit
-    row = np.concatenate([block, np.zeros(form.shape[0] - len(block))])
+    row = np.concatenate([block, np.zeros(hessian.shape[0] - len(block))])
     values = np.empty(len(block))
     for j in range(len(block)):
-        current = compensated(row, values[:j], form)[0]
+        current = compensated(row, values[:j], hessian)[0]
         values[j] = nearest(current / step) * step
-    behind = compensated(row, values, form)
+    behind = compensated(row, values, hessian)
     error = row - np.concatenate([values, behind])
-    return values, float(error @ form @ error)
+    return values, float(error @ hessian @ error)
 
 
-def losses(target_NK: Tensor, codes: Nvfp4Weight, form_KK: Tensor) -> Array:
+def losses(target_NK: Tensor, codes: Nvfp4Weight, hessian_KK: Tensor) -> Array:
     """(w - q) H (w - q)^T of each row."""
     error = target_NK.double().numpy() - dequantize_nvfp4(codes)
-    return ((error @ form_KK.double().numpy()) * error).sum(axis=1)
+    return ((error @ hessian_KK.double().numpy()) * error).sum(axis=1)
 
 
 def correlated(tokens: int, columns: int, seed: int = 0) -> Tensor:

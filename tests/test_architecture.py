@@ -49,7 +49,7 @@ OWNERS = {
         "calibration/accumulate.py",
         "calibration/smoothing.py",
         "calibration/gptq_layer.py",
-        "calibration/gptq_walk.py",
+        "calibration/gptq_pass.py",
         "calibration/layer_tokens.py",
     },
 }

@@ -1,8 +1,8 @@
-"""Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see gptq_walk.py.
+"""The layer pass of rule `gptq` (gptq_pass.py), next to the pipeline of a conversion.
 
-What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's quantized weights are
-removed when the last shard that needs them is recorded. If a shard has to be converted again after that, the walk
-begins with the first layer once more: it makes the same bytes on the same machine.
+What it has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's quantized weights are removed
+when the last shard that needs them is recorded. If a shard has to be converted again after that, the layer pass begins
+with the first layer once more: it makes the same bytes on the same machine.
 """
 
 import threading
@@ -38,8 +38,8 @@ _LEAVE_SECONDS: Final = 20.0  # a factor of K2's size takes this long, and nothi
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWalk:
-    """A walk that can go on: its plan, the recipe, the chunk of its first run, and the layers done.
+class OpenPass:
+    """A layer pass that can go on: its plan, the recipe, the chunk of its first run, and the layers done.
 
     `shards` are the output shards that are not recorded yet.
     """
@@ -53,9 +53,9 @@ class OpenWalk:
     def finish(self) -> CalibrationRecord:
         """Return the ledger's entry; raises CheckpointError if a file of a layer is damaged."""
         plan = self.plan
-        num_layers = plan.walk.num_layers
-        results = {number: read_layer(plan.walk.work, number) for number in range(num_layers)}
-        windows = plan.walk.text.windows
+        num_layers = plan.layer_pass.num_layers
+        results = {number: read_layer(plan.layer_pass.work, number) for number in range(num_layers)}
+        windows = plan.layer_pass.text.windows
         smoothing = bool(self.recipe.smoothing)
         scaled = {n: found for n, result in results.items() if (found := result.smoothing()) is not None}
         moe_layers = plan.architecture.moe_layers
@@ -68,31 +68,31 @@ class OpenWalk:
             seed=windows.seed,
             smoothing=smoothing,
             exponents_digest=digest_of_exponents(scaled),
-            layers={n: _layer_record(results[n], plan.walk.hidden_size, smoothing=smoothing) for n in moe_layers},
+            layers={n: _layer_record(results[n], plan.layer_pass.hidden_size, smoothing=smoothing) for n in moe_layers},
             held_out_windows=plan.held_out_windows,
             dense_layers={n: r.gptq for n, r in results.items() if n not in moe_layers and r.gptq is not None},
         )
 
     @contextmanager
-    def running(self, *, room: int, stop: Event, events: Events) -> "Generator[ShardWalk]":
-        """Walk while the block runs, which converts shards and returns when `stop` is set; then wait for the walk.
+    def running(self, *, room: int, stop: Event, events: Events) -> "Generator[RunningPass]":
+        """Run the layer pass during the block, which converts shards and returns when `stop` is set; then wait for it.
 
-        `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
+        `room` is what fetched layers may use. Raises what failed first, in the block or in the layer pass.
         """
-        with QuantizedLayers(self.plan.walk.work) as codes:
-            walk = ShardWalk(self, codes, room=room, stop=stop, events=events)
+        with QuantizedLayers(self.plan.layer_pass.work) as codes:
+            layer_pass = RunningPass(self, codes, room=room, stop=stop, events=events)
             try:
-                yield walk
-                walk.join()
-            except InterruptedRun:  # the walk may have stopped the block
-                walk.join(seconds=_LEAVE_SECONDS)
-                if walk.failure is None:
+                yield layer_pass
+                layer_pass.join()
+            except InterruptedRun:  # the layer pass may have stopped the block
+                layer_pass.join(seconds=_LEAVE_SECONDS)
+                if layer_pass.failure is None:
                     raise
             finally:
                 stop.set()
-                walk.join(seconds=_LEAVE_SECONDS)
-        if walk.failure is not None:
-            raise walk.failure
+                layer_pass.join(seconds=_LEAVE_SECONDS)
+        if layer_pass.failure is not None:
+            raise layer_pass.failure
 
 
 def _layer_record(result: LayerResult, hidden_size: int, *, smoothing: bool) -> LayerCalibration:
@@ -102,39 +102,39 @@ def _layer_record(result: LayerResult, hidden_size: int, *, smoothing: bool) -> 
     return LayerCalibration(tokens=result.tokens, exponents=counts, gptq=result.gptq)
 
 
-def open_walk(
+def open_pass(
     plan: CalibrationPlan,
     recipe: Recipe,
     shards: Collection[str],
     *,
     calibrated: CalibrationRecord | None,
     events: Events,
-) -> OpenWalk | None:
-    """Begin or resume the walk of a job that has `shards` to convert; None if it is done: `calibrated` says so.
+) -> OpenPass | None:
+    """Begin or resume the layer pass of a job that has `shards` to convert; None if it is done: `calibrated` says so.
 
     Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
     """
-    work = plan.walk.work
+    work = plan.layer_pass.work
     if not shards and calibrated is not None:
         if work.folder.exists():
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
     make_folder(work.folder / WORK_FOLDER)
-    begun = work.begin(plan.walk.job, events=events)
+    begun = work.begin(plan.layer_pass.job, events=events)
     needed = {layer for name in shards for layer in plan.needs[name].codes}
-    first = work.resume(num_layers=plan.walk.num_layers, also=needed_files(work, needed), events=events)
+    first = work.resume(num_layers=plan.layer_pass.num_layers, also=needed_files(work, needed), events=events)
     if first:
-        events.note(f"{work.folder}: resuming: {first} of {plan.walk.num_layers} layers done")
+        events.note(f"{work.folder}: resuming: {first} of {plan.layer_pass.num_layers} layers done")
     for layer in set(range(first)) - needed:
         drop_quantized(work, layer)
-    return OpenWalk(plan, recipe, begun.chunk, first, shards)
+    return OpenPass(plan, recipe, begun.chunk, first, shards)
 
 
-class ShardWalk:
-    """A walk in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
+class RunningPass:
+    """A layer pass in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
 
-    def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
-        self.calibration = Calibration(LayerFiles(opened.plan.walk.work), codes)
+    def __init__(self, opened: OpenPass, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
+        self.calibration = Calibration(LayerFiles(opened.plan.layer_pass.work), codes)
         self.failure: BaseException | None = None
         self._opened = opened
         self._plan = opened.plan
@@ -142,7 +142,7 @@ class ShardWalk:
         self._codes = codes
         self._stop = stop
         self._events = events
-        self._thread = threading.Thread(target=self._guard, name="walk", daemon=True)
+        self._thread = threading.Thread(target=self._guard, name="layers", daemon=True)
         self._changed = Condition()  # guards everything below
         self._needs = {name: self._plan.needs[name] for name in opened.shards}
         self._num_done = opened.first
@@ -185,16 +185,18 @@ class ShardWalk:
 
     def _guard(self) -> None:
         try:
-            self._walk()
+            self._run()
         except BaseException as error:  # raised again in the thread that converts
             self.failure = error
             self._stop.set()
 
-    def _walk(self) -> None:
-        from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
+    def _run(self) -> None:
+        from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
 
         plan = self._plan
-        with plan.walk.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
+        with plan.layer_pass.opened(
+            self._opened.first, room=self._room, events=self._events, stop=self._stop
+        ) as layers:
 
             @contextmanager
             def around(layer: int) -> Generator[Checkpoint]:
@@ -206,16 +208,16 @@ class ShardWalk:
 
             recipe = self._opened.recipe
             options = GptqOptions(
-                seed=plan.walk.text.windows.seed,
+                seed=plan.layer_pass.text.windows.seed,
                 smoothing=bool(recipe.smoothing),
                 roles=recipe.roles,
                 check_stop=self._check_stop,
             )
-            walk = plan.walk.walk(self._opened.chunk, around)
-            walk_gptq(walk, options, plan.walk.work, save=self._save, events=self._events)
+            layer_pass = plan.layer_pass.layer_pass(self._opened.chunk, around)
+            gptq_pass(layer_pass, options, plan.layer_pass.work, save=self._save, events=self._events)
 
     def _save(self, layer: int, result: LayerResult) -> None:
-        write_layer(self._plan.walk.work, layer, result)
+        write_layer(self._plan.layer_pass.work, layer, result)
         with self._changed:
             self._num_done = layer + 1
             is_needed = layer in self._needed()

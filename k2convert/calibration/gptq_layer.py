@@ -9,7 +9,7 @@ is corrected for what all experts before it left over. The MLP that every token 
 experts, or a dense layer's MLP without any others.
 
 Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
-token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/curvature.py), and
+token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/hessian.py), and
 sums are made in a fixed order, so the number of workers does not change them. A GPU multiplies in TF32 while it rounds
 gate and up, as in the streams, and in FP32 for everything that is summed over tokens, factored or solved.
 """
@@ -35,17 +35,25 @@ from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, ex
 from k2convert.models import read_architecture
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
-from k2convert.quantize.gptq.curvature import ALONE, CheckStop, Curvature, Team, cut, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
-from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_shrinkage, round_gptq
+from k2convert.quantize.gptq.hessian import (
+    ONE_THREAD,
+    CheckStop,
+    DampedHessian,
+    Team,
+    cut,
+    damp_hessian,
+    identity_hessian,
+)
+from k2convert.quantize.gptq.moments import CrossMoments, Moments, WeightedTokens, correct
+from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_damping, round_gptq
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.calibration import MIN_TOKENS, GptqLayer, OutputErrors, SharedDown
 
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
-"""The shrinkage of gate and up is chosen by these rows of them, of these experts."""
+"""The damping of gate and up is chosen by these rows of them, of these experts."""
 
 GROUPED_EXPERTS: Final = 8
 """Experts whose gate and up a GPU rounds together."""
@@ -135,14 +143,14 @@ def decoded(codes: Codes) -> LinearLayer:
 
 def round_together(
     weights: Sequence[tuple[SourceProjection, float]],
-    curvature: Curvature,
+    hessian: DampedHessian,
     kernel: RoundingKernel,
     *,
     sweeps: int = SWEEPS,
 ) -> list[Codes]:
     """Round projections that read one input, each with its global scale."""
     targets = torch.cat([weight.values / global_scale for weight, global_scale in weights])
-    codes = round_gptq(targets, 1.0, curvature, kernel, sweeps=sweeps)
+    codes = round_gptq(targets, 1.0, hessian, kernel, sweeps=sweeps)
     found = list[Codes]()
     done = 0
     for weight, global_scale in weights:
@@ -170,8 +178,8 @@ _Expert = tuple[list[Codes], Tensor, tuple[Tensor, Tensor]]
 """An expert's codes of gate and up; what the source's down makes of the inner activations, f32 [t, K]; and what the
 expert gives in the source and by rule `mse` for the last m of its tokens, f32 [m, K] each."""
 
-_Down = tuple[SourceProjection, float, tuple[Moments, float, Curvature] | None]
-"""A down projection that is not converted yet; its global scale; moments, shrinkage and curvature, None for `mse`."""
+_Down = tuple[SourceProjection, float, tuple[Moments, float, DampedHessian] | None]
+"""A down projection that is not converted yet; its global scale; moments, damping, damped Hessian, None for `mse`."""
 
 
 @dataclass(slots=True)
@@ -210,16 +218,16 @@ class LayerConverter:
         inputs.gate_up = None  # 0.4 GB for K2
         assert moments is not None
         if (exponents := self.weights.exponents) is not None:
-            factors_K = torch.exp2(torch.as_tensor(exponents).to(moments.forms))
+            factors_K = torch.exp2(torch.as_tensor(exponents).to(moments.sums))
             for rows in self.scratch.pieces(inputs.x.shape[0]):
                 inputs.x[rows].mul_(factors_K)
             moments.scale(torch.as_tensor(exponents))
-        shrinkage, curvature = self._prepare_gate_up(moments)
+        damping, hessian = self._prepare_gate_up(moments)
         del moments
         first = inputs.first_measured
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
         experts = self._route(inputs)
-        with allowing_tf32(self.devices), closing(self._gates_and_ups(experts, inputs, curvature)) as converted:
+        with allowing_tf32(self.devices), closing(self._gates_and_ups(experts, inputs, hessian)) as converted:
             for number, (gate_up, output, measured) in enumerate(converted):
                 tokens = experts[number].tokens
                 for kind, codes in zip((GATE, UP), gate_up, strict=True):
@@ -230,23 +238,23 @@ class LayerConverter:
                     self.scratch.subtract(left, places, own)
                 self.advance((number + 1) / len(experts), 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
-        del exact_mK, mse_mK, curvature
-        shrinkages: list[float | None] = []
+        del exact_mK, mse_mK, hessian
+        dampings: list[float | None] = []
         ridges: list[float | None] = []
         calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
         with run_in_order(lambda call: call(), calls, workers=self.workers) as downs:
             for number, down in enumerate(downs):
                 _, _, trusted = down
-                shrinkages.append(None if trusted is None else trusted[1])
+                dampings.append(None if trusted is None else trusted[1])
                 ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
                 self.advance(1.0, (number + 1) / len(experts))
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
         num_experts = self.weights.num_experts
         decided = GptqLayer(
-            shrinkage=shrinkage,
+            shrinkage=damping,
             down_ridges=tuple(ridges[:num_experts]),
-            down_shrinkages=tuple(shrinkages[:num_experts]),
-            shared_down=None if self.weights.shared is None else SharedDown(ridges[-1], shrinkages[-1]),
+            down_shrinkages=tuple(dampings[:num_experts]),
+            shared_down=None if self.weights.shared is None else SharedDown(ridges[-1], dampings[-1]),
             fitted=fitted,
             held_out=held_out if inputs.halves.shape[0] < residual_TK.shape[0] else None,
         )
@@ -277,10 +285,10 @@ class LayerConverter:
         return found
 
     def _gates_and_ups(
-        self, experts: list[_Routed], inputs: LayerInputs, curvature: Curvature | None
+        self, experts: list[_Routed], inputs: LayerInputs, hessian: DampedHessian | None
     ) -> Generator[_Expert]:
         """Convert gate and up of every expert, some experts at a time on each device; yields them in order."""
-        copies = [None if curvature is None else curvature.to(device) for device in self.devices]
+        copies = [None if hessian is None else hessian.to(device) for device in self.devices]
         size = 1 if self.device == "cpu" else GROUPED_EXPERTS
         groups = (range(start, min(start + size, len(experts))) for start in range(0, len(experts), size))
         dealt = ((group, number % len(copies)) for number, group in enumerate(groups))
@@ -309,19 +317,19 @@ class LayerConverter:
             rows += [weight.values[:: -(-weight.values.shape[0] // count)] / global_scale for weight in weights]
         return torch.cat(rows)
 
-    def _prepare_gate_up(self, moments: Moments) -> tuple[float | None, Curvature | None]:
-        """Choose the shrinkage of a layer's gate and up; returns it with the curvature, or None for rule `mse`."""
+    def _prepare_gate_up(self, moments: Moments) -> tuple[float | None, DampedHessian | None]:
+        """Choose the damping of a layer's gate and up; returns it with the damped Hessian, or None for rule `mse`."""
         moments.complete(self.team)
         if not self.is_varied:
             return None, None
         rows = self._sample()
-        shrinkage = choose_shrinkage(moments, rows, 1.0, self._kernel(self.device), self.team)
-        if shrinkage is None:
+        damping = choose_damping(moments, rows, 1.0, self._kernel(self.device), self.team)
+        if damping is None:
             return None, None
-        return shrinkage, make_curvature(moments.form(), shrinkage, self.team)
+        return damping, damp_hessian(moments.hessian(), damping, self.team)
 
     def _convert_group(
-        self, group: range, experts: list[_Routed], inputs: LayerInputs, curvature: Curvature | None, device: str
+        self, group: range, experts: list[_Routed], inputs: LayerInputs, hessian: DampedHessian | None, device: str
     ) -> list[_Expert]:
         """Convert gate and up of some experts on a device, and compute what each makes of its tokens."""
         inner: list[tuple[SourceProjection, float]] = []
@@ -334,8 +342,8 @@ class LayerConverter:
             downs.append((down, shared_scale([down])))
         without_data = self._without_data(inner, device)
         codes = without_data
-        if curvature is not None:
-            codes = round_together(inner, curvature, self._kernel(device))
+        if hessian is not None:
+            codes = round_together(inner, hessian, self._kernel(device))
         of_mse = self._without_data(downs, device)
         found: list[_Expert] = []
         for place, number in enumerate(group):
@@ -354,7 +362,7 @@ class LayerConverter:
         if device == "cpu" and not is_smoothed:
             return [by_mse(*weight) for weight in weights]
         columns = weights[0][0].values.shape[1]
-        return round_together(weights, even_curvature(columns, device=device), self._kernel(device), sweeps=0)
+        return round_together(weights, identity_hessian(columns, device=device), self._kernel(device), sweeps=0)
 
     def _compute(
         self, expert: _Routed, codes: list[Codes], source: list[Tensor], mse: Mlp, inputs: LayerInputs
@@ -382,15 +390,17 @@ class LayerConverter:
         global_scale = shared_scale([down])
         if expert.fitted < MIN_TOKENS or not self.is_varied:
             return down, global_scale, None
-        team = self.team if number == self.weights.num_experts else ALONE  # the others are prepared beside each other
+        team = (
+            self.team if number == self.weights.num_experts else ONE_THREAD
+        )  # the others are prepared beside each other
         moments = Moments.start(expert.inner.shape[1], device=self.device)
         for rows in self.scratch.pieces(expert.fitted):
             moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
         moments.complete(team)
-        shrinkage = choose_shrinkage(moments, down.values, global_scale, self._kernel(self.device), team)
-        if shrinkage is None:
+        damping = choose_damping(moments, down.values, global_scale, self._kernel(self.device), team)
+        if damping is None:
             return down, global_scale, None
-        return down, global_scale, (moments, shrinkage, make_curvature(moments.form(), shrinkage, team))
+        return down, global_scale, (moments, damping, damp_hessian(moments.hessian(), damping, team))
 
     def _convert_down(
         self, number: int, down: _Down, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor
@@ -401,17 +411,17 @@ class LayerConverter:
         if trusted is None:
             codes = by_mse(weight, global_scale)
         else:
-            moments, _, curvature = trusted
-            missing = Missing.start(moments.forms.shape[1], residual_TK.shape[1], device=self.device)
+            moments, _, hessian = trusted
+            residual = CrossMoments.start(moments.sums.shape[1], residual_TK.shape[1], device=self.device)
             for rows in self.scratch.pieces(expert.fitted):
                 left = self.scratch.take(residual_TK, expert.tokens[rows])
                 halves = _halves(expert.tokens[rows], inputs)
-                missing.add(expert.inner[rows], left, halves, self.team)
-            correction, strength = correct(moments, missing, self.team)
+                residual.add(expert.inner[rows], left, halves, self.team)
+            correction, strength = correct(moments, residual, self.team)
             target = weight.values
             if correction is not None:
                 target = weight.values + correction
-            codes = round_gptq(target, global_scale, curvature, self._kernel(self.device, threads=self.workers))
+            codes = round_gptq(target, global_scale, hessian, self._kernel(self.device, threads=self.workers))
         self.write(self.weights.module(number, DOWN), codes.weight())
         change = DenseWeight(decoded(codes).weight.decode() - weight.values)
 

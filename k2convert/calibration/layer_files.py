@@ -5,7 +5,7 @@
         MODULE.packed            U8 [N, K/2]
         MODULE.block_scales      U8 [N, K/16]
         MODULE.global_scale      F32 [1]
-    missing-004.safetensors      what the converted model lacks of the hidden states that layer 4 reads
+    residual-004.safetensors      what the converted model lacks of the hidden states that layer 4 reads
 
 Each is complete or absent, and its blake3 is kept by the work folder (forward/work.py), which checks it.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.header import TensorInfo, encode_header, read_header
-from k2convert.checkpoint.names import WALK_NAME, WORK_FOLDER, WORK_SUFFIX
+from k2convert.checkpoint.names import CALIBRATION_WORK, WORK_FOLDER, WORK_SUFFIX
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.choices import BLOCK_SIZE
@@ -35,7 +35,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.document import Count, Exponent, encode, read_document
 
-MISSING: Final = "missing"
+RESIDUAL: Final = "residual"
 CODES: Final = "codes"
 
 _OPEN_LAYERS: Final = 4
@@ -50,8 +50,8 @@ Write = Callable[[str, Nvfp4Weight], None]
 
 def conversion_work(destination: Path) -> WorkFolder:
     """Return the work folder of a conversion with a text, DEST/.k2convert/calibration.work."""
-    folder = destination / WORK_FOLDER / f"{WALK_NAME}{WORK_SUFFIX}"
-    return WorkFolder(folder, streams=(HIDDEN, MISSING), others=(CODES,))
+    folder = destination / WORK_FOLDER / f"{CALIBRATION_WORK}{WORK_SUFFIX}"
+    return WorkFolder(folder, streams=(HIDDEN, RESIDUAL), others=(CODES,))
 
 
 @dataclass(frozen=True, slots=True)

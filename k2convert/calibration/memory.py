@@ -19,13 +19,13 @@ from k2convert.calibration.text import experts_per_token
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
-from k2convert.forward.walk import DENSE_TOKENS
+from k2convert.forward.layer_pass import DENSE_TOKENS
 from k2convert.machine import POOL_BYTES
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
-from k2convert.quantize.gptq.curvature import SMALL
-from k2convert.quantize.gptq.rounding import SHRINKAGES
+from k2convert.quantize.gptq.hessian import SMALL
+from k2convert.quantize.gptq.rounding import DAMPINGS
 
 CUDA_BYTES: Final = 3 << 30
 """Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
@@ -169,9 +169,9 @@ def gptq_memory(model: ModelSizes, size: PassSize, *, shared_width: int = 0) -> 
     projection = 4 * model.hidden * model.width
     states = 4 * size.chunk_tokens * model.hidden
     routed = model.routed(size.num_tokens)
-    tried = 1  # halves of the moments while their shrinkage is chosen: one at a time, or one in every thread
+    tried = 1  # halves of the moments while their damping is chosen: one at a time, or one in every thread
     if model.hidden <= SMALL:
-        tried = min(size.workers, 2 * len(SHRINKAGES))
+        tried = min(size.workers, 2 * len(DAMPINGS))
     if size.on_cpu:
         tokens = inner = 0
         mapped = 2 * states

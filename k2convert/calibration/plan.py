@@ -1,12 +1,12 @@
-"""A walk, planned from headers and text: what it depends on, what disk it needs, and how far it is.
+"""A layer pass, planned from headers and text: what it depends on, what disk it needs, and how far it is.
 
-`run --calibrate` converts on a walk by rule `gptq` (conversion.py). An evaluation is a walk of several models.
+`run --calibrate` converts in a layer pass of rule `gptq` (conversion.py). An evaluation is one of several models.
 
-    layer 0 -> layer 1 -> layer 2 -> ...          the walk, with a conversion in a thread of its own
+    layer 0 -> layer 1 -> layer 2 -> ...          the layer pass, with a conversion in a thread of its own
                   |          |
                shard 1    shard 2                 the pipeline: a shard is converted when its last layer is done
 
-The walk is at most AHEAD layers ahead of the shards, so that few converted layers wait on the disk.
+The layer pass is at most AHEAD layers ahead of the shards, so that few converted layers wait on the disk.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -20,7 +20,7 @@ from k2convert.calibration.text import Windows, experts_per_token, held_out
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import check_disk
 from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
-from k2convert.forward.work import WalkJob, WorkFolder
+from k2convert.forward.work import PassJob, WorkFolder
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.models import locate_module, read_architecture
@@ -32,9 +32,9 @@ from k2convert.records.fingerprint import Source
 
 if TYPE_CHECKING:
     from k2convert.calibration.memory import PassSize
-    from k2convert.forward.walk import Walk
+    from k2convert.forward.layer_pass import LayerLoop
 
-WALK_VERSION: Final = 4  # to be raised when a walk makes different bytes of the same input
+PASS_VERSION: Final = 4  # to be raised when a layer pass makes different bytes of the same input
 AHEAD: Final = 1
 _STATE_BYTES: Final = 2
 _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
@@ -49,8 +49,8 @@ Around = Callable[[int], AbstractContextManager[Checkpoint]]
 
 
 @dataclass(frozen=True, slots=True)
-class WalkText:
-    """Text of a walk, and how this machine walks over it.
+class PassText:
+    """Text of a layer pass, and how this machine goes over it.
 
     `chunk` windows are computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by
     `threads` threads. With `by_default`, nobody asked for the number of tokens.
@@ -65,7 +65,7 @@ class WalkText:
     def identity(self, device: str) -> dict[str, Any]:
         """Return what the results depend on, field by field, as the fingerprint has it."""
         return {
-            "walk": WALK_VERSION,
+            "layer_pass": PASS_VERSION,
             "texts": ", ".join(f"{name} ({digest})" for name, digest in self.windows.texts),
             "tokens": self.windows.tokens,
             "window": self.windows.window,
@@ -84,19 +84,19 @@ class WalkText:
 
 
 @dataclass(frozen=True, slots=True)
-class WalkPlan:
-    """A planned walk. Nothing has been written yet.
+class LayerPass:
+    """A planned layer pass. Nothing has been written yet.
 
     `shards` are read in the order of their parts: each layer of every checkpoint, then the head of every checkpoint if
-    there are heads, all at once. `disk_bytes` is the room for the walk's files, without what is fetched. `disk_allowed`
-    is what may be used in all; next to a conversion, the conversion knows that.
+    there are heads, all at once. `disk_bytes` is the space for the files of the pass, without what is fetched.
+    `disk_allowed` is what may be used in all; next to a conversion, the conversion knows that.
     """
 
-    text: WalkText
+    text: PassText
     num_layers: int
     hidden_size: int
     work: WorkFolder
-    job: WalkJob
+    job: PassJob
     shards: LayerShards
     disk_bytes: int
     disk_allowed: int
@@ -134,11 +134,11 @@ class WalkPlan:
 
     @property
     def disk_needed(self) -> int:
-        """The least disk that the walk needs at a time."""
+        """The least disk that the layer pass needs at a time."""
         return self.disk_bytes + self.layer_rooms[-1]
 
     def check_room(self) -> None:
-        """Refuse a walk that cannot finish for lack of disk; raises DiskFullError with both numbers."""
+        """Refuse a layer pass that cannot finish for lack of disk; raises DiskFullError with both numbers."""
         advice = "Free some space"
         if any(self.fetched):
             advice = "Allow more with --max-disk, or free some space"
@@ -150,7 +150,7 @@ class WalkPlan:
         )
 
     def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
-        """Return the extent of the walk if the layers before `first` are done: its own, and all that is downloaded."""
+        """Return the extent of the pass if the layers before `first` are done: its own, and all that is downloaded."""
         unit = self.num_models * self.num_tokens
         phases = dict[Phase, tuple[int, int]]()
         if any(self.fetched):
@@ -161,7 +161,7 @@ class WalkPlan:
         return phases
 
     def extent(self, first: int, *, layer_costs: tuple[float, ...]) -> Extent:
-        """Return the extent of a walk on its own."""
+        """Return the extent of a layer pass on its own."""
         unit = self.num_models * self.num_tokens
         return Extent(self.phases(first, {}), layer_tokens=unit, layer_costs=layer_costs)
 
@@ -172,11 +172,11 @@ class WalkPlan:
         with shards.opened(first * self.num_checkpoints):
             yield shards.around
 
-    def walk(self, chunk: int, around: Around) -> "Walk":
-        """Return the walk of one model over the text, `chunk` windows at a time."""
-        from k2convert.forward.walk import Walk
+    def layer_pass(self, chunk: int, around: Around) -> "LayerLoop":
+        """Return the layer pass of one model over the text, `chunk` windows at a time."""
+        from k2convert.forward.layer_pass import LayerLoop
 
-        return Walk(
+        return LayerLoop(
             ids=self.text.windows.ids,
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -189,10 +189,10 @@ class WalkPlan:
     @contextmanager
     def resumed(
         self, *, command: JobCommand | None, layer_costs: tuple[float, ...], events: Events
-    ) -> Generator["Walk"]:
-        """Lock the work folder and yield the walk, begun or resumed. `command` is what the user typed.
+    ) -> Generator["LayerLoop"]:
+        """Lock the work folder and yield the layer pass, begun or resumed. `command` is what the user typed.
 
-        Raises DiskFullError without room, ResumeError in the folder of a different walk.
+        Raises DiskFullError without room, ResumeError in the folder of a different layer pass.
         """
         self.check_room()
         work = self.work
@@ -207,12 +207,12 @@ class WalkPlan:
                 events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
             with self.opened(first, room=self.disk_allowed - self.disk_bytes, events=events) as around:
                 events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
-                yield self.walk(begun.chunk, around)
+                yield self.layer_pass(begun.chunk, around)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardNeeds:
-    """Layers and tensors that an output shard needs of the walk.
+    """Layers and tensors that an output shard needs of the layer pass.
 
     `last` is the last layer that it waits for, -1 if it waits for none. `codes` are the bytes of quantized weights that
     it needs, by layer.
@@ -226,7 +226,7 @@ class ShardNeeds:
 class CalibrationPlan:
     """A planned calibration. Nothing has been written yet. `needs` are those of each output shard."""
 
-    walk: WalkPlan
+    layer_pass: LayerPass
     source: Checkpoint
     architecture: Architecture
     needs: Mapping[str, ShardNeeds]
@@ -235,12 +235,12 @@ class CalibrationPlan:
     @property
     def held_out_windows(self) -> int:
         """The windows that are kept out of everything that is fitted."""
-        return int(held_out(self.walk.text.windows.ids.shape[0]).sum())
+        return int(held_out(self.layer_pass.text.windows.ids.shape[0]).sum())
 
     @property
     def fitted_windows(self) -> int:
         """The other windows."""
-        return self.walk.text.windows.ids.shape[0] - self.held_out_windows
+        return self.layer_pass.text.windows.ids.shape[0] - self.held_out_windows
 
     def last_layer(self, shard: str) -> int:
         """Return the last layer that an output shard waits for, -1 if it waits for none."""
@@ -250,12 +250,12 @@ class CalibrationPlan:
         """Return how much work each layer is."""
         from k2convert.calibration.memory import layer_costs, read_sizes
 
-        size = self.walk.text.size(self.walk.num_layers)
+        size = self.layer_pass.text.size(self.layer_pass.num_layers)
         return layer_costs(read_sizes(self.source), size, is_gptq=True)
 
 
 def plan_calibration(
-    text: WalkText,
+    text: PassText,
     source: Source,
     *,
     hub: Hub,
@@ -282,12 +282,12 @@ def plan_calibration(
         remote = RemoteShards(hub, source.remote, work.downloads)
         parts = [LayerPart(source.checkpoint, remote, of) for of in layer_ranges(source.checkpoint, num_layers)]
     return CalibrationPlan(
-        walk=WalkPlan(
+        layer_pass=LayerPass(
             text=text,
             num_layers=num_layers,
             hidden_size=architecture.hidden_size,
             work=work,
-            job=WalkJob({**identity, "layers": num_layers}, text.chunk, source.identities()),
+            job=PassJob({**identity, "layers": num_layers}, text.chunk, source.identities()),
             shards=LayerShards(parts, work.downloads, 0, SILENT),
             disk_bytes=disk_bytes,
             disk_allowed=0,
@@ -315,7 +315,7 @@ def _shared_width(shard: ShardJob) -> int:
 
 
 def shard_needs(shard: ShardJob) -> ShardNeeds:
-    """Return what an output shard needs of a walk: every layer that it has tensors of.
+    """Return what an output shard needs of a layer pass: every layer that it has tensors of.
 
     Copied tensors count too: whether smoothing changes them is asked of their layer.
     """

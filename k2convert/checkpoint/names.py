@@ -34,7 +34,9 @@ RECORDS_FOLDER: Final = "shards"
 DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
 
-WALK_NAME: Final = "calibration"  # with WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers
+CALIBRATION_WORK: Final = (
+    "calibration"  # with WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers
+)
 
 WORK_SUFFIX: Final = ".work"
 """Suffix: the name of a file and this are the work folder of its pass. The name below is in it."""

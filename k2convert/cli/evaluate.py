@@ -9,7 +9,7 @@ from k2convert.cli import console
 from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.needs import (
     Needs,
-    display_walk,
+    display_pass,
     evaluation_needs,
     may_begin,
     needs_lines,
@@ -65,19 +65,18 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    walk = plan.walk
-    left = max(walk.num_layers - walk.num_finished, 0)
+    layer_pass = plan.layer_pass
+    left = max(layer_pass.num_layers - layer_pass.num_finished, 0)
     source = plan.checkpoints[0].checkpoint
-    needs = evaluation_needs(source, walk.text, layers=left, models=len(plan.models))
-    line = (
-        f"{counted(len(plan.models) - 1, 'model')} and the reference, {walk.num_layers} layers on {walk.text.windows}"
-    )
+    needs = evaluation_needs(source, layer_pass.text, layers=left, models=len(plan.models))
+    models = f"{counted(len(plan.models) - 1, 'model')} and the reference"
+    line = f"{models}, {layer_pass.num_layers} layers on {layer_pass.text.windows}"
     if options.dry_run:
         _show_plan(plan, needs, line)
-    if not may_begin(walk, needs, options.reference, options):
+    if not may_begin(layer_pass, needs, options.reference, options):
         return
     console.print_event(line)
-    display = display_walk(plan, "evaluate")
+    display = display_pass(plan, "evaluate")
     from k2convert.evaluation.streamed import evaluate as do_evaluation
 
     with display as events:
@@ -88,15 +87,15 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
 
 
 def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
-    document = text_document(plan.walk.text) | {
+    document = text_document(plan.layer_pass.text) | {
         "reference": plain(plan.models[0].model),
         "models": [plain(planned.model) for planned in plan.models[1:]],
-        "layers": plan.walk.num_layers,
-        "finished_layers": min(plan.walk.num_finished, plan.walk.num_layers),
+        "layers": plan.layer_pass.num_layers,
+        "finished_layers": min(plan.layer_pass.num_finished, plan.layer_pass.num_layers),
         "bytes_read": plan.bytes_read,
-        "disk_needed": plan.walk.disk_needed,
+        "disk_needed": plan.layer_pass.disk_needed,
     }
-    fetched = sum(plan.walk.fetched)
+    fetched = sum(plan.layer_pass.fetched)
     fetches = ""
     if fetched:
         fetches = f", fetches {format_bytes(fetched)} from the Hub"
@@ -104,7 +103,7 @@ def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
         document | needs.document(),
         line,
         f"reads {format_bytes(plan.bytes_read)}{fetches}",
-        *needs_lines(plan.walk, needs),
+        *needs_lines(plan.layer_pass, needs),
     )
 
 

@@ -20,7 +20,7 @@ from k2convert.models import read_architecture
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, WalkPlan, WalkText
+    from k2convert.calibration.plan import CalibrationPlan, LayerPass, PassText
     from k2convert.evaluation.streamed import EvaluationPlan
 
 TIME_NOTE: Final = (
@@ -63,12 +63,12 @@ def calibration_needs(plan: CalibrationPlan, job: Job) -> Needs:
     """Count what the rest of a calibration needs, next to the conversion of a job."""
     from k2convert.calibration.memory import gptq_memory, read_sizes
 
-    size = plan.walk.text.size(layers_left(job, plan))
+    size = plan.layer_pass.text.size(layers_left(job, plan))
     memory = gptq_memory(read_sizes(plan.source), size, shared_width=plan.shared_width)
-    return Needs(plan.walk.text.devices, memory_bytes(job, walk=memory.main), memory.gpu)
+    return Needs(plan.layer_pass.text.devices, memory_bytes(job, layer_pass=memory.main), memory.gpu)
 
 
-def evaluation_needs(source: Checkpoint, text: WalkText, *, layers: int, models: int) -> Needs:
+def evaluation_needs(source: Checkpoint, text: PassText, *, layers: int, models: int) -> Needs:
     """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
     from k2convert.calibration.memory import read_sizes
     from k2convert.evaluation.streamed import evaluation_memory
@@ -77,13 +77,13 @@ def evaluation_needs(source: Checkpoint, text: WalkText, *, layers: int, models:
     return Needs(text.devices, peak_bytes() + memory.main, memory.gpu)
 
 
-def final_evaluation(job: Job, text: WalkText) -> Needs:
+def final_evaluation(job: Job, text: PassText) -> Needs:
     """Count what the evaluation at the end of a job needs."""
     source = job.source.checkpoint
     return evaluation_needs(source, text, layers=read_architecture(source).num_layers, models=2)
 
 
-def final_line(needs: Needs, text: WalkText) -> str:
+def final_line(needs: Needs, text: PassText) -> str:
     """Return what the evaluation at the end of a job needs, in a line."""
     return f"evaluation at the end, on {text.windows}; {needs.lines()[0]}"
 
@@ -92,31 +92,33 @@ def layers_left(job: Job, plan: CalibrationPlan) -> int:
     """Return how many layers are left to calibrate, as far as that is known before the job starts."""
     if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
-    return plan.walk.num_layers - plan.walk.num_finished
+    return plan.layer_pass.num_layers - plan.layer_pass.num_finished
 
 
-def needs_lines(walk: WalkPlan, needs: Needs) -> list[str]:
+def needs_lines(layer_pass: LayerPass, needs: Needs) -> list[str]:
     """Return disk and memory in lines, and where the time is said."""
-    disk = f"disk: needs {format_bytes(walk.disk_needed)} at once, may use {format_bytes(walk.disk_allowed)}"
+    disk = (
+        f"disk: needs {format_bytes(layer_pass.disk_needed)} at once, may use {format_bytes(layer_pass.disk_allowed)}"
+    )
     return [disk, *needs.lines(), TIME_NOTE]
 
 
-def may_begin(walk: WalkPlan, needs: Needs, place: str, options: EvaluateOptions) -> bool:
-    """Refuse a walk that this machine cannot do; return whether to do it: a dry run ends here."""
+def may_begin(layer_pass: LayerPass, needs: Needs, place: str, options: EvaluateOptions) -> bool:
+    """Refuse a layer pass that this machine cannot do; return whether to do it: a dry run ends here."""
     needs.check(place)
-    walk.check_room()
+    layer_pass.check_room()
     if options.dry_run:
         console.print_next(console.own_command())
     return not options.dry_run
 
 
-def display_walk(plan: EvaluationPlan, verb: str) -> Display:
-    """Return the display of a walk that begins now, and prepare what is said if it is interrupted."""
-    walk = plan.walk
-    display = Display(verb, walk.extent(walk.num_finished, layer_costs=plan.layer_costs()))
+def display_pass(plan: EvaluationPlan, verb: str) -> Display:
+    """Return the display of a layer pass that begins now, and prepare what is said if it is interrupted."""
+    layer_pass = plan.layer_pass
+    display = Display(verb, layer_pass.extent(layer_pass.num_finished, layer_costs=plan.layer_costs()))
     say_when_interrupted(
         lambda: (
-            f"{min(walk.work.num_finished(), walk.num_layers)} of {walk.num_layers} layers are done. "
+            f"{min(layer_pass.work.num_finished(), layer_pass.num_layers)} of {layer_pass.num_layers} layers are done. "
             "The same command resumes"
         ),
         console.own_command(),
@@ -124,8 +126,8 @@ def display_walk(plan: EvaluationPlan, verb: str) -> Display:
     return display
 
 
-def text_document(text: WalkText) -> dict[str, object]:
-    """Return the text of a walk as plain data."""
+def text_document(text: PassText) -> dict[str, object]:
+    """Return the text of a layer pass as plain data."""
     windows = text.windows
     return {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
@@ -138,12 +140,12 @@ def text_document(text: WalkText) -> dict[str, object]:
 
 def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
     """Return layers and text of a calibration, as plain data."""
-    text = plan.walk.text
+    text = plan.layer_pass.text
     return text_document(text) | {
         "tokens_asked": text.windows.tokens,
         "tokens_reason": _default_line(plan),
         "held_out_windows": plan.held_out_windows,
-        "layers": plan.walk.num_layers,
+        "layers": plan.layer_pass.num_layers,
         "finished_layers": finished_layers,
         "devices": list(text.devices),
     }
@@ -151,13 +153,13 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, o
 
 def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
     """Return the calibration of a job, as plain data."""
-    done = plan.walk.num_layers - layers_left(job, plan)
+    done = plan.layer_pass.num_layers - layers_left(job, plan)
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 
 
 def text_lines(plan: CalibrationPlan) -> list[str]:
     """Return layers and text of a calibration in lines, and why it has its number of tokens if nobody asked for one."""
-    line = f"{plan.walk.num_layers} layers on {plan.walk.text.windows}"
+    line = f"{plan.layer_pass.num_layers} layers on {plan.layer_pass.text.windows}"
     held_out = "with only one window, no error on other tokens"
     if count := plan.held_out_windows:
         verb = "is" if count == 1 else "are"
@@ -174,12 +176,12 @@ def show_start(plan: CalibrationPlan) -> None:
 
 
 def _default_line(plan: CalibrationPlan) -> str | None:
-    if not plan.walk.text.by_default:
+    if not plan.layer_pass.text.by_default:
         return None
     from k2convert.calibration.text import TOKENS_PER_INPUT, experts_per_token
 
     inputs = plan.architecture.moe_intermediate_size
-    tokens = plan.walk.text.windows.tokens
+    tokens = plan.layer_pass.text.windows.tokens
     each = tokens * experts_per_token(plan.source) // max(plan.architecture.num_experts, 1)
     return (
         f"{tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
@@ -203,7 +205,7 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
     if got >= TOKENS_PER_INPUT * inputs:
         return line
-    windows = plan.walk.text.windows
+    windows = plan.layer_pass.text.windows
     window = windows.ids.shape[1]
     enough = -(-windows.ids.size * TOKENS_PER_INPUT * inputs // max(got, 1))
     enough = -(-enough // window) * window
@@ -214,7 +216,7 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:
-    """Print the error of outputs and, with the `plan` of its walk, how many tokens the experts got."""
+    """Print the error of outputs and, with the `plan` of its layer pass, how many tokens the experts got."""
     line = f"outputs of the layers: {found.measured_on}"
     if layers := found.held_out:
         number, worst = max(layers.items(), key=lambda item: item[1].gptq_error)

@@ -245,7 +245,7 @@ def _do(job: Job, options: RunOptions) -> None:
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:
-        _start_walk(job, job.gptq, options)
+        _start_pass(job, job.gptq, options)
     if job.evaluation is not None:
         last = final_evaluation(job, job.evaluation)
         last.check(options.source)
@@ -276,12 +276,12 @@ def _how_far(job: Job, tally: Tally) -> str:
         done = tally.shards if tally.num_shards else len(job.finished)
         what = f"{done} of {len(job.plan.jobs)} shards are converted"
         if job.gptq is not None and "calibrate" in tally.meters:
-            walk = job.gptq.walk
-            what += f", {walk.work.num_finished()} of {walk.num_layers} layers are calibrated"
+            layer_pass = job.gptq.layer_pass
+            what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
     return f"{what}. The same command resumes"
 
 
-def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
+def _start_pass(job: Job, plan: "CalibrationPlan", options: RunOptions) -> None:
     check_room(job)
     if layers_left(job, plan):
         calibration_needs(plan, job).check(options.source)

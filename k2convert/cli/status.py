@@ -36,8 +36,8 @@ def status(options: StatusOptions) -> None:
         show_repository(place)
     elif path.is_file():
         _show_evaluation(path)
-    elif (found := _find_walk(path)) is not None:
-        console.show(found.document(), partial(_show_walk, found))
+    elif (found := _find_evaluation(path)) is not None:
+        console.show(found.document(), partial(_show_evaluation, found))
     else:
         _show_job(path)
 
@@ -52,7 +52,7 @@ def _show_evaluation(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _BegunEvaluation:
     """An evaluation that is not finished, and the file that it is for."""
 
     place: Path
@@ -84,15 +84,15 @@ class _Walk:
         }
 
 
-def _find_walk(path: Path) -> _Walk | None:
+def _find_evaluation(path: Path) -> _BegunEvaluation | None:
     """Return the unfinished work on an evaluation's file, named with or without its folder's suffix."""
     for place in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        if (found := _opened_walk(place, evaluation_works(place)[0])) is not None:
+        if (found := _opened_evaluation(place, evaluation_works(place)[0])) is not None:
             return found
     return None
 
 
-def _opened_walk(place: Path, work: WorkFolder) -> _Walk | None:
+def _opened_evaluation(place: Path, work: WorkFolder) -> _BegunEvaluation | None:
     begun = work.job()
     if begun is None:
         return None
@@ -100,18 +100,18 @@ def _opened_walk(place: Path, work: WorkFolder) -> _Walk | None:
     tokens = begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
-    return _Walk(place, work, layers, tokens, begun.version == IDENTITY_VERSION)
+    return _BegunEvaluation(place, work, layers, tokens, begun.version == IDENTITY_VERSION)
 
 
-def _show_walk(walk: _Walk) -> None:
-    is_running, progress, age = read_lock(walk.work.folder)
+def _show_evaluation(layer_pass: _BegunEvaluation) -> None:
+    is_running, progress, age = read_lock(layer_pass.work.folder)
     word = "running" if is_running else "not finished"
-    amount = f"{walk.finished} of {walk.layers} layers, {walk.tokens:,} tokens at most"
-    console.print_line(f"{walk.place}: evaluation {word}: {amount}")
+    amount = f"{layer_pass.finished} of {layer_pass.layers} layers, {layer_pass.tokens:,} tokens at most"
+    console.print_line(f"{layer_pass.place}: evaluation {word}: {amount}")
     if progress is not None:
         show_progress(progress, age)
     if not is_running:
-        _show_resume(walk.command, "evaluate", is_resumable=walk.is_resumable)
+        _show_resume(layer_pass.command, "evaluate", is_resumable=layer_pass.is_resumable)
 
 
 def _show_resume(command: JobCommand | None, verb: str, *, is_resumable: bool) -> None:
@@ -125,36 +125,38 @@ def _show_resume(command: JobCommand | None, verb: str, *, is_resumable: bool) -
 
 def _show_job(folder: Path) -> None:
     journal = Journal(folder)
-    evaluation = _opened_walk(folder, evaluation_works(folder)[1])
+    evaluation = _opened_evaluation(folder, evaluation_works(folder)[1])
     if journal.job() is None:
         if evaluation is not None:  # of a checkpoint that `run` did not write
-            console.show(evaluation.document(), partial(_show_walk, evaluation))
+            console.show(evaluation.document(), partial(_show_evaluation, evaluation))
             return
         if other := _say_other(folder):
             raise DestinationError(other)
     state = journal.state()
     document = status_document(state)
     work = conversion_work(folder)
-    walk = None
+    layer_pass = None
     if (begun := work.job()) is not None:
-        walk = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
-        document["calibration"] = walk
+        layer_pass = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
+        document["calibration"] = layer_pass
     if evaluation is not None:
         document["evaluation"] = evaluation.document()
     if _lacks_evaluation(folder, state) and state.command is not None:
         document["resume"] = state.command.line(here=str(Path.cwd()))
     found = find_published(folder)
     document["published"] = None if found is None else {"repo": found.repo, "commit": found.commit}
-    console.show(document, partial(_show_state, folder, state, walk, evaluation))
+    console.show(document, partial(_show_state, folder, state, layer_pass, evaluation))
 
 
-def _show_state(folder: Path, state: JobState, walk: dict[str, Any] | None, evaluation: _Walk | None) -> None:
+def _show_state(
+    folder: Path, state: JobState, layer_pass: dict[str, Any] | None, evaluation: _BegunEvaluation | None
+) -> None:
     is_evaluating = evaluation is not None and read_lock(evaluation.work.folder)[0]
     show_status(folder, replace(state, progress=None) if is_evaluating else state)
-    if walk is not None and state.progress is None:
-        console.print_line(f"calibrate: {walk['finished_layers']} of {walk['layers']} layers are done")
+    if layer_pass is not None and state.progress is None:
+        console.print_line(f"calibrate: {layer_pass['finished_layers']} of {layer_pass['layers']} layers are done")
     if evaluation is not None and (is_evaluating or evaluation.command is not None):
-        _show_walk(evaluation)
+        _show_evaluation(evaluation)
         return
     if evaluation is not None:
         console.print_line(f"evaluate: {evaluation.finished} of {evaluation.layers} layers are done")

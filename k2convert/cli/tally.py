@@ -1,7 +1,7 @@
 """Progress of a running stage: counts by phase, rates over the last seconds, and an ETA when there is one.
 
-A walk through layers counts their operations, and how long whole layers took: nothing is known of a layer from its
-first steps.
+A layer pass counts the operations of layers, and how long whole layers took: the first steps of a layer say nothing of
+the rest.
 
 A rate is measured over the last WINDOW_SECONDS. Work that arrives in large lumps, such as whole shards, is measured
 over the last three lumps. Without new work for that long the rate is 0. The ETA is by all new work since it began:
@@ -124,7 +124,7 @@ class Layers:
     _ends: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=_PACE_LAYERS + 1))
 
     def reach(self, position: float, now: float) -> None:
-        """Take how far the walk is: the first call begins it."""
+        """Take how far the layer pass is: the first call begins it."""
         layer = int(position)
         if not self._ends or layer > self._ends[-1][1]:
             self._ends.append((now, layer))
@@ -173,7 +173,7 @@ class Tally:
         self._set(extent)
 
     def _set(self, extent: Extent) -> None:
-        can_wait = any(walk in extent.phases for walk in LAYER_PHASES)
+        can_wait = any(layer_pass in extent.phases for layer_pass in LAYER_PHASES)
         self.meters: dict[Phase, Meter] = {}
         for phase, (total, done) in extent.phases.items():
             meter = Meter(total, done, self._clock, can_wait=can_wait)
@@ -242,10 +242,10 @@ class Tally:
 
     @property
     def seconds_left(self) -> float | None:
-        """The ETA: of a job's slowest phase, or the sum for a validation, without what waits for a walk."""
+        """The ETA: of a job's slowest phase, or the sum for a validation, without what waits for a layer pass."""
         with self._lock:
-            is_walking = any(m.done < m.total for phase, m in self.meters.items() if phase in LAYER_PHASES)
-            left = {phase: m.seconds_left for phase, m in self.meters.items() if not (is_walking and m.can_wait)}
+            is_in_layers = any(m.done < m.total for phase, m in self.meters.items() if phase in LAYER_PHASES)
+            left = {phase: m.seconds_left for phase, m in self.meters.items() if not (is_in_layers and m.can_wait)}
         known = [seconds for seconds in left.values() if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
             return None

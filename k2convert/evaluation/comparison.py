@@ -1,4 +1,4 @@
-"""One layer of every model against the reference's, and the files in which a walk keeps what was found.
+"""One layer of every model against the reference's, and the files in which a layer pass keeps what was found.
 
 layer-003.safetensors       layer 3: the claim that it is done
     norm                    F64 [windows]: sum |h|^2 of the reference; NaN for a dropped window
@@ -19,8 +19,8 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from k2convert.forward.decoder import BlockObserver
+from k2convert.forward.layer_pass import Layer, finite_windows
 from k2convert.forward.moe import Routing
-from k2convert.forward.walk import Layer, finite_windows
 from k2convert.forward.work import HIDDEN
 from k2convert.models import detect_family
 from k2convert.models.names import WEIGHT
@@ -61,13 +61,13 @@ class LayerComparison:
                     experts = observer.experts.reshape(kept.size, -1, observer.experts.shape[1])
                     self._chosen |= zip(kept.tolist(), experts.astype(np.int16), strict=True)
                 write(states)
-        layer.progress.reach(layer.walk.ids.size)
+        layer.progress.reach(layer.layer_pass.ids.size)
 
     def run(self, number: int, layer: Layer) -> None:
         """Run another model through the layer, and compare it."""
         observer = _Choices()
         numbers = self._expert_numbers(layer)
-        shape = layer.walk.shape
+        shape = layer.layer_pass.shape
         after = layer.number + 1
         with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
             for first, (states,) in layer.chunks():
@@ -81,7 +81,7 @@ class LayerComparison:
                         experts = observer.experts[place * shape[1] : (place + 1) * shape[1]]
                         self._agreeing[number, first + window] = self._agreement(first + window, experts, numbers)
                 write(states)
-        layer.progress.reach(layer.walk.ids.size)
+        layer.progress.reach(layer.layer_pass.ids.size)
 
     def encode(self) -> bytes:
         """Return the content of the layer's file."""

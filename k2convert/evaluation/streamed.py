@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 
 from k2convert import __version__
 from k2convert.calibration.memory import Memory, ModelSizes, PassSize, layer_costs, pass_memory, read_sizes
-from k2convert.calibration.plan import WalkPlan
+from k2convert.calibration.plan import LayerPass
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
@@ -34,7 +34,7 @@ from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import Rounding
-from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
+from k2convert.forward.layer_pass import LayerLoop, PassModel, Progress, each_layer
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HIDDEN
 from k2convert.records.command import JobCommand
@@ -83,7 +83,7 @@ class EvaluationPlan:
     the evaluation was planned. Files to write may hold rows that are lost if it `replaces` them.
     """
 
-    walk: WalkPlan
+    layer_pass: LayerPass
     checkpoints: tuple[EvaluatedCheckpoint, ...]
     models: tuple[PlannedModel, ...]
     inputs: tuple[Inputs, ...]
@@ -94,32 +94,32 @@ class EvaluationPlan:
     def bytes_read(self) -> int:
         """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
         heads = len(self.checkpoints)
-        parts = self.walk.shards.parts
+        parts = self.layer_pass.shards.parts
         sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
         modes = [sum(planned.checkpoint == number for planned in self.models) for number in range(heads)]
-        windows, length = self.walk.text.windows.ids.shape
+        windows, length = self.layer_pass.text.windows.ids.shape
         tiles = -(-windows // max(1, TILE_TOKENS // length))
         layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
-        return layers * -(-windows // self.walk.text.chunk) + sum(sizes[-heads:]) * tiles
+        return layers * -(-windows // self.layer_pass.text.chunk) + sum(sizes[-heads:]) * tiles
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return how much work each layer is, and the head."""
         source = self.checkpoints[0].checkpoint
-        size = self.walk.text.size(self.walk.num_layers)
+        size = self.layer_pass.text.size(self.layer_pass.num_layers)
         rows, columns = source.tensors[head_names(source)[1]].shape
         return *layer_costs(read_sizes(source), size, is_gptq=False), float(size.num_tokens * rows * columns)
 
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
-        work = self.walk.work
-        work.remove_leftovers(self.walk.job)
+        work = self.layer_pass.work
+        work.remove_leftovers(self.layer_pass.job)
         around = work.folder.parent
         if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
             shutil.rmtree(around, ignore_errors=True)
 
     def made(self) -> Made:
         """Return what the rows are made from."""
-        text = self.walk.text.windows.described()
+        text = self.layer_pass.text.windows.described()
         document = Evaluation(FORMAT, "evaluate", __version__, self.models[0].model, text, ())
         reference, *others = self.inputs
         origins: dict[str, Origin] = {}
@@ -157,8 +157,8 @@ class EvaluationPlan:
             changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
             if changed:
                 raise ResumeError(
-                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete {self.walk.work.folder} and "
-                    "run the same command again."
+                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete "
+                    f"{self.layer_pass.work.folder} and run the same command again."
                 )
 
 
@@ -171,9 +171,9 @@ def evaluate(
     `decode` makes text of token ids, for the tokens that are shown. `command` is what the user typed. Raises any
     K2ConvertError.
     """
-    with plan.walk.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as walk:
+    with plan.layer_pass.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as layer_pass:
         models = tuple(
-            WalkedModel(
+            PassModel(
                 stream=stream_of(number),
                 checkpoint=planned.checkpoint,
                 rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
@@ -181,10 +181,10 @@ def evaluate(
             )
             for number, planned in enumerate(plan.models)
         )
-        walk = replace(walk, models=models, keeps_last=True)
-        _compare_layers(plan, walk, events)
-        if plan.walk.work.num_finished() == walk.num_layers:
-            _score(plan, walk, events)
+        layer_pass = replace(layer_pass, models=models, keeps_last=True)
+        _compare_layers(plan, layer_pass, events)
+        if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
+            _score(plan, layer_pass, events)
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
@@ -195,48 +195,50 @@ def evaluate(
     return found
 
 
-def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
+def _compare_layers(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
     """Run every model through the layers that are not done, and declare each layer done."""
     comparison = LayerComparison(0, 0)
-    with closing(walk_layers(walk, plan.walk.work, events=events)) as layers:
+    with closing(each_layer(layer_pass, plan.layer_pass.work, events=events)) as layers:
         for layer in layers:
-            number = walk.models.index(layer.model)
+            number = layer_pass.models.index(layer.model)
             if number == 0:
-                comparison = LayerComparison(len(walk.models), walk.shape[0])
+                comparison = LayerComparison(len(layer_pass.models), layer_pass.shape[0])
                 comparison.run_reference(layer)
             else:
                 comparison.run(number, layer)
-            if number == len(walk.models) - 1:
-                plan.walk.work.write(plan.walk.work.claim(layer.number), comparison.encode())
+            if number == len(layer_pass.models) - 1:
+                plan.layer_pass.work.write(plan.layer_pass.work.claim(layer.number), comparison.encode())
 
 
-def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
+def _score(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
     """Score the tokens of every model after the last layer, and declare that done."""
-    work = plan.walk.work
-    last = walk.num_layers
-    length = walk.shape[1]
+    work = plan.layer_pass.work
+    last = layer_pass.num_layers
+    length = layer_pass.shape[1]
     kept = kept_windows(_claim(plan, last - 1))
-    progress = Progress(events, share=len(walk.models))
+    progress = Progress(events, share=len(layer_pass.models))
     found: list[dict[str, NDArray[Any]]] = []
     with ExitStack() as stack:
         heads: list[Head] = []
-        for number in range(walk.num_checkpoints):
-            checkpoint = stack.enter_context(walk.around(last * walk.num_checkpoints + number))
+        for number in range(layer_pass.num_checkpoints):
+            checkpoint = stack.enter_context(layer_pass.around(last * layer_pass.num_checkpoints + number))
             heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
-        reads = [stack.enter_context(work.reading(model.stream, last, walk.shape)) for model in walk.models]
+        reads = [stack.enter_context(work.reading(model.stream, last, layer_pass.shape)) for model in layer_pass.models]
         step = max(1, TILE_TOKENS // length)
-        of_models = [model.checkpoint for model in walk.models]
-        for start in range(0, walk.shape[0], step):
-            stop = min(start + step, walk.shape[0])
+        of_models = [model.checkpoint for model in layer_pass.models]
+        for start in range(0, layer_pass.shape[0], step):
+            stop = min(start + step, layer_pass.shape[0])
             if (chosen := kept[start:stop]).any():
                 # the hidden states [T, K] that predict a token: all but the last of each window
                 states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
-                targets = torch.as_tensor(walk.ids[start:stop, 1:][chosen]).flatten()
-                scored = score_tokens(heads, of_models, states, targets, devices=walk.devices, workers=walk.workers)
+                targets = torch.as_tensor(layer_pass.ids[start:stop, 1:][chosen]).flatten()
+                scored = score_tokens(
+                    heads, of_models, states, targets, devices=layer_pass.devices, workers=layer_pass.workers
+                )
                 found.append({name: array.reshape(len(array), chosen.sum(), -1) for name, array in scored.items()})
             progress.reach(stop * length)
     scores = {name: np.concatenate([part[name] for part in found], axis=1) for name in found[0]}
-    for number, model in enumerate(walk.models):
+    for number, model in enumerate(layer_pass.models):
         if not all(np.isfinite(scores[name][number]).all() for name in ("loss", "divergence")):
             raise CheckpointError(
                 f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
@@ -246,18 +248,18 @@ def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
 
 
 def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
-    path = plan.walk.work.claim(layer)
-    plan.walk.work.check(path)
+    path = plan.layer_pass.work.claim(layer)
+    plan.layer_pass.work.check(path)
     return load(path.read_bytes())
 
 
 def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     """Return the document of what the work folder has."""
-    layers = [_claim(plan, number) for number in range(plan.walk.num_layers)]
-    scores = _claim(plan, plan.walk.num_layers)
+    layers = [_claim(plan, number) for number in range(plan.layer_pass.num_layers)]
+    scores = _claim(plan, plan.layer_pass.num_layers)
     likeliest = scores["likeliest"]
     kept = kept_windows(layers[-1])
-    ids = plan.walk.text.windows.ids
+    ids = plan.layer_pass.text.windows.ids
     windows = np.flatnonzero(kept)
     rows: list[EvaluationRow] = []
     for number, planned in enumerate(plan.models[1:], start=1):
@@ -280,7 +282,7 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
         kind=KIND,
         tool_version=__version__,
         reference=plan.models[0].model,
-        text=replace(plan.walk.text.windows.described(), dropped=int(np.count_nonzero(~kept))),
+        text=replace(plan.layer_pass.text.windows.described(), dropped=int(np.count_nonzero(~kept))),
         rows=tuple(rows),
         verdicts=compare_models(rows),
     )

@@ -12,8 +12,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from k2convert.forward.moe import one_torch_thread
-from k2convert.quantize.gptq.curvature import TILE, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
+from k2convert.quantize.gptq.hessian import TILE, damp_hessian
 from k2convert.quantize.gptq.rounding import round_gptq
 
 _TOKENS = 96
@@ -36,9 +36,9 @@ def _results() -> list[Tensor]:
     """Return a product, a factor, codes, and the functions of a layer, of fixed numbers."""
     random = np.random.RandomState(0)
     x, weight = (torch.as_tensor(random.standard_normal((n, _COLUMNS))).float() for n in (_TOKENS, _ROWS))
-    curvature = make_curvature(x.T @ x, 0.5)
-    codes = round_gptq(weight, 1.0, curvature, kernel_for("cpu"))
+    hessian = damp_hessian(x.T @ x, 0.5)
+    codes = round_gptq(weight, 1.0, hessian, kernel_for("cpu"))
     heads = x[:, : _HEADS * 64].view(_TOKENS, _HEADS, 64).transpose(0, 1)
     attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
     functions = (torch.nn.functional.silu(x), x.sigmoid(), x.square().mean(dim=1).rsqrt(), x.cos(), attended)
-    return [x @ weight.T, curvature.factor, torch.as_tensor(codes.packed), *functions]
+    return [x @ weight.T, hessian.factor, torch.as_tensor(codes.packed), *functions]

@@ -1,6 +1,6 @@
-"""The work folder of a walk through the layers: what an interrupted walk goes on from.
+"""The work folder of a layer pass: what an interrupted one goes on from.
 
-    NAME.work/.k2convert/calibration.json   what the walk depends on, field by field; written before the first layer.
+    NAME.work/.k2convert/calibration.json   what the pass depends on, field by field; written before the first layer.
                                             And the blake3 of every file below, which is kept before it gets its name.
                                             The file of an evaluation is evaluation.json
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
@@ -68,8 +68,8 @@ WriteStates = Callable[[HiddenStates], None]
 
 
 @dataclass(frozen=True, slots=True)
-class WalkJob:
-    """Identity of a walk. `identity` has every field that its results depend on; a resumed walk must have the same.
+class PassJob:
+    """Identity of a layer pass. `identity` has every field that its results depend on; a resumed pass needs the same.
 
     `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
     the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name, `version`
@@ -84,12 +84,12 @@ class WalkJob:
 
 
 Purpose = Literal["calibration", "evaluation"]
-"""Purposes of a walk."""
+"""Purposes of a layer pass."""
 _JOBS: Final[dict[Purpose, tuple[str, str]]] = {
     "calibration": (CALIBRATION_JOB_NAME, "choose a different destination"),
     "evaluation": (EVALUATION_NAME, "name a different file with --out"),
 }
-"""The name of a walk's description, and how to choose another folder."""
+"""The name of a layer pass's description, and how to choose another folder."""
 _CLAIMS: Final[dict[Purpose, str]] = {"calibration": "layer.json", "evaluation": "layer"}
 """The kind of file that says that a layer is done."""
 _STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "evaluation": ("F32", 4)}
@@ -97,7 +97,7 @@ _STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "e
 
 
 class WorkFolder:
-    """The work folder of one walk. `streams` are the kinds of hidden states, `others` what else is kept of a layer."""
+    """The work folder of a layer pass. `streams` are the kinds of hidden states, `others` what else a layer keeps."""
 
     def __init__(
         self,
@@ -129,19 +129,19 @@ class WorkFolder:
         with lock_destination(self.folder, events=events) as keep:
             yield keep
 
-    def job(self) -> WalkJob | None:
-        """Return the walk begun here, or None if there is none or its description is damaged; refuses a link."""
+    def job(self) -> PassJob | None:
+        """Return the layer pass begun here, or None if there is none or its description is damaged; refuses a link."""
         check_no_link(self._job_path)
         try:
-            return read_sealed(WalkJob, self._job_path)
+            return read_sealed(PassJob, self._job_path)
         except MalformedFileError:
             return None
 
-    def _describe(self, job: WalkJob) -> None:
+    def _describe(self, job: PassJob) -> None:
         write_atomically(self._job_path, seal(job))
 
-    def begin(self, job: WalkJob, *, events: Events) -> WalkJob:
-        """Begin a walk, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
+    def begin(self, job: PassJob, *, events: Events) -> PassJob:
+        """Begin a layer pass, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
 
         If its description is damaged, no file of the folder is known: all are removed.
         """
@@ -176,7 +176,7 @@ class WorkFolder:
         """Return the file that says that a layer is done."""
         return self.path(self._claim, layer)
 
-    def num_finished(self, job: WalkJob | None = None) -> int:
+    def num_finished(self, job: PassJob | None = None) -> int:
         """Return how many layers are done: they are the first ones. With a `job`, of this job."""
         if job is not None and ((found := self.job()) is None or found.identity != job.identity):
             return 0
@@ -192,7 +192,7 @@ class WorkFolder:
     def record(self, path: Path, digest: str) -> None:
         """Keep the blake3 of a file, which is about to get its name."""
         found = self.job()
-        assert found is not None, "a walk writes after `begin`"
+        assert found is not None, "a layer pass writes after `begin`"
         self._describe(replace(found, files=found.files | {path.name: digest}))
 
     def write(self, path: Path, content: bytes) -> None:
@@ -250,7 +250,7 @@ class WorkFolder:
                 self.remove_file(path)
 
     def remove(self) -> None:
-        """Remove the folder: the walk is done. What it is for is removed last."""
+        """Remove the folder: the layer pass is done. What it is for is removed last."""
         for layer in range(self.num_finished()):
             self.remove_file(self.claim(layer))
         for path in list_folder(self.folder):
@@ -258,7 +258,7 @@ class WorkFolder:
                 self.remove_file(path)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def remove_leftovers(self, job: WalkJob) -> None:
+    def remove_leftovers(self, job: PassJob) -> None:
         """Remove the folder of a job that is done, if a run was killed while it removed it."""
         found = self.job()
         is_own = (self.folder / WORK_FOLDER).is_dir() and (found is None or found.identity == job.identity)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibration.plan import WalkPlan, WalkText
+from k2convert.calibration.plan import LayerPass, PassText
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
@@ -123,7 +123,7 @@ def open_evaluation(
         yield plan_evaluation(tuple(found), read, options, outputs, work_folder, hub=hub)
 
 
-def check_windows(text: WalkText) -> None:
+def check_windows(text: PassText) -> None:
     """Refuse windows in which nothing is predicted (CalibrationError)."""
     if text.windows.ids.shape[1] < 2:
         names = ", ".join(name for name, _ in text.windows.texts)
@@ -167,7 +167,7 @@ def _work(folder: Path, models: int) -> "WorkFolder":
 
 def plan_evaluation(
     found: tuple[EvaluatedCheckpoint, ...],
-    text: WalkText,
+    text: PassText,
     options: EvaluationOptions,
     outputs: Mapping[Path, str | None],
     work_folder: Path,
@@ -181,7 +181,7 @@ def plan_evaluation(
     from k2convert.evaluation.kept import Output
     from k2convert.evaluation.streamed import EvaluationPlan, states_bytes
     from k2convert.forward.layer_shards import LayerShards
-    from k2convert.forward.work import WalkJob
+    from k2convert.forward.work import PassJob
 
     models = _models(found, options)
     inputs = tuple(one.inputs() for one in found)
@@ -191,12 +191,12 @@ def plan_evaluation(
     everything = tuple(numbers.values())
     architecture = read_architecture(found[0].checkpoint)
     return EvaluationPlan(
-        walk=WalkPlan(
+        layer_pass=LayerPass(
             text=text,
             num_layers=architecture.num_layers,
             hidden_size=architecture.hidden_size,
             work=work,
-            job=WalkJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
+            job=PassJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
             shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
             disk_bytes=states_bytes(text.windows.ids.size, architecture.hidden_size, models=len(models)),
             disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=options.max_disk),
@@ -235,7 +235,7 @@ def _identity(
     found: Sequence[EvaluatedCheckpoint],
     models: "Sequence[PlannedModel]",
     inputs: "Sequence[Inputs]",
-    text: WalkText,
+    text: PassText,
     device: str,
 ) -> JsonObject:
     """Return everything that the figures depend on, field by field, as a refused resume names it."""
@@ -294,7 +294,7 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
     check_windows(text)
     used = [] if job.calibrated is None else list(job.calibrated.texts)
-    used += () if job.gptq is None else job.gptq.walk.text.windows.texts
+    used += () if job.gptq is None else job.gptq.layer_pass.text.windows.texts
     for name, digest in text.windows.texts:
         if not any_text and digest in {found for _, found in used}:
             raise CalibrationError(
@@ -308,12 +308,12 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     states = states_bytes(text.windows.ids.size, hidden, models=2)
     before = 0  # gone when the evaluation begins
     if job.gptq is not None:
-        before = job.gptq.walk.disk_bytes + job.limits.layer_room
+        before = job.gptq.layer_pass.disk_bytes + job.limits.layer_room
     disk_small = job.limits.disk_small + max(states - before, 0)
     return replace(job, evaluation=text, limits=replace(job.limits, disk_small=disk_small))
 
 
-def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Events) -> Evaluation:
+def evaluate_result(job: Job, text: PassText, *, branch: str | None, events: Events) -> Evaluation:
     """Evaluate a job's assembled result and write its evaluation.json; `branch` is where the shards are, if not here.
 
     Raises any K2ConvertError; what was converted stays.
@@ -332,8 +332,8 @@ def evaluate_result(job: Job, text: WalkText, *, branch: str | None, events: Eve
         path.parent / WORK_FOLDER / WORK_NAME,
         hub=job.hub,
     )
-    allowed = min(plan.walk.disk_allowed, job.limits.disk_allowed)
-    plan = replace(plan, walk=replace(plan.walk, disk_allowed=allowed))
+    allowed = min(plan.layer_pass.disk_allowed, job.limits.disk_allowed)
+    plan = replace(plan, layer_pass=replace(plan.layer_pass, disk_allowed=allowed))
     if (finished := plan.finished()) is not None:
         plan.remove_work()
         return finished

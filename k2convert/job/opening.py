@@ -21,7 +21,7 @@ from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import TOTAL, find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import WalkText
+    from k2convert.calibration.plan import PassText
     from k2convert.calibration.text import Windows
     from k2convert.plan.inspection import Inspection
 
@@ -47,10 +47,10 @@ def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: 
     return TextFiles([Path(file) for file in files], devices, note)
 
 
-def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkText":
-    """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
+def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "PassText":
+    """Read the text of a layer pass with the source's tokenizer, and token ids; raises CalibrationError."""
     from k2convert.calibration.memory import read_sizes
-    from k2convert.calibration.plan import WalkText
+    from k2convert.calibration.plan import PassText
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in (*([text.note] if text.note else []), *windows.notes):
@@ -62,7 +62,7 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "WalkT
     chunk = max(1, tokens // windows.ids.shape[1])
     windows = replace(windows, window=use.window)  # a job is known by what was asked for
     threads = layer_threads(text.devices)
-    return WalkText(windows, chunk, text.devices, threads, by_default=use.tokens is None)
+    return PassText(windows, chunk, text.devices, threads, by_default=use.tokens is None)
 
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":

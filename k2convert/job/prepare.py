@@ -48,7 +48,7 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, WalkText
+    from k2convert.calibration.plan import CalibrationPlan, PassText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
@@ -69,9 +69,9 @@ class Job:
     limits: Limits
     finished: PackedRecords  # shards that an earlier run left in the destination folder
     command: JobCommand | None = None  # what the user typed
-    gptq: "CalibrationPlan | None" = None  # the walk of rule gptq
+    gptq: "CalibrationPlan | None" = None  # the layer pass of rule gptq
     calibrated: CalibrationRecord | None = None  # what the ledger says of it, None until it is done
-    evaluation: "WalkText | None" = None  # the text on which the result is evaluated at the end
+    evaluation: "PassText | None" = None  # the text on which the result is evaluated at the end
 
     @property
     def uses_hub(self) -> bool:
@@ -136,7 +136,7 @@ def prepare(
     source: Source,
     recipe: Recipe,
     *,
-    text: "WalkText | None",
+    text: "PassText | None",
     hub: Hub,
 ) -> Job:
     """Plan a job by a settled recipe; raises PlanError, CalibrationError, DestinationError, HubError, DiskFullError."""
@@ -146,11 +146,11 @@ def prepare(
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=source.local)
-    # With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
+    # With a text, which channels of a layer are scaled is known when the layer pass has done it: any may be.
     scaled_layers = read_architecture(checkpoint).moe_layers if recipe.smoothing else ()
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=scaled_layers)
     items = output_items(plan)
-    walk = None
+    calibration = None
     calibrated = None
     identity = None
     if text is not None:
@@ -160,7 +160,7 @@ def prepare(
             source=checkpoint,
             recipe=plan.recipe,
             revision=source.revision,
-            walk=identity,
+            layer_pass=identity,
         ),
         recipe=plan.recipe,
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
@@ -173,11 +173,11 @@ def prepare(
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
-        walk = plan_walk(text, source, folder, plan.jobs, description, hub=hub)
+        calibration = plan_pass(text, source, folder, plan.jobs, description, hub=hub)
         calibrated = _kept_calibration(folder, description)
-        items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
+        items = tuple(sorted(items, key=lambda item, plan=calibration: plan.last_layer(item.name)))
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
-    limits = _plan_limits(options, plan, items, source, num_finished=len(finished), walk=walk)
+    limits = _plan_limits(options, plan, items, source, num_finished=len(finished), calibration=calibration)
     return Job(
         source=source,
         destination=destination,
@@ -190,7 +190,7 @@ def prepare(
         description=description,
         limits=limits,
         finished=finished,
-        gptq=walk,
+        gptq=calibration,
         calibrated=calibrated,
     )
 
@@ -202,7 +202,7 @@ def _plan_limits(
     source: Source,
     *,
     num_finished: int,
-    walk: "CalibrationPlan | None",
+    calibration: "CalibrationPlan | None",
 ) -> Limits:
     destination = options.destination
     workers = min(choose_workers(options.workers), max(len(items) - num_finished, 1))
@@ -216,12 +216,12 @@ def _plan_limits(
     small += sum(p.stat().st_size for p in folder.glob("*.json"))
     copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
     small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
-    small_bytes += 0 if walk is None else walk.walk.disk_bytes
+    small_bytes += 0 if calibration is None else calibration.layer_pass.disk_bytes
 
     shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
     layer_room = 0
-    if walk is not None:
-        ample, least = walk.walk.layer_rooms
+    if calibration is not None:
+        ample, least = calibration.layer_pass.layer_rooms
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
     memory = available_memory()
@@ -303,16 +303,16 @@ def check_room(job: Job) -> None:
     )
 
 
-def memory_bytes(job: Job, *, walk: int = 0) -> int:
-    """Return the bytes of shards in work, as much in staging, Xet's streams, a walk, and this process's peak so far."""
+def memory_bytes(job: Job, *, layer_pass: int = 0) -> int:
+    """Return the bytes of shards in work, as much in staging, Xet's streams, a layer pass, and this process's peak."""
     shards = job.limits.inflight + max(job.limits.inflight, job.limits.workers * NUM_STAGING * STAGING_BYTES)
     if job.gptq is not None:  # a small model has less than that
         shards = min(shards, job.bytes_in + job.plan.data_bytes)
-    return peak_bytes() + shards + walk + xet_bytes(uploads=job.target is not None)
+    return peak_bytes() + shards + layer_pass + xet_bytes(uploads=job.target is not None)
 
 
 def check_job_memory(job: Job) -> None:
-    """Refuse a job whose shards do not fit into the memory (PlanError); a walk's own needs are not in this."""
+    """Refuse a job whose shards do not fit into the memory (PlanError); a layer pass's own needs are not in this."""
     check_memory(
         str(job.source.local or job.source.repo),
         needed=memory_bytes(job),
@@ -321,10 +321,10 @@ def check_job_memory(job: Job) -> None:
     )
 
 
-def plan_walk(
-    text: "WalkText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
+def plan_pass(
+    text: "PassText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
 ) -> "CalibrationPlan":
-    """Plan the walk of a conversion."""
+    """Plan the layer pass of a conversion."""
     from k2convert.calibration.layer_files import conversion_work
     from k2convert.calibration.plan import plan_calibration
 

@@ -302,7 +302,7 @@ class Limits:
     disk_small: int  # what everything else takes
     disk_free: int  # at the start
     inflight: int  # what all shards in work may have in memory
-    layer_room: int = 0  # a part of `disk_small`: what a walk's fetched layers may take
+    layer_room: int = 0  # a part of `disk_small`: what a layer pass's fetched layers may take
     shrunk: str | None = None  # says that `inflight` is small for lack of memory
 
     @property

@@ -6,7 +6,7 @@
 
 A local source has no fetch stage, a local destination no upload stage. A task of an array only differs in its shards
 and its lock, and it ends after the loop. On a cluster the nodes fetch, convert and send. With a text, shards wait for
-the walk through the layers. Everything else is the same code, so the bytes are the same.
+the pass over the layers. Everything else is the same code, so the bytes are the same.
 """
 
 import re
@@ -40,7 +40,7 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.lock import lock_destination, share_destination
 
 if TYPE_CHECKING:
-    from k2convert.calibration.conversion import OpenWalk, ShardWalk
+    from k2convert.calibration.conversion import OpenPass, RunningPass
     from k2convert.check.results import ValidationReport
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
@@ -132,14 +132,16 @@ def execute(
         check_job_memory(job)
     resources.settle_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
     with _opened(job, part, verify, events) as run:
-        walk = None
+        layer_pass = None
         if run.job.gptq is not None:
-            from k2convert.calibration.conversion import open_walk
+            from k2convert.calibration.conversion import open_pass
 
             names = [item.name for item in run.items]
-            walk = open_walk(run.job.gptq, job.plan.recipe, names, calibrated=run.job.calibrated, events=run.events)
-        events.begun(_extent(run, walk, cluster), keep=run.keep)
-        with _stages(run, walk, cluster) as stages:
+            layer_pass = open_pass(
+                run.job.gptq, job.plan.recipe, names, calibrated=run.job.calibrated, events=run.events
+            )
+        events.begun(_extent(run, layer_pass, cluster), keep=run.keep)
+        with _stages(run, layer_pass, cluster) as stages:
             Pipeline(
                 run.items,
                 stages=stages,
@@ -154,12 +156,12 @@ def execute(
             run.journal.sweep(job.description)
         shutil.rmtree(job.downloads, ignore_errors=True)
         job = run.job
-        if walk is not None:
-            job = replace(job, calibrated=walk.finish())
+        if layer_pass is not None:
+            job = replace(job, calibrated=layer_pass.finish())
         BUFFERS.clear()  # what follows needs memory, but reads no tensors
         names = assemble(job, run.records)
-        if walk is not None:
-            walk.plan.walk.work.remove()
+        if layer_pass is not None:
+            layer_pass.plan.layer_pass.work.remove()
         outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
         if job.evaluation is not None:
             from k2convert.job.evaluation import evaluate_result
@@ -257,7 +259,7 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
     return items, to_upload
 
 
-def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:
+def _extent(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None") -> Extent:
     job = run.job
     names = {item.name for item in run.mine}
     left = {item.name for item in run.items}
@@ -266,8 +268,8 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
         sizes = job.limits.source_bytes
         needed = {source for item in run.items for source in item.sources}
         phases["download"] = (sum(sizes.values()), sum(sizes.values()) - sum(sizes[source] for source in needed))
-    if walk is not None:
-        phases |= walk.plan.walk.phases(walk.first, phases)
+    if layer_pass is not None:
+        phases |= layer_pass.plan.layer_pass.phases(layer_pass.first, phases)
     shards = [shard for shard in job.plan.jobs if shard.name in names]
     done = sum(shard.bytes_in for shard in shards if shard.name not in left)
     phases["convert"] = (sum(shard.bytes_in for shard in shards), done)
@@ -275,13 +277,15 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*run.items, *run.to_upload)))
     extent = Extent(phases, len(run.mine), len(run.mine) - len(run.items))
-    if walk is None:
+    if layer_pass is None:
         return extent
-    return replace(extent, layer_tokens=walk.plan.walk.num_tokens, layer_costs=walk.plan.layer_costs())
+    return replace(
+        extent, layer_tokens=layer_pass.plan.layer_pass.num_tokens, layer_costs=layer_pass.plan.layer_costs()
+    )
 
 
 @contextmanager
-def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Generator[Stages]:
+def _stages(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None") -> Generator[Stages]:
     job = run.job
     limits = run.job.limits
     remote = job.source.remote if cluster is None else None
@@ -291,11 +295,13 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 
         fetch = partial(fetch_shard, job, remote, stop=run.stop, events=run.events)
         sweep_downloads(job, run.items, run.to_upload)
-    walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
-    with resources.open_threads(limits.workers) as threads, walking as shard_walk:
+    running_pass = nullcontext()
+    if layer_pass is not None:
+        running_pass = layer_pass.running(room=limits.layer_room, stop=run.stop, events=run.events)
+    with resources.open_threads(limits.workers) as threads, running_pass as running:
         yield Stages(
             fetch=fetch,
-            convert=partial(_here, run, threads, shard_walk) if cluster is None else partial(_on_node, run, cluster),
+            convert=partial(_here, run, threads, running) if cluster is None else partial(_on_node, run, cluster),
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
@@ -303,9 +309,9 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
         )
 
 
-def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item: Item) -> None:
+def _here(run: _Run, threads: resources.Threads, layer_pass: "RunningPass | None", item: Item) -> None:
     job = run.job
-    calibration = None if walk is None else walk.wait_for(item.name)
+    calibration = None if layer_pass is None else layer_pass.wait_for(item.name)
     task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
     record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
     if task.for_upload:
@@ -314,8 +320,8 @@ def _here(run: _Run, threads: resources.Threads, walk: "ShardWalk | None", item:
         record = check_for_upload(task, record)
     run.journal.record(record)
     run.records[item.name] = record
-    if walk is not None:
-        walk.recorded(item.name)
+    if layer_pass is not None:
+        layer_pass.recorded(item.name)
     run.events.shard_finished(item.name)
 
 

@@ -92,7 +92,7 @@ def convert_shard(
     """
     shard = task.shard
     recipe = task.recipe
-    assert task.calibration is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
+    assert task.calibration is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_text
     header = encoded_header(shard)
     file_bytes = len(header) + shard.data_bytes
     records = list[ProjectionRecord]()

@@ -145,10 +145,10 @@ def _contradictions(r: Recipe, *, text: bool, to_hub: bool) -> Iterator[tuple[ob
         f"quantizer reference does not support rule {r.rule}. Use rule max.",
     )
     yield (
-        text and not rule.needs_walk,
+        text and not rule.needs_text,
         f"--calibrate converts by rule gptq, not {r.rule}. Leave out the rule, or --calibrate.",
     )
-    yield is_nvfp4 and rule.needs_walk and not text, f"rule {r.rule} needs a text. Add --calibrate FILE."
+    yield is_nvfp4 and rule.needs_text and not text, f"rule {r.rule} needs a text. Add --calibrate FILE."
     yield r.smoothing and not text, "smoothing is part of rule gptq, which needs a text. Add --calibrate FILE."
     yield (
         r.kv_cache and not LAYOUTS[r.layout].vllm_reads_kv_cache,

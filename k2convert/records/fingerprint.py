@@ -106,16 +106,16 @@ def job_fingerprint(
     source: Checkpoint,
     recipe: Recipe,
     revision: str | None,
-    walk: Mapping[str, JsonValue] | None = None,
+    layer_pass: Mapping[str, JsonValue] | None = None,
 ) -> JsonObject:
-    """Return the fingerprint field by field; `walk` is what the bytes depend on if the job walks through the layers."""
+    """Return the fingerprint field by field; `layer_pass` has what the bytes depend on if the job calibrates."""
     identity: JsonObject = {
         "arithmetic": ARITHMETIC_VERSION,
         "source_revision": revision,
         "source_headers": source_digest(source),
         "source_config": fingerprint_digest(source.config),
     }
-    identity |= walk or {}
+    identity |= layer_pass or {}
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 

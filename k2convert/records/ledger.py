@@ -266,7 +266,7 @@ def build_ledger(
     libraries = ["numpy"]
     if plan.recipe.quantizer == "reference":
         libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
-    elif RULES[plan.recipe.rule].needs_walk:
+    elif RULES[plan.recipe.rule].needs_text:
         libraries.append("torch")
     return Ledger(
         tool_version=__version__,

@@ -65,7 +65,7 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert Scratch(tmp_path, "cpu:0").empty(4, 4).shape == (4, 4), "a device uses no disk"
 
 
-def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path) -> None:
+def test_the_memory_of_a_layer_pass_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path) -> None:
     """Once an expert gets a whole piece of tokens, more of them change nothing. A GPU holds all tokens."""
     model = read_sizes(open_checkpoint(tiny))
     few, many = (PassSize(windows, 2048, 2, ("cpu",), 2, 4) for windows in (64, 1024))
@@ -74,21 +74,21 @@ def test_the_memory_of_a_walk_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path)
     assert gptq_memory(model, many).gpu - gptq_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
 
 
-WALK = """
+PASS = """
 import sys
 from pathlib import Path
 import numpy as np
 from k2convert.machine import BUFFERS, peak_bytes
 from k2convert.calibration.layer_files import conversion_work
 sys.path.insert(0, sys.argv[4])
-from test_gptq_walk import planned, walked
+from test_gptq_pass import planned, passed
 
 staging = [BUFFERS.empty_pages(16 << 20) for _ in range(12)]  # those of files in work, which are kept for the next ones
 for pages in staging:
     pages.fill(1)
 del pages, staging
 ids = np.random.default_rng(0).integers(0, 1000, (int(sys.argv[3]), 256))
-walked(conversion_work(Path(sys.argv[2])), planned(Path(sys.argv[1]), ids, workers=2, chunk=8))
+passed(conversion_work(Path(sys.argv[2])), planned(Path(sys.argv[1]), ids, workers=2, chunk=8))
 print(peak_bytes())
 """
 
@@ -108,7 +108,7 @@ def test_four_times_the_tokens_take_no_more_memory(tmp_path: Path) -> None:
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         done = subprocess.run(
-            [sys.executable, "-c", WALK, *map(str, words)], capture_output=True, text=True, env=environment, check=False
+            [sys.executable, "-c", PASS, *map(str, words)], capture_output=True, text=True, env=environment, check=False
         )
         assert done.returncode == 0, done.stderr
         found.append(int(done.stdout))

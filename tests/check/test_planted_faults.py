@@ -28,6 +28,7 @@ from fault_makers import (
     of_gptq,
     of_input_scales,
     of_int4,
+    of_layer_pass,
     of_mxfp4,
     of_names,
     of_offsets,
@@ -39,7 +40,6 @@ from fault_makers import (
     of_shapes,
     of_tensors,
     of_ties,
-    of_walk,
     smaller_code,
     swapped_bytes,
     with_input_scales,
@@ -47,7 +47,7 @@ from fault_makers import (
 )
 
 from k2convert.calibration.channels import Calibration
-from k2convert.calibration.plan import WalkText
+from k2convert.calibration.plan import PassText
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError
@@ -170,16 +170,16 @@ FAULTS: dict[str, Any] = {
     "BF16 signs lost": ("cut", of_bf16(lambda w: w & 0x7FFF), MLP),
     "BF16 g doubled": ("cut", of_scale(lambda right, m: right(m) * (1 if m.is_int4 else 2)), MLP),
     "BF16 by max a row off": ("cut", of_bf16(lambda w: np.roll(w, 1, 0)), MLP | {"rule": "max"}),
-    "gptq: weight of the next expert": ("walked", of_gptq(lambda c, s: (c, s), next_expert), GPTQ),
-    "gptq: block scales a block off": ("walked", of_gptq(lambda c, s: (c, np.roll(s, 1, 1))), GPTQ),
-    "gptq: block scales a group off": ("walked", of_gptq(lambda c, s: (c, np.roll(s, 2, 1))), GPTQ),
-    "gptq: g doubled": ("walked", each(of_gptq(lambda c, s: (c, s)), of_scale(lambda right, m: 2 * right(m))), GPTQ),
-    "gptq: one row zero": ("walked", of_gptq(lambda c, s: (zero(c, 5), s)), GPTQ),
-    "gptq: nibbles in the other order": ("walked", of_gptq(lambda c, s: (c >> 4 | c << 4, s)), GPTQ),
-    "gptq: signs of one row": ("walked", of_gptq(lambda c, s: (negated_row(c), s)), GPTQ),
+    "gptq: weight of the next expert": ("passed", of_gptq(lambda c, s: (c, s), next_expert), GPTQ),
+    "gptq: block scales a block off": ("passed", of_gptq(lambda c, s: (c, np.roll(s, 1, 1))), GPTQ),
+    "gptq: block scales a group off": ("passed", of_gptq(lambda c, s: (c, np.roll(s, 2, 1))), GPTQ),
+    "gptq: g doubled": ("passed", each(of_gptq(lambda c, s: (c, s)), of_scale(lambda right, m: 2 * right(m))), GPTQ),
+    "gptq: one row zero": ("passed", of_gptq(lambda c, s: (zero(c, 5), s)), GPTQ),
+    "gptq: nibbles in the other order": ("passed", of_gptq(lambda c, s: (c >> 4 | c << 4, s)), GPTQ),
+    "gptq: signs of one row": ("passed", of_gptq(lambda c, s: (negated_row(c), s)), GPTQ),
     "gptq: source codes a row off": (
         "cut",
-        each(of_int4(lambda c, s: (np.roll(c, 1, 0), s)), of_walk(lambda c, s: (np.roll(c, 1, 0), s))),
+        each(of_int4(lambda c, s: (np.roll(c, 1, 0), s)), of_layer_pass(lambda c, s: (np.roll(c, 1, 0), s))),
         GPTQ,
     ),
     "input scales in W4A16": ("cut", with_input_scales, {"activations": "w4a16"}),
@@ -198,7 +198,7 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def windows(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> WalkText:
+def windows(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> PassText:
     """320 random tokens."""
     path = tmp_path_factory.mktemp("tokens") / "ids.npy"
     np.save(path, np.random.default_rng(0).integers(0, 2048, size=(5, 64)))
@@ -206,9 +206,9 @@ def windows(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> WalkText:
 
 
 @pytest.fixture(scope="module")
-def walked(cut: Path, windows: WalkText, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of rule gptq that stopped after the walk, before the first shard with experts."""
-    folder = tmp_path_factory.mktemp("walked") / "out"
+def passed(cut: Path, windows: PassText, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of rule gptq that stopped after the layer pass, before the first shard with experts."""
+    folder = tmp_path_factory.mktemp("passed") / "out"
     job = plan_job(cut, folder, text=windows, **GPTQ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibration, "quantized_weight", stopped)
@@ -227,12 +227,12 @@ def test_a_fault_of_conversion_and_validation_is_found(
     name: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture, patch, *recipe = FAULTS[name]
-    source: Path = request.getfixturevalue("cut" if fixture == "walked" else fixture)
+    source: Path = request.getfixturevalue("cut" if fixture == "passed" else fixture)
     keys = {"rule": "mse"} | (recipe[0] if recipe else {})
     text = request.getfixturevalue("windows") if keys["rule"] == "gptq" else None
     out = tmp_path / "out"
-    if fixture == "walked":
-        shutil.copytree(request.getfixturevalue("walked"), out)
+    if fixture == "passed":
+        shutil.copytree(request.getfixturevalue("passed"), out)
     patch(monkeypatch)
     execute(plan_job(source, out, text=text, **keys))
     for _ in ("with the fault", "without it"):
@@ -244,10 +244,10 @@ def test_a_fault_of_conversion_and_validation_is_found(
 
 
 @pytest.mark.slow
-def test_a_conversion_that_goes_on_after_the_walk_has_no_fault(
-    cut: Path, walked: Path, windows: WalkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_conversion_that_goes_on_after_the_layer_pass_has_no_fault(
+    cut: Path, passed: Path, windows: PassText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = shutil.copytree(walked, tmp_path / "out")
+    out = shutil.copytree(passed, tmp_path / "out")
     of_gptq(lambda c, s: (c, s))(monkeypatch)
     execute(plan_job(cut, out, text=windows, **GPTQ))
     report = validate_checkpoint(folder=out, source=open_checkpoint(cut))

@@ -155,7 +155,7 @@ def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_
     assert parse_summary(json.dumps(summary).replace('"unit": 100', '"unit": null')) is None
 
 
-def test_a_walk_has_a_rate_and_an_eta_only_when_a_layer_like_the_others_is_done() -> None:
+def test_a_layer_pass_has_a_rate_and_an_eta_only_when_a_layer_like_the_others_is_done() -> None:
     clock = Clock()
     extent = Extent({"calibrate": (400, 0)}, layer_tokens=100, layer_costs=(1.0, 10.0, 10.0, 10.0))
     tally = Tally(extent, note=print, clock=clock)

@@ -53,9 +53,11 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
     text = TextFiles([ids], ("cpu",))
     options = EvaluationOptions("both", "fp8", out)
     with open_evaluation(str(cut), [str(result)], text, TextUse(tokens=128, window=32), options, hub=Hub()) as plan:
-        walk = plan.walk
-        other = replace(walk.text, chunk=chunk, threads=workers)
-        do_evaluation(replace(plan, walk=replace(walk, job=replace(walk.job, chunk=chunk), text=other)))
+        layer_pass = plan.layer_pass
+        other = replace(layer_pass.text, chunk=chunk, threads=workers)
+        do_evaluation(
+            replace(plan, layer_pass=replace(layer_pass, job=replace(layer_pass.job, chunk=chunk), text=other))
+        )
     return out.read_bytes()
 
 

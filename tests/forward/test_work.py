@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from k2convert.forward.work import HIDDEN, Purpose, WalkJob, WorkFolder
+from k2convert.forward.work import HIDDEN, PassJob, Purpose, WorkFolder
 from k2convert.records.events import SILENT
 
 SHAPE = (3, 4, 64)
@@ -17,7 +17,7 @@ def through(folder: Path, states: np.ndarray, purpose: Purpose) -> tuple[np.ndar
     """Write states two windows and one at a time; returns what is read, in one piece, and what is in the file."""
     work = WorkFolder(folder, purpose=purpose)
     (folder / ".k2convert").mkdir(parents=True)
-    work.begin(WalkJob({}, 2, {}), events=SILENT)
+    work.begin(PassJob({}, 2, {}), events=SILENT)
     with work.writing(HIDDEN, 1, SHAPE) as write:
         write(states[:2])
         write(states[2:])
@@ -45,7 +45,7 @@ def test_a_calibration_keeps_states_as_torch_rounds_them_to_bf16(tmp_path: Path,
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found[[0, 2]], expected[[0, 2]].float().numpy())
     assert np.isnan(found[1]).all(), "a dropped window is dropped in the next layer too"
-    found[0] = np.nan  # who walks may write on them
+    found[0] = np.nan  # whoever reads may write on them
 
 
 def test_an_evaluation_keeps_states_as_they_are(tmp_path: Path, states: np.ndarray) -> None:

@@ -40,7 +40,7 @@ def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
     for path in local.glob("*.safetensors"):
         assert source.store.read("me/out", path.name) == path.read_bytes()
         sent = source.traffic.bytes_sent(f"{path.name}$")
-        assert sent <= 2.1 * (short / path.name).stat().st_size, "for the walk, and for the shard"
+        assert sent <= 2.1 * (short / path.name).stat().st_size, "for the layer pass, and for the shard"
     ledgers = [json.loads((local / "k2convert.json").read_text())]
     ledgers.append(json.loads(source.store.read("me/out", "k2convert.json")))
     assert ledgers[0]["calibration"] == ledgers[1]["calibration"]

@@ -43,7 +43,7 @@ class Command:
     folder: Path
 
     @property
-    def walks(self) -> bool:
+    def has_layer_pass(self) -> bool:
         return any(verb in word for word in self.words for verb in ("calibrate", "evaluate"))
 
     @property
@@ -152,12 +152,12 @@ def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
 def warm_up(command: Command) -> None:
     """Before the forks: import everything, fill tables by a run, and leave both out of every collection of garbage."""
     subpackages = ["cli", "job", "plan", "records", "check", "quantize"]
-    for subpackage in subpackages + (["calibration", "forward", "evaluation"] if command.walks else []):
+    for subpackage in subpackages + (["calibration", "forward", "evaluation"] if command.has_layer_pass else []):
         modules = list((Path(k2convert.__file__).parent / subpackage).glob("*.py"))
         assert modules, f"{subpackage}: no such subpackage"
         for path in modules:
             import_module(f"k2convert.{subpackage}.{path.stem}".removesuffix(".__init__"))
-    if command.walks:
+    if command.has_layer_pass:
         import torch
         import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
 
@@ -199,7 +199,7 @@ def crash(command: Command, points: str) -> dict[str, object]:
     tried += [[(INTERRUPT, point)] for point in chosen[:: -(-len(chosen) // 2)]]
     for point in chosen[:: -(-len(chosen) // 8)] if every else chosen[len(chosen) // 3 :][:1]:
         tried += [[(KILL, point), (KILL, 9), (KILL, last // 3), (KILL, 2 * last // 3)]]
-    if command.walks:
+    if command.has_layer_pass:
         full = spread(calls, ("write",))[::2] if points == "few" else chosen
         tried += [[(FILL, point)] for point in full if calls[point - 1].startswith(("write", "allocate"))]
     wrong = [problem for faults in tried for problem in try_points(command, whole, faults)]

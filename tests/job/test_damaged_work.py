@@ -36,11 +36,11 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     """By the name of a work file: a run that stopped when it was there."""
     folder = tmp_path_factory.mktemp("stopped")
     words = ("--calibrate", text, *OPTIONS, "--quiet")
-    with damaged_weight(source, "model.layers.1.self_attn.q_a_proj.weight"):  # stops the walk in layer 1
+    with damaged_weight(source, "model.layers.1.self_attn.q_a_proj.weight"):  # stops the layer pass in layer 1
         assert run("run", source, folder / "streams", *words) == 1
     results = Path(shutil.copytree(folder / "streams", folder / "results"))
     shards = {info.shard for name, info in open_checkpoint(source).tensors.items() if ".layers.1." in name}
-    for shard in shards:  # stops the run when the walk is done: the shard cannot be written
+    for shard in shards:  # stops the run when the layer pass is done: the shard cannot be written
         (results / f"{shard}.tmp").mkdir()
     assert run("run", source, results, *words) == 1
     for shard in shards:

@@ -34,7 +34,7 @@ JOB = {
 }
 """job.json of release 0.3 for tests/data/k2-tiny, with two of its five shards."""
 
-WALK = {
+PASS = {
     "identity": {"arithmetic": 1, "models": "k2-tiny, done w4a4", "layers": 4, "walk": 3, "tokens": 1024},
     "chunk": 16,
     "source": {},
@@ -94,7 +94,7 @@ def test_a_finished_result_is_said_to_be_one(local_result: Path, tmp_path: Path)
 def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
     work = tmp_path / "rows.json.work"
     (work / ".k2convert").mkdir(parents=True)
-    content = json.dumps(WALK, separators=(",", ":"))
+    content = json.dumps(PASS, separators=(",", ":"))
     sealed = f'{{"checksum":"{blake3(content.encode()).hexdigest()}",{content[1:]}'
     (work / ".k2convert" / "evaluation.json").write_text(sealed)
     (work / "layer-000.safetensors").write_bytes(b"finished")

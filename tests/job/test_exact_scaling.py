@@ -89,7 +89,7 @@ def forward(tiny: Path) -> Forward:
 
 
 class RandomExponents(LayerFiles):
-    """Exponents -4..4 that no walk chose."""
+    """Exponents -4..4 that no layer pass chose."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns

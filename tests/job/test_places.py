@@ -53,18 +53,18 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
 
 @pytest.mark.quick(1)
 def test_calibrations_and_evaluations_are_the_same(
-    kind: str, short: Path, text: Path, walked: Path, tmp_path: Path
+    kind: str, short: Path, text: Path, passed: Path, tmp_path: Path
 ) -> None:
     source = placed(kind, short, tmp_path / "place")
-    assert files_of_walks(source, text, tmp_path) == files_of_walks(short, text, walked)
+    assert files_of_passes(source, text, tmp_path) == files_of_passes(short, text, passed)
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("walked")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("passed")
 
 
-def files_of_walks(source: Path, text: Path, folder: Path) -> list[dict[str, bytes]]:
+def files_of_passes(source: Path, text: Path, folder: Path) -> list[dict[str, bytes]]:
     out = folder / "out"
     if not out.exists():
         use = "calibration={tokens: 128, window: 64}"

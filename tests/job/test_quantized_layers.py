@@ -1,4 +1,4 @@
-"""Quantized weights of a walk go into shards as they are."""
+"""Quantized weights of a layer pass go into shards as they are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,9 @@ def test_a_recipe_with_text_is_settled() -> None:
     assert settle_recipe(with_fp4, has_text=True).smoothing
     off = settle_recipe(build_recipe({"name": "a", "rule": "gptq", "smoothing": False}, where="a"), has_text=True)
     assert (off.rule, off.smoothing) == ("gptq", False)
-    assert settled.budget.tensor_sqnr_db < unset.budget.tensor_sqnr_db, "codes of a walk keep outputs, not weights"
+    assert settled.budget.tensor_sqnr_db < unset.budget.tensor_sqnr_db, (
+        "codes of a layer pass keep outputs, not weights"
+    )
     strict = build_recipe({"name": "a", "budget": {"tensor_sqnr_db": 21.0}}, where="a")
     assert settle_recipe(strict, has_text=True).budget == strict.budget
 

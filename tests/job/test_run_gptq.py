@@ -13,7 +13,7 @@ from damaged_files import damaged_weight
 from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.calibration.plan import ShardNeeds, WalkText, shard_needs, waiting_bytes
+from k2convert.calibration.plan import PassText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
@@ -31,7 +31,7 @@ def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def planned(source: Path, out: Path, text: WalkText, *, max_disk: int | None = None) -> Job:
+def planned(source: Path, out: Path, text: PassText, *, max_disk: int | None = None) -> Job:
     return plan_job(source, out, rule="gptq", text=text, max_disk=max_disk)
 
 
@@ -51,7 +51,7 @@ def test_result_and_ledger(short: Path, text: Path, done: Path) -> None:
         assert layer.gptq.held_out is not None
         for errors in (layer.gptq.fitted, layer.gptq.held_out):
             assert errors.gptq_error > errors.inherited_error >= 0
-    named = {"walk", "texts", "tokens", "window", "seed", "token_ids", "device", "torch"}
+    named = {"layer_pass", "texts", "tokens", "window", "seed", "token_ids", "device", "torch"}
     assert named <= ledger.fingerprint.keys()
     assert "torch" in ledger.versions
     assert not conversion_work(done / "out").folder.exists()
@@ -141,8 +141,8 @@ def test_another_text_or_option_is_refused_by_name(
     check("window was 64, now 32", "--set", "calibration.window=32")
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
-    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
-    check("walk was 4, now 1")
+    monkeypatch.setattr("k2convert.calibration.plan.PASS_VERSION", 1)
+    check("layer_pass was 4, now 1")
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_layer_pass(short: Path, text: Path, tmp_path: Path) -> None:
     words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
     shown = run_here(*words, code=0).stdout
     assert "calibrates while it converts: 3 layers on 320 tokens of calibration.txt, in 5 windows of 64" in shown
@@ -177,7 +177,7 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
+def test_a_failed_layer_pass_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(short, tmp_path / "source"))
     out = tmp_path / "out"
     words = ("run", source, out, "--calibrate", text, *SMALL)
@@ -198,7 +198,7 @@ def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Pa
     assert "calibration" not in json.loads(run_here("status", out, "--json", code=0).stdout)
 
 
-def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
+def test_the_room_of_a_layer_pass_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
     few, many = (text_of(short, [text], tokens=tokens) for tokens in (64, 512))
     jobs = [planned(short, tmp_path / "out", of) for of in (few, many)]
     tokens = 512 - 64

@@ -35,8 +35,8 @@ from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
+from k2convert.forward.layer_pass import LayerLoop, each_layer
 from k2convert.forward.moe import Routing, read_router
-from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
 from k2convert.machine import num_cores
@@ -166,7 +166,7 @@ def states_of_text(
 
     `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
     """
-    walk = Walk(
+    layer_pass = LayerLoop(
         ids=ids,
         num_layers=max(layers) + 1,
         hidden_size=read_architecture(source).hidden_size,
@@ -175,8 +175,8 @@ def states_of_text(
         workers=num_cores(),
         around=lambda _: nullcontext(source),
     )
-    with closing(walk_layers(walk, _Memory(), events=events)) as walked:
-        for layer in walked:
+    with closing(each_layer(layer_pass, _Memory(), events=events)) as passed:
+        for layer in passed:
             observer = _Observer(layer.number, events)
             found: list[Tensor] = []
             with layer.writing() as write:

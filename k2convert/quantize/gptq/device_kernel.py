@@ -1,4 +1,4 @@
-"""Codes that follow a target under a curvature, on a CUDA device: a panel of 128 columns is a launch and a product.
+"""GPTQ under a damped Hessian, on a CUDA device: a panel of 128 columns is a launch and a product.
 
     first pass   weights behind the panel -= errors @ factor
     a sweep      gradient -= changes @ form; in the last sweep only behind the panel, as nobody reads the others
@@ -20,7 +20,7 @@ from torch import Tensor
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, ONE_BYTE, SIGN_BIT
-from k2convert.quantize.gptq.curvature import SMALL, CheckStop, Curvature, Team, go_on, make_curvature
+from k2convert.quantize.gptq.hessian import SMALL, CheckStop, DampedHessian, Team, damp_hessian, never_stop
 from k2convert.quantize.gptq.rounding import CpuKernel, RoundingKernel, decoded_scales
 from k2convert.quantize.kernels import _cpu
 
@@ -76,23 +76,23 @@ class DeviceKernel:
     """Rounds all rows together. Calls `check_stop` before every panel."""
 
     panels: Panels
-    check_stop: CheckStop = go_on
+    check_stop: CheckStop = never_stop
 
-    def round(self, target_NK: Tensor, curvature: Curvature, *, sweeps: int) -> tuple[Tensor, Tensor]:
+    def round(self, target_NK: Tensor, hessian: DampedHessian, *, sweeps: int) -> tuple[Tensor, Tensor]:
         """Return codes uint8 [N, K/2] and scale bytes uint8 [N, K/16] for a target f32 in units of the global scale.
 
-        On the device of the target and the curvature.
+        On the device of the target and the damped Hessian.
         """
-        inverses = 1 / curvature.factor.diagonal()
+        inverses = 1 / hessian.factor.diagonal()
         values, scale_bytes = self._first_pass(
-            target_NK, curvature.factor[None], inverses[None], is_even=curvature.is_even
+            target_NK, hessian.factor[None], inverses[None], is_identity=hessian.is_identity
         )
         if sweeps:
-            self._improve(target_NK, curvature, sweeps, values, scale_bytes)
+            self._improve(target_NK, hessian, sweeps, values, scale_bytes)
         return _encode(values, scale_bytes)
 
-    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], Curvature]], team: Team) -> list[Tensor]:  # noqa: ARG002
-        """As RoundingKernel. Small curvatures are tried in one launch for a panel."""
+    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], DampedHessian]], team: Team) -> list[Tensor]:  # noqa: ARG002
+        """As RoundingKernel. Small damped Hessians are tried in one launch for a panel."""
         rows, columns = target_nK.shape
         together = len(makers) if columns <= SMALL else 1
         found: list[Tensor] = []
@@ -106,7 +106,7 @@ class DeviceKernel:
         return found
 
     def _first_pass(
-        self, target: Tensor, factors_CKK: Tensor, inverses_CK: Tensor, *, is_even: bool = False
+        self, target: Tensor, factors_CKK: Tensor, inverses_CK: Tensor, *, is_identity: bool = False
     ) -> tuple[Tensor, Tensor]:
         rows, columns = target.shape
         count = factors_CKK.shape[0]
@@ -119,7 +119,7 @@ class DeviceKernel:
         for start, stop in _panels(columns):
             self.check_stop()
             self.panels.round(weights, *shared, group=group, start=start)
-            if stop < columns and not is_even:
+            if stop < columns and not is_identity:
                 behind = weights.view(count, -1, columns)[:, :, stop:]
                 moved = errors.view(count, -1, PANEL)[:, :, : stop - start]
                 if count == 1:
@@ -128,19 +128,21 @@ class DeviceKernel:
                     behind.baddbmm_(moved, factors_CKK[:, start:stop, stop:], alpha=-1)
         return values, scale_bytes
 
-    def _improve(self, target: Tensor, curvature: Curvature, sweeps: int, values: Tensor, scale_bytes: Tensor) -> None:
+    def _improve(
+        self, target: Tensor, hessian: DampedHessian, sweeps: int, values: Tensor, scale_bytes: Tensor
+    ) -> None:
         """Improve the values in sweeps."""
-        form = curvature.form
-        columns = form.shape[0]
-        factors = curvature.block_factors
+        matrix = hessian.matrix
+        columns = matrix.shape[0]
+        factors = hessian.block_factors
         shared = (
-            form,
-            1 / form.diagonal(),
+            matrix,
+            1 / matrix.diagonal(),
             factors,
             (1 / factors.diagonal(dim1=1, dim2=2)).reshape(-1),
-            curvature.block_inverses,
+            hessian.block_inverses,
         )
-        gradient = (target - values) @ form
+        gradient = (target - values) @ matrix
         changes = values.new_empty(values.shape[0], PANEL)
         for sweep in range(sweeps):
             for start, stop in _panels(columns):
@@ -148,10 +150,10 @@ class DeviceKernel:
                 self.panels.improve(gradient, *shared, values, changes, scale_bytes, start=start)
                 begin = stop if sweep == sweeps - 1 else 0
                 if begin < columns:
-                    gradient[:, begin:].addmm_(changes[:, : stop - start], form[start:stop, begin:], alpha=-1)
+                    gradient[:, begin:].addmm_(changes[:, : stop - start], matrix[start:stop, begin:], alpha=-1)
 
 
-def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = go_on) -> RoundingKernel:
+def kernel_for(device: str, threads: int = 1, check_stop: CheckStop = never_stop) -> RoundingKernel:
     """Return the kernel for a torch device; `threads` of the CPU, which do not change the bytes.
 
     It calls `check_stop` every few seconds.
@@ -207,15 +209,15 @@ def check_kernel(kernel: DeviceKernel, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(4 * columns, columns, generator=generator)
     inputs += 0.5 * inputs.roll(1, 1)
-    form = inputs.T @ inputs / inputs.shape[0]
+    matrix = inputs.T @ inputs / inputs.shape[0]
     target = 400 * torch.randn(256, columns, generator=generator)
     target[:64, 1::2] = target[:64, 1::2].round()  # ties
     target[64:72] *= torch.tensor([0.0, 1e-12, 1e-9, 1e-3, 0.1, 30.0, 1e3, 1e20])[:, None]
     for width, sweeps in ((PANEL, 0), (columns, 2)):
-        curvature = make_curvature(form[:width, :width].contiguous(), 0.5)
+        hessian = damp_hessian(matrix[:width, :width].contiguous(), 0.5)
         part = target[:, :width].contiguous()
-        theirs = kernel.round(part.to(device), curvature.to(device), sweeps=sweeps)
-        ours = CpuKernel(1, go_on).round(part, curvature, sweeps=sweeps)
+        theirs = kernel.round(part.to(device), hessian.to(device), sweeps=sweeps)
+        ours = CpuKernel(1, never_stop).round(part, hessian, sweeps=sweeps)
         other = max(float((a.cpu() != b).float().mean()) for a, b in zip(theirs, ours, strict=True))
         is_exact = not sweeps and _cpu.instructions() != "portable"
         if other > (0.0 if is_exact else _MOST_OTHER):

@@ -1,9 +1,9 @@
-"""Sums of one input over tokens, by halves, and the correction of a weight for what its input lacks.
+"""Second moments of one input over tokens, by halves, and the correction of a weight by the residual of its output.
 
-x is the input that the converted model has, `missing` what should be added to the output: there is a matrix d with d x
-close to `missing`. Half a of the tokens fits it, half b says whether it helps:
+x is the input that the converted model has, r the residual: what should be added to the output. There is a matrix d
+with d x close to r. Half a of the tokens fits it, half b says whether it helps:
 
-    d_a = D_a (H + lambda P)^-1      D = E[w missing x^T], H = E[w x x^T], P = (diag H + mean diag H) / 2
+    d_a = D_a (H + lambda P)^-1      D = E[w r x^T], H = E[w x x^T], P = (diag H + mean diag H) / 2
     loss = sum over both orders of tr(R d_a H_b d_a^T R^T) - 2 tr(R d_a D_b^T R^T)
 
 R is the identity, or for many outputs some sums of them.
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k2convert.quantize.gptq.curvature import (
-    ALONE,
+from k2convert.quantize.gptq.hessian import (
+    ONE_THREAD,
     ROWS,
     Team,
     add_product,
@@ -67,14 +67,14 @@ def _of_half(weights_t: Tensor, chosen_t: Tensor) -> WeightedTokens:
 
 @dataclass(slots=True, eq=False)
 class Moments:
-    """Sums over tokens of one input, by halves.
+    """Second moments of one input over tokens, by halves.
 
-    forms    sum of w x x^T, f32 [2, K, K] on one device: tiles on and below the diagonal, until `complete`
+    sums     sum of w x x^T, f32 [2, K, K] on one device: tiles on and below the diagonal, until `complete`
     weights  sum of w of each half
     tokens   how many tokens were added
     """
 
-    forms: Tensor
+    sums: Tensor
     weights: tuple[float, float] = (0.0, 0.0)
     tokens: int = 0
 
@@ -83,32 +83,32 @@ class Moments:
         """Return sums of nothing for inputs [t, columns]."""
         return cls(torch.zeros(2, columns, columns, device=device))
 
-    def add(self, inputs_tK: Tensor, halves: tuple[WeightedTokens, WeightedTokens], team: Team = ALONE) -> None:
+    def add(self, inputs_tK: Tensor, halves: tuple[WeightedTokens, WeightedTokens], team: Team = ONE_THREAD) -> None:
         """Add tokens: f32 inputs [t, K]."""
-        for form, half in zip(self.forms, halves, strict=True):
+        for matrix, half in zip(self.sums, halves, strict=True):
             inputs = inputs_tK[half.places] * half.roots
-            add_product(form, inputs.T, inputs, team, lower=True)
+            add_product(matrix, inputs.T, inputs, team, lower=True)
         self.tokens += inputs_tK.shape[0]
         self.weights = self.weights[0] + halves[0].total, self.weights[1] + halves[1].total
 
-    def complete(self, team: Team = ALONE) -> Moments:
+    def complete(self, team: Team = ONE_THREAD) -> Moments:
         """Fill in what is above the diagonal. No tokens can be added any more."""
-        for form in self.forms:
-            mirror_lower(form, team)
+        for matrix in self.sums:
+            mirror_lower(matrix, team)
         return self
 
-    def form(self) -> Tensor:
+    def hessian(self) -> Tensor:
         """Return H = E[w x x^T] f32 [K, K] over all tokens: the sum over the sum of w; zeros without tokens."""
-        return (self.forms[0] + self.forms[1]).div_(_divisor(sum(self.weights)))
+        return (self.sums[0] + self.sums[1]).div_(_divisor(sum(self.weights)))
 
     def half(self, half: int) -> Tensor:
         """Return H of one half, over its own sum of w."""
-        return self.forms[half] / _divisor(self.weights[half])
+        return self.sums[half] / _divisor(self.weights[half])
 
     def scale(self, exponents_K: Tensor) -> None:
         """Multiply the inputs by 2**a, exactly; a is an integer [K]."""
-        factors_K = torch.exp2(exponents_K.to(self.forms))
-        self.forms.mul_(factors_K).mul_(factors_K[:, None])
+        factors_K = torch.exp2(exponents_K.to(self.sums))
+        self.sums.mul_(factors_K).mul_(factors_K[:, None])
 
     @property
     def can_correct(self) -> bool:
@@ -117,66 +117,66 @@ class Moments:
 
 
 @dataclass(slots=True, eq=False)
-class Missing:
-    """Sums over the tokens of Moments of what should be added, by halves.
+class CrossMoments:
+    """Moments of residuals and inputs over the same tokens, by halves.
 
-    crosses   sum of w missing x^T, f32 [2, N, K] on one device
+    crosses   sum of w r x^T, f32 [2, N, K] on one device
     """
 
     crosses: Tensor
 
     @classmethod
-    def start(cls, columns: int, rows: int, *, device: str) -> Missing:
-        """Return sums of nothing for inputs [t, columns] and missing outputs [t, rows]."""
+    def start(cls, columns: int, rows: int, *, device: str) -> CrossMoments:
+        """Return sums of nothing for inputs [t, columns] and residuals [t, rows]."""
         return cls(torch.zeros(2, rows, columns, device=device))
 
     def add(
         self,
         inputs_tK: Tensor,
-        missing_tN: Tensor,
+        residual_tN: Tensor,
         halves: tuple[WeightedTokens, WeightedTokens],
-        team: Team = ALONE,
+        team: Team = ONE_THREAD,
     ) -> None:
-        """Add tokens: f32 inputs [t, K] and missing [t, N]."""
+        """Add tokens: f32 inputs [t, K] and residuals [t, N]."""
         for cross, half in zip(self.crosses, halves, strict=True):
             inputs = inputs_tK[half.places] * half.roots
-            missing = missing_tN[half.places] * half.roots
-            add_product(cross, missing.T, inputs, team)
+            residual = residual_tN[half.places] * half.roots
+            add_product(cross, residual.T, inputs, team)
 
 
-def correct(moments: Moments, missing: Missing, team: Team = ALONE) -> tuple[Tensor | None, float | None]:
-    """Return d f32 [N, K] with d x close to `missing`, and its strength; neither if nothing is gained.
+def correct(moments: Moments, residual: CrossMoments, team: Team = ONE_THREAD) -> tuple[Tensor | None, float | None]:
+    """Return d f32 [N, K] with d x close to the residual, and its strength; neither if nothing is gained.
 
     A weight W [N, K] becomes W + d. The moments must be complete.
     """
     if not moments.can_correct:
         return None, None
-    form_KK = moments.form()
-    mean = form_KK.diagonal().mean()
+    hessian_KK = moments.hessian()
+    mean = hessian_KK.diagonal().mean()
     if not (bool(torch.isfinite(mean)) and mean > 0):
         return None, None
     # In columns times `scales_K`, P is the identity.
-    scales_K = (0.5 * (form_KK.diagonal() + mean)).rsqrt()
-    form_KK.mul_(scales_K).mul_(scales_K[:, None])
-    crosses = missing.crosses
-    sums_nN = _sketch(crosses.shape[1]).to(form_KK.device)
+    scales_K = (0.5 * (hessian_KK.diagonal() + mean)).rsqrt()
+    hessian_KK.mul_(scales_K).mul_(scales_K[:, None])
+    crosses = residual.crosses
+    sums_nN = _sketch(crosses.shape[1]).to(hessian_KK.device)
     seen = torch.zeros(2, sums_nN.shape[0], crosses.shape[2], device=crosses.device)
     for half in (0, 1):
         add_product(seen[half], sums_nN, crosses[half], team)
         seen[half].mul_(scales_K / moments.weights[half])
-    lower_KK = torch.empty_like(form_KK)
+    lower_KK = torch.empty_like(hessian_KK)
     found: list[Tensor] = []
     for strength in STRENGTHS:
-        _factor(lower_KK, form_KK, strength, team)
+        _factor(lower_KK, hessian_KK, strength, team)
         found.append(_loss(moments, seen, scales_K, lower_KK, team))
     losses = floats(torch.stack(found))  # a device is waited for once
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
         return None, None
-    if int(_factor(lower_KK, form_KK, STRENGTHS[best] / 2, team)):
+    if int(_factor(lower_KK, hessian_KK, STRENGTHS[best] / 2, team)):
         raise AssertionError("a sum of squares and a ridge is positive definite")
-    del form_KK, sums_nN
-    return _solution(moments, missing, scales_K, lower_KK, team), STRENGTHS[best]
+    del hessian_KK, sums_nN
+    return _solution(moments, residual, scales_K, lower_KK, team), STRENGTHS[best]
 
 
 def _loss(moments: Moments, seen: Tensor, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
@@ -187,7 +187,7 @@ def _loss(moments: Moments, seen: Tensor, scales_K: Tensor, lower_KK: Tensor, te
 
     def of_tile(a: int, rows: slice) -> Tensor:
         fitted = solve_rows(seen[a, rows], lower_KK)
-        gradient = (fitted * scales_K) @ moments.forms[1 - a]
+        gradient = (fitted * scales_K) @ moments.sums[1 - a]
         gradient.mul_(scales_K / moments.weights[1 - a]).sub_(seen[1 - a, rows], alpha=2)
         return fitted.mul_(gradient).sum(dtype=torch.float64)
 
@@ -195,9 +195,9 @@ def _loss(moments: Moments, seen: Tensor, scales_K: Tensor, lower_KK: Tensor, te
     return reduce(torch.add, team.run(tiles))
 
 
-def _solution(moments: Moments, missing: Missing, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
+def _solution(moments: Moments, residual: CrossMoments, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
     """Return d f32 [N, K], fitted to both halves."""
-    first, second = missing.crosses
+    first, second = residual.crosses
     found = torch.empty_like(first)
     factors_K = scales_K / sum(moments.weights)
 
@@ -217,12 +217,12 @@ def _sketch(rows: int) -> Tensor:
     return torch.as_tensor((2 * signs - 1) * np.float32(SKETCHED_ROWS**-0.5))
 
 
-def _factor(lower_KK: Tensor, form_KK: Tensor, strength: float, team: Team) -> Tensor:
+def _factor(lower_KK: Tensor, hessian_KK: Tensor, strength: float, team: Team) -> Tensor:
     """Set the lower triangle of a matrix to the factor L of H + strength; returns what `factor_lower` does.
 
     What is positive definite with the half of the best strength, which is factored last, is so with that strength too.
     """
-    lower_KK.copy_(form_KK)
+    lower_KK.copy_(hessian_KK)
     lower_KK.diagonal().add_(strength)
     return factor_lower(lower_KK, team)
 

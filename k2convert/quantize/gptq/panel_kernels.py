@@ -145,7 +145,7 @@ def round_kernel(
 
 @triton.jit(do_not_specialize=["rows", "start", "blocks"])
 def improve_kernel(
-    gradient, form, form_inverses, block_factors, factor_inverses, block_inverses, values, changes, scale_bytes,
+    gradient, matrix, form_inverses, block_factors, factor_inverses, block_inverses, values, changes, scale_bytes,
     rows, columns, start, blocks, ROWS: tl.constexpr
 ):  # fmt: skip
     """Improve the blocks of a panel; changes f32 [rows, 128] get what is added to the values. Reads the gradient."""
@@ -155,11 +155,11 @@ def improve_kernel(
     for block in range(blocks):
         begin = start + block * BLOCK
         own = tl.load(gradient + row * columns + begin + lane, mask=valid, other=0.0)
-        own = _after(own, changes, row, valid, lane, form, start, begin, columns, block)
+        own = _after(own, changes, row, valid, lane, matrix, start, begin, columns, block)
         before = ()
         for j in tl.static_range(16):
             before = before + (tl.load(values + row * columns + begin + j + lane * 0, mask=valid, other=0.0),)
-        diagonal = form + begin.to(tl.int64) * columns + begin
+        diagonal = matrix + begin.to(tl.int64) * columns + begin
         place = scale_bytes + row * (columns // BLOCK) + begin // BLOCK + lane * 0
         byte = tl.load(place, mask=valid, other=0x38).to(tl.int32)
         slopes = _columns(own)

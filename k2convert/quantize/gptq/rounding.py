@@ -1,4 +1,4 @@
-"""Codes that follow a target under a curvature: GPTQ with a search of every block's scale, then coordinate descent.
+"""GPTQ under a damped Hessian, with a search of every block's scale, then coordinate descent.
 
 The columns of a row are rounded from left to right. A block of 16 tries 8 neighboring E4M3 scales, each with its own
 compensation inside the block, and keeps the one with the least loss. Its errors then move the columns behind it. Two
@@ -9,10 +9,10 @@ written.
 There are two kernels: compiled for the CPU (cpp/gptq.hpp), and for a CUDA device (device_kernel.py, which chooses).
 Their sums are taken in a different order, so a few codes differ.
 
-How far the curvature is trusted is its shrinkage towards the diagonal. With at least max(1024, 4 K) tokens it is .5.
-With fewer, 64 rows are really quantized with the curvature of one half of the tokens and measured on the other half,
-with each shrinkage and without any curvature. If the last is best, or with fewer than 64 tokens, there is no
-correction: 16 tokens per expert without this rule lost to codes made without data.
+The damping, 0 to 1, moves the Hessian towards its diagonal. With at least max(1024, 4 K) tokens it is .5. With fewer,
+64 rows are really quantized with the Hessian of one half of the tokens and measured on the other half, with each
+damping and without any Hessian. If the last is best, or with fewer than 64 tokens, there is no correction: 16 tokens
+per expert without this rule lost to weights quantized without data.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
-from k2convert.quantize.gptq.curvature import (
-    ALONE,
+from k2convert.quantize.gptq.hessian import (
+    ONE_THREAD,
     SMALL,
     CheckStop,
-    Curvature,
+    DampedHessian,
     Team,
-    even_curvature,
+    damp_hessian,
     floats,
-    make_curvature,
+    identity_hessian,
 )
 from k2convert.quantize.gptq.moments import Moments
 from k2convert.quantize.kernels import _cpu
@@ -76,65 +76,65 @@ def decoded_scales(scale_bytes: Tensor) -> Tensor:
 class RoundingKernel(Protocol):
     """Makes codes on one device; holds no state, so threads may share it."""
 
-    def round(self, target_NK: Tensor, curvature: Curvature, *, sweeps: int) -> tuple[Tensor, Tensor]:
+    def round(self, target_NK: Tensor, hessian: DampedHessian, *, sweeps: int) -> tuple[Tensor, Tensor]:
         """Return codes uint8 [N, K/2] and scale bytes uint8 [N, K/16] for a target f32 in units of the global scale.
 
         ValueError if the shapes do not fit.
         """
         ...
 
-    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], Curvature]], team: Team) -> list[Tensor]:
-        """Return the values f32 [n, K] of the target, without sweeps, under each curvature that is made."""
+    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], DampedHessian]], team: Team) -> list[Tensor]:
+        """Return the values f32 [n, K] of the target, without sweeps, under each damped Hessian that is made."""
         ...
 
 
 def round_gptq(
-    target_NK: Tensor, global_scale: float, curvature: Curvature, kernel: RoundingKernel, *, sweeps: int = SWEEPS
+    target_NK: Tensor, global_scale: float, hessian: DampedHessian, kernel: RoundingKernel, *, sweeps: int = SWEEPS
 ) -> Codes:
-    """Return codes close to a finite target f32 [N, K], on the device of the curvature."""
-    packed, block_scales = kernel.round(target_NK.float() / global_scale, curvature, sweeps=sweeps)
+    """Return codes close to a finite target f32 [N, K], on the device of the damped Hessian."""
+    packed, block_scales = kernel.round(target_NK.float() / global_scale, hessian, sweeps=sweeps)
     return Codes(packed, block_scales, global_scale)
 
 
 MIN_TOKENS: Final = 64
 LEAST_FULL_TOKENS: Final = 1024
 FULL_TOKENS_PER_COLUMN: Final = 4
-FULL_SHRINKAGE: Final = 0.5
-SHRINKAGES: Final = (0.1, 0.3, 0.6, 0.9)
+FULL_DAMPING: Final = 0.5
+DAMPINGS: Final = (0.1, 0.3, 0.6, 0.9)
 NUM_ROWS: Final = 64
 """Rows that are quantized to choose."""
 
 
-def choose_shrinkage(
-    moments: Moments, weight_NK: Tensor, global_scale: float, kernel: RoundingKernel, team: Team = ALONE
+def choose_damping(
+    moments: Moments, weight_NK: Tensor, global_scale: float, kernel: RoundingKernel, team: Team = ONE_THREAD
 ) -> float | None:
-    """Return the shrinkage for a weight f32 [N, K] on the device of the moments; None for no error feedback.
+    """Return the damping for a weight f32 [N, K] on the device of the moments; None for no error feedback.
 
     The moments must be complete.
     """
     rows, columns = weight_NK.shape
     if moments.tokens >= max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns):
-        return FULL_SHRINKAGE
+        return FULL_DAMPING
     if moments.tokens < MIN_TOKENS or min(moments.weights) <= 0:
         return None
     sample_NK = weight_NK[:: max(1, rows // NUM_ROWS)][:NUM_ROWS].float() / global_scale
-    is_small = columns <= SMALL  # then several curvatures have room beside each other
-    own_team = ALONE if is_small else team
+    is_small = columns <= SMALL  # then several damped Hessians have room beside each other
+    own_team = ONE_THREAD if is_small else team
 
-    def curvature_of(shrinkage: float, half: int) -> Curvature:
-        return make_curvature(moments.half(half), shrinkage, own_team)
+    def hessian_of(damping: float, half: int) -> DampedHessian:
+        return damp_hessian(moments.half(half), damping, own_team)
 
-    even = partial(even_curvature, columns, device=str(weight_NK.device))
-    makers = [even, *(partial(curvature_of, shrinkage, half) for shrinkage in SHRINKAGES for half in (0, 1))]
-    found = kernel.try_each(sample_NK, makers, team if is_small else ALONE)
+    even = partial(identity_hessian, columns, device=str(weight_NK.device))
+    makers = [even, *(partial(hessian_of, damping, half) for damping in DAMPINGS for half in (0, 1))]
+    found = kernel.try_each(sample_NK, makers, team if is_small else ONE_THREAD)
     losses = [_loss(values - sample_NK, moments.half(1 - place % 2)) for place, values in enumerate([found[0], *found])]
     summed = floats(torch.stack(losses).view(-1, 2).sum(dim=1))  # a device is waited for once
     best = min(range(len(summed)), key=summed.__getitem__)
-    return SHRINKAGES[best - 1] if best else None
+    return DAMPINGS[best - 1] if best else None
 
 
-def _loss(error_nK: Tensor, form_KK: Tensor) -> Tensor:
-    return ((error_nK @ form_KK) * error_nK).sum(dtype=torch.float64)
+def _loss(error_nK: Tensor, hessian_KK: Tensor) -> Tensor:
+    return ((error_nK @ hessian_KK) * error_nK).sum(dtype=torch.float64)
 
 
 PIECE_ROWS: Final = 96
@@ -148,7 +148,7 @@ class CpuKernel:
     threads: int
     check_stop: CheckStop
 
-    def round(self, target_NK: Tensor, curvature: Curvature, *, sweeps: int) -> tuple[Tensor, Tensor]:
+    def round(self, target_NK: Tensor, hessian: DampedHessian, *, sweeps: int) -> tuple[Tensor, Tensor]:
         """As RoundingKernel, for CPU tensors."""
         rows, columns = target_NK.shape
         packed = np.empty((rows, columns // 2), dtype=np.uint8)
@@ -159,10 +159,10 @@ class CpuKernel:
             piece = slice(start, start + step)
             _cpu.round_gptq(
                 _flat(target_NK[piece]),
-                _flat(curvature.form),
-                _flat(curvature.factor),
-                _flat(curvature.block_factors),
-                _flat(curvature.block_inverses),
+                _flat(hessian.matrix),
+                _flat(hessian.factor),
+                _flat(hessian.block_factors),
+                _flat(hessian.block_inverses),
                 sweeps,
                 self.threads,
                 packed[piece].reshape(-1),
@@ -170,10 +170,10 @@ class CpuKernel:
             )
         return torch.as_tensor(packed), torch.as_tensor(scale_bytes)
 
-    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], Curvature]], team: Team) -> list[Tensor]:
-        """As RoundingKernel; each thread of the team holds one curvature."""
+    def try_each(self, target_nK: Tensor, makers: Sequence[Callable[[], DampedHessian]], team: Team) -> list[Tensor]:
+        """As RoundingKernel; each thread of the team holds one damped Hessian."""
 
-        def values(make: Callable[[], Curvature]) -> Tensor:
+        def values(make: Callable[[], DampedHessian]) -> Tensor:
             return Codes(*self.round(target_nK, make(), sweeps=0), 1.0).values()
 
         return team.run([partial(values, make) for make in makers])

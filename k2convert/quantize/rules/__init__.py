@@ -40,8 +40,8 @@ class RuleArithmetic:
     quantize: Callable[[SourceWeight, float], Nvfp4Weight]
     has_power_of_two_scale: bool = False
     """Set if the global scale is always a power of two."""
-    needs_walk: bool = False
-    """Set if quantized weights come from a walk through the layers of the model. One tensor is not enough to
+    needs_text: bool = False
+    """Set if quantized weights come from a layer pass through the layers of the model. One tensor is not enough to
     compute them again."""
     casts_mxfp4: bool = False
     """Set if MXFP4 weights are cast: their codes are copied, and their scales relabeled."""
@@ -75,7 +75,7 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
         _MSE,
         summary="Codes and scales are chosen layer by layer, so that each one makes up for the errors "
         "before it on the inputs that were measured; the global scale is a power of two.",
-        needs_walk=True,
+        needs_text=True,
     ),
     "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k2convert.errors import PlanError
-from k2convert.quantize.gptq import curvature, moments
-from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq import hessian, moments
 from k2convert.quantize.gptq.device_kernel import PANEL, DeviceKernel, check_kernel
-from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
-from k2convert.quantize.gptq.rounding import choose_shrinkage
+from k2convert.quantize.gptq.hessian import damp_hessian
+from k2convert.quantize.gptq.moments import CrossMoments, Moments, WeightedTokens, correct
+from k2convert.quantize.gptq.rounding import choose_damping
 
 VIEWS = frozenset(
     "view slice select expand t transpose diagonal alias detach unsqueeze squeeze split unbind _unsafe_view permute"  # noqa: SIM905
@@ -61,14 +61,14 @@ def started(run: Callable[[DeviceKernel], object]) -> int:
     return count.operations + panels.launches
 
 
-def moments_of(tokens: int, columns: int) -> tuple[Moments, Missing]:
+def moments_of(tokens: int, columns: int) -> tuple[Moments, CrossMoments]:
     inputs = correlated(tokens, columns)
     halves = WeightedTokens.by_halves(torch.ones(tokens), torch.arange(tokens) % 2)
     sums = Moments.start(columns, device="cpu")
     sums.add(inputs, halves)
-    missing = Missing.start(columns, 24, device="cpu")
-    missing.add(inputs, torch.randn(tokens, 24), halves)
-    return sums.complete(), missing
+    residual = CrossMoments.start(columns, 24, device="cpu")
+    residual.add(inputs, torch.randn(tokens, 24), halves)
+    return sums.complete(), residual
 
 
 def per_panel(run: Callable[[int], Callable[[DeviceKernel], object]]) -> tuple[int, int]:
@@ -80,24 +80,24 @@ def per_panel(run: Callable[[int], Callable[[DeviceKernel], object]]) -> tuple[i
 
 
 def test_a_layer_of_k2_starts_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 groups of gate and up with 56 panels, 384 downs with 16: their codes, and the tries of the shrinkage."""
-    for module in (curvature, moments):  # a device gets whole matrices
+    """48 groups of gate and up with 56 panels, 384 downs with 16: their codes, and the tries of the damping."""
+    for module in (hessian, moments):  # a device gets whole matrices
         monkeypatch.setattr(module, "cut", lambda size, *_: [slice(0, size)])
 
     def codes(columns: int) -> Callable[[DeviceKernel], object]:
-        curvature = make_curvature(form_of(correlated(2 * columns, columns)), 0.5)
-        return lambda kernel: kernel.round(torch.ones(4, columns), curvature, sweeps=2)
+        hessian = damp_hessian(form_of(correlated(2 * columns, columns)), 0.5)
+        return lambda kernel: kernel.round(torch.ones(4, columns), hessian, sweeps=2)
 
     def tries(columns: int) -> Callable[[DeviceKernel], object]:
         sums, _ = moments_of(200, columns)
-        return lambda kernel: choose_shrinkage(sums, torch.ones(64, columns), 1.0, kernel)
+        return lambda kernel: choose_damping(sums, torch.ones(64, columns), 1.0, kernel)
 
     once, each = per_panel(codes)
     of_codes = 48 * (once + 56 * each) + 384 * (once + 16 * each)
     once, each = per_panel(tries)
     of_tries = 384 * (once + 16 * each)
-    sums, missing = moments_of(1200, 64)
-    of_corrections = 384 * started(lambda _: correct(sums, missing))
+    sums, residual = moments_of(1200, 64)
+    of_corrections = 384 * started(lambda _: correct(sums, residual))
     assert of_codes < 100_000, of_codes
     assert of_tries < 200_000, of_tries
     assert of_corrections < 100_000, of_corrections

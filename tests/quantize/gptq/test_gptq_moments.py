@@ -6,32 +6,32 @@ import torch
 from gptq_direct import Tokens, correlated, ridge_target, weights
 from torch import Tensor
 
-from k2convert.quantize.gptq.curvature import Team, make_curvature
-from k2convert.quantize.gptq.moments import MIN_TOKENS, Missing, Moments, WeightedTokens, correct
+from k2convert.quantize.gptq.hessian import Team, damp_hessian
+from k2convert.quantize.gptq.moments import MIN_TOKENS, CrossMoments, Moments, WeightedTokens, correct
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as in a walk: the sums of a product depend on torch's threads
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in a layer pass: torch's threads change the sums of a product
 
 
 def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> Tokens:
     inputs = correlated(count, columns)
     generator = torch.Generator().manual_seed(5)
-    missing = inputs @ weights(rows, columns, seed=2).T * 10 + noise * torch.randn(count, rows, generator=generator)
+    residual = inputs @ weights(rows, columns, seed=2).T * 10 + noise * torch.randn(count, rows, generator=generator)
     halves = torch.arange(count) // 100 % 2
-    arrays = (inputs, missing, 0.1 + torch.rand(count, generator=generator))
+    arrays = (inputs, residual, 0.1 + torch.rand(count, generator=generator))
     return Tokens(*(array.double().numpy() for array in arrays), halves=halves.numpy())
 
 
-def moments_of(tokens: Tokens, step: int = 1 << 20, workers: int = 1) -> tuple[Moments, Missing]:
+def moments_of(tokens: Tokens, step: int = 1 << 20, workers: int = 1) -> tuple[Moments, CrossMoments]:
     columns = tokens.inputs.shape[1]
-    rows = tokens.missing.shape[1]
+    rows = tokens.residual.shape[1]
     moments = Moments.start(columns, device="cpu")
-    sums = Missing.start(columns, rows, device="cpu")
-    arrays = [torch.as_tensor(a) for a in (tokens.inputs, tokens.missing, tokens.weights, tokens.halves)]
+    sums = CrossMoments.start(columns, rows, device="cpu")
+    arrays = [torch.as_tensor(a) for a in (tokens.inputs, tokens.residual, tokens.weights, tokens.halves)]
     with Team(workers) as team:
-        for inputs, missing, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):
+        for inputs, residual, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):
             dealt = WeightedTokens.by_halves(shares, halves)
             moments.add(inputs.float(), dealt, team)
-            sums.add(inputs.float(), missing.float(), dealt, team)
+            sums.add(inputs.float(), residual.float(), dealt, team)
         return moments.complete(team), sums
 
 
@@ -46,13 +46,13 @@ def assert_close(found: Tensor, expected: np.ndarray, tolerance: float) -> None:
 
 def test_forms_are_weighted_means_of_all_tokens_and_of_each_half() -> None:
     tokens = make_tokens(900, 48, 32)
-    moments, missing = moments_of(tokens, step=250)
+    moments, residual = moments_of(tokens, step=250)
     assert moments.tokens == 900
-    assert_close(moments.form(), tokens.form, 1e-5)
+    assert_close(moments.hessian(), tokens.hessian, 1e-5)
     for half in (0, 1):
         own = tokens.half(half)
-        assert_close(moments.half(half), own.form, 1e-5)
-        assert_close(missing.crosses[half] / moments.weights[half], own.cross, 1e-5)
+        assert_close(moments.half(half), own.hessian, 1e-5)
+        assert_close(residual.crosses[half] / moments.weights[half], own.cross, 1e-5)
 
 
 @pytest.mark.parametrize(("noise", "strength"), [(0.02, 0.3), (5.0, 1.0), (20.0, 30.0)])
@@ -67,7 +67,7 @@ def test_correction_equals_a_direct_solve(noise: float, strength: float) -> None
 
 def test_what_one_half_says_and_the_other_denies_is_not_corrected() -> None:
     tokens = make_tokens(900, 48, 32, noise=0.5)
-    tokens.missing[tokens.halves == 1] *= -1
+    tokens.residual[tokens.halves == 1] *= -1
     assert ridge_target(tokens)[1] is None
     assert correction_of(tokens) == (None, None)
 
@@ -85,23 +85,23 @@ def test_few_tokens_or_one_half_give_no_correction() -> None:
 
 def test_duplicate_tokens_give_a_finite_correction() -> None:
     tokens = make_tokens(MIN_TOKENS, 16, 8, noise=0.0)
-    tokens.inputs[:], tokens.missing[:] = tokens.inputs[0], tokens.missing[0]
+    tokens.inputs[:], tokens.residual[:] = tokens.inputs[0], tokens.residual[0]
     correction, found = correction_of(tokens)
     assert found == 0.3
     assert correction is not None
-    left = tokens.missing[0] - correction.double().numpy() @ tokens.inputs[0]
-    assert np.linalg.norm(left) < 0.1 * np.linalg.norm(tokens.missing[0])
+    left = tokens.residual[0] - correction.double().numpy() @ tokens.inputs[0]
+    assert np.linalg.norm(left) < 0.1 * np.linalg.norm(tokens.residual[0])
 
 
 def test_scaled_sums_equal_sums_of_scaled_inputs_bit_for_bit() -> None:
     tokens = make_tokens(700, 48, 48)
     exponents = np.random.RandomState(0).randint(-4, 5, 48)
     factors = np.exp2(exponents)
-    scaled = Tokens(tokens.inputs * factors, tokens.missing, tokens.weights, tokens.halves)
+    scaled = Tokens(tokens.inputs * factors, tokens.residual, tokens.weights, tokens.halves)
     moments, _ = moments_of(tokens)
     expected, _ = moments_of(scaled)
     moments.scale(torch.as_tensor(exponents))
-    assert torch.equal(moments.forms, expected.forms)
+    assert torch.equal(moments.sums, expected.sums)
 
 
 def test_sums_of_many_outputs_with_random_signs_choose_the_strength_that_all_outputs_choose() -> None:
@@ -120,12 +120,12 @@ def test_workers_change_no_byte_of_matrices_with_many_tiles() -> None:
     tokens = make_tokens(MIN_TOKENS + 100, 1296, 1040)
     results: list[list[Tensor]] = []
     for workers in (1, 2, 4):
-        moments, missing = moments_of(tokens, workers=workers)
+        moments, residual = moments_of(tokens, workers=workers)
         with Team(workers) as team:
-            correction, strength = correct(moments, missing, team)
-            curvature = make_curvature(moments.form(), 0.5, team)
+            correction, strength = correct(moments, residual, team)
+            hessian = damp_hessian(moments.hessian(), 0.5, team)
         assert correction is not None
         assert strength is not None
-        results.append([moments.forms, missing.crosses, correction, torch.tensor(strength), curvature.factor])
+        results.append([moments.sums, residual.crosses, correction, torch.tensor(strength), hessian.factor])
     assert all(torch.equal(one, other) for found in results[1:] for one, other in zip(results[0], found, strict=True))
-    assert_close(results[0][0][0] / moments.weights[0], tokens.half(0).form, 1e-5)
+    assert_close(results[0][0][0] / moments.weights[0], tokens.half(0).hessian, 1e-5)

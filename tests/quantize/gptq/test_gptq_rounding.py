@@ -11,8 +11,8 @@ from panel_reference import BELOW, NUM_SCALES, ReferencePanels
 
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
-from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import DeviceKernel, kernel_for
+from k2convert.quantize.gptq.hessian import DampedHessian, damp_hessian, identity_hessian
 from k2convert.quantize.gptq.rounding import RoundingKernel
 from k2convert.quantize.gptq.rounding import round_gptq as round_to_codes
 from k2convert.quantize.kernels import _cpu
@@ -23,9 +23,9 @@ UNIT = 2.0**-13
 
 
 def round_gptq(
-    target: torch.Tensor, unit: float, curvature: Curvature, kernel: RoundingKernel, *, sweeps: int = 2
+    target: torch.Tensor, unit: float, hessian: DampedHessian, kernel: RoundingKernel, *, sweeps: int = 2
 ) -> Nvfp4Weight:
-    return round_to_codes(target, unit, curvature, kernel, sweeps=sweeps).weight()
+    return round_to_codes(target, unit, hessian, kernel, sweeps=sweeps).weight()
 
 
 @pytest.fixture(params=["vectors", "portable", "device"])
@@ -47,8 +47,8 @@ def bf16_source(rows: int, columns: int) -> tuple[Bf16Weight, torch.Tensor]:
     return Bf16Weight(values.view(torch.uint16).numpy()), values.float()
 
 
-def curvature_of(columns: int) -> Curvature:
-    return make_curvature(form_of(correlated(2 * columns, columns)), 0.2)
+def hessian_of(columns: int) -> DampedHessian:
+    return damp_hessian(form_of(correlated(2 * columns, columns)), 0.2)
 
 
 def tried_bytes(block: np.ndarray) -> list[int]:
@@ -64,15 +64,15 @@ def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
     columns: int, block: int, kernel: RoundingKernel
 ) -> None:
     """Given the values of the blocks before, the block's own follow directly: within a panel of 128 and beyond."""
-    curvature = curvature_of(columns)
+    hessian = hessian_of(columns)
     target = weights(3, columns)
-    codes = round_gptq(target, UNIT, curvature, kernel, sweeps=0)
-    form = curvature.form.double().numpy()
+    codes = round_gptq(target, UNIT, hessian, kernel, sweeps=0)
+    matrix = hessian.matrix.double().numpy()
     values = dequantize_nvfp4(codes)
     start = 16 * block
     for row, found, byte in zip(target.double().numpy(), values, codes.block_scales[:, block].tolist(), strict=True):
-        own = compensated(row, found[:start], form)[:16]
-        by_byte = {int(other): round_block(own, form[start:, start:], int(other), UNIT) for other in NORMAL}
+        own = compensated(row, found[:start], matrix)[:16]
+        by_byte = {int(other): round_block(own, matrix[start:, start:], int(other), UNIT) for other in NORMAL}
         expected, loss = by_byte[byte]
         assert np.array_equal(found[start : start + 16], expected)
         assert loss <= min(by_byte[other][1] for other in tried_bytes(own)) * (1 + 1e-5)
@@ -82,11 +82,10 @@ def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
 @pytest.mark.parametrize("columns", [16, 272])
 def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKernel) -> None:
     """With 16 columns the row is one block."""
-    curvature = curvature_of(columns)
+    hessian = hessian_of(columns)
     target = weights(40, columns)
     found = [
-        losses(target, round_gptq(target, UNIT, curvature, kernel, sweeps=sweeps), curvature.form)
-        for sweeps in range(3)
+        losses(target, round_gptq(target, UNIT, hessian, kernel, sweeps=sweeps), hessian.matrix) for sweeps in range(3)
     ]
     for before, after in pairwise(found):
         assert (after <= before * (1 + 1e-5)).all()
@@ -94,37 +93,37 @@ def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKern
 
 
 def test_after_many_sweeps_no_single_code_can_be_improved(kernel: RoundingKernel) -> None:
-    curvature = curvature_of(48)
+    hessian = hessian_of(48)
     target = weights(20, 48)
-    codes = round_gptq(target, UNIT, curvature, kernel, sweeps=15)
-    form = curvature.form.double().numpy()
+    codes = round_gptq(target, UNIT, hessian, kernel, sweeps=15)
+    matrix = hessian.matrix.double().numpy()
     values = dequantize_nvfp4(codes)
-    gradient = (target.double().numpy() - values) @ form
+    gradient = (target.double().numpy() - values) @ matrix
     steps = (decode_e4m3(codes.block_scales) * UNIT).repeat(16, axis=1)
     for code in (0, 0.5, 1, 1.5, 2, 3, 4, 6):
         for sign in (-1, 1):
             change = sign * code * steps - values
             # The loss changes by change**2 H_jj - 2 change G_j.
-            gained = 2 * change * gradient - change**2 * np.diag(form)
+            gained = 2 * change * gradient - change**2 * np.diag(matrix)
             assert gained.max() < 1e-6 * (steps**2).max()
 
 
 def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
     columns = 160
-    form = form_of(correlated(1000, columns))
+    matrix = form_of(correlated(1000, columns))
     source, target = bf16_source(64, columns)
     global_scale = mse_global_scale(source.magnitude())
-    mse = losses(target, quantize_best(source, global_scale), form).sum()
-    for shrinkage, share in ((0.1, 0.6), (0.9, 0.95)):
-        codes = round_gptq(target, global_scale, make_curvature(form, shrinkage), kernel)
-        assert losses(target, codes, form).sum() < share * mse
+    mse = losses(target, quantize_best(source, global_scale), matrix).sum()
+    for damping, share in ((0.1, 0.6), (0.9, 0.95)):
+        codes = round_gptq(target, global_scale, damp_hessian(matrix, damping), kernel)
+        assert losses(target, codes, matrix).sum() < share * mse
 
 
 def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
     source, target = bf16_source(64, 160)
-    even = even_curvature(160, device="cpu")
-    found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.form)
-    mse = losses(target, quantize_best(source, UNIT), even.form)
+    even = identity_hessian(160, device="cpu")
+    found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.matrix)
+    mse = losses(target, quantize_best(source, UNIT), even.matrix)
     assert (found >= mse * (1 - 1e-6)).all(), "every scale was tried there"
     assert found.sum() <= 1.01 * mse.sum()
 
@@ -142,13 +141,13 @@ def test_any_form_gives_codes_as_good_as_those_of_mse(kind: str, kernel: Roundin
         inputs = inputs[:1].expand(600, -1)
     else:
         inputs[:, 30:50] = 0
-    form = form_of(inputs)
-    even = even_curvature(columns, device="cpu")
+    matrix = form_of(inputs)
+    even = identity_hessian(columns, device="cpu")
     target = weights(30, columns)
-    codes = round_gptq(target, UNIT, make_curvature(form, 0.5), kernel)
+    codes = round_gptq(target, UNIT, damp_hessian(matrix, 0.5), kernel)
     by_max = round_gptq(target, UNIT, even, kernel)
-    assert losses(target, codes, form).sum() <= losses(target, by_max, form).sum()
-    assert losses(target, codes, even.form).sum() <= 4 * losses(target, by_max, even.form).sum()
+    assert losses(target, codes, matrix).sum() <= losses(target, by_max, matrix).sum()
+    assert losses(target, codes, even.matrix).sum() <= 4 * losses(target, by_max, even.matrix).sum()
     assert kind != "zero" or np.array_equal(codes.packed, by_max.packed)
 
 
@@ -157,7 +156,7 @@ def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: Roundin
     target[3] = 0
     target[4, 16:32] = 1e-30  # far below the smallest scale
     target[5, 0] = 1e4  # far above the largest
-    codes = round_gptq(target, UNIT, even_curvature(160, device="cpu"), kernel)
+    codes = round_gptq(target, UNIT, identity_hessian(160, device="cpu"), kernel)
     assert not (unpack_nibbles(codes.packed) == 8).any()
     assert codes.block_scales.min() >= 0x08
     assert codes.block_scales.max() <= 0x7E
@@ -170,32 +169,32 @@ def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: Roundin
 @pytest.mark.parametrize("rows", [1, 47, 100])
 @pytest.mark.usefixtures("instructions")
 def test_threads_do_not_change_the_bytes(rows: int) -> None:
-    curvature = curvature_of(160)
+    hessian = hessian_of(160)
     target = weights(rows, 160)
-    one, two, many = (round_gptq(target, UNIT, curvature, kernel_for("cpu", threads)) for threads in (1, 2, 7))
-    alone = round_gptq(target[-1:], UNIT, curvature, kernel_for("cpu"))
+    one, two, many = (round_gptq(target, UNIT, hessian, kernel_for("cpu", threads)) for threads in (1, 2, 7))
+    alone = round_gptq(target[-1:], UNIT, hessian, kernel_for("cpu"))
     assert_same(one, two)
     assert_same(one, many)
     assert_same(one.rows(rows - 1, rows), alone)
 
 
 def test_kernels_agree(kernel: RoundingKernel) -> None:
-    curvature = curvature_of(272)
+    hessian = hessian_of(272)
     target = weights(200, 272)
-    expected = round_gptq(target, UNIT, curvature, kernel_for("cpu"))
-    found = round_gptq(target, UNIT, curvature, kernel)
+    expected = round_gptq(target, UNIT, hessian, kernel_for("cpu"))
+    found = round_gptq(target, UNIT, hessian, kernel)
     assert (unpack_nibbles(found.packed) == unpack_nibbles(expected.packed)).mean() > 0.999
-    both = losses(target, found, curvature.form).sum(), losses(target, expected, curvature.form).sum()
+    both = losses(target, found, hessian.matrix).sum(), losses(target, expected, hessian.matrix).sum()
     assert both[0] == pytest.approx(both[1], rel=1e-4)
 
 
 def test_no_rows_give_no_codes(kernel: RoundingKernel) -> None:
-    assert round_gptq(torch.zeros(0, 32), UNIT, curvature_of(32), kernel).shape == (0, 32)
+    assert round_gptq(torch.zeros(0, 32), UNIT, hessian_of(32), kernel).shape == (0, 32)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="sizes"):
-        round_gptq(torch.zeros(3, 48), UNIT, curvature_of(32), kernel_for("cpu"))
+        round_gptq(torch.zeros(3, 48), UNIT, hessian_of(32), kernel_for("cpu"))
 
 
 def assert_same(first: Nvfp4Weight, second: Nvfp4Weight) -> None:

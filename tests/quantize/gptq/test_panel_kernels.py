@@ -23,8 +23,8 @@ from command import ROOT
 from gptq_direct import correlated, form_of
 from torch import Tensor
 
-from k2convert.quantize.gptq.curvature import ALONE, Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import DeviceKernel, TritonPanels, kernel_for
+from k2convert.quantize.gptq.hessian import ONE_THREAD, DampedHessian, damp_hessian, identity_hessian
 from k2convert.quantize.kernels import _cpu
 
 pytestmark = [
@@ -33,11 +33,11 @@ pytestmark = [
 ]
 
 
-def curvature_of(columns: int, seed: int = 0) -> Curvature:
+def hessian_of(columns: int, seed: int = 0) -> DampedHessian:
     """Of inputs with an outlier channel."""
     inputs = correlated(4 * columns, columns, seed)
     inputs[:, 5] *= 30
-    return make_curvature(form_of(inputs), 0.5)
+    return damp_hessian(form_of(inputs), 0.5)
 
 
 def targets(rows: int, columns: int) -> Tensor:
@@ -68,24 +68,24 @@ def ties() -> Tensor:
     return target
 
 
-def rounded_alike(target: Tensor, curvature: Curvature, sweeps: int) -> bool:
+def rounded_alike(target: Tensor, hessian: DampedHessian, sweeps: int) -> bool:
     kernels = (DeviceKernel(TritonPanels()), kernel_for("cpu"))
-    ours, theirs = (kernel.round(target, curvature, sweeps=sweeps) for kernel in kernels)
+    ours, theirs = (kernel.round(target, hessian, sweeps=sweeps) for kernel in kernels)
     return all(map(torch.equal, ours, theirs))
 
 
 def tried_alike(target: Tensor) -> bool:
     """With factors of their own for the rows."""
-    makers = [lambda seed=seed: curvature_of(target.shape[1], seed) for seed in range(2)]
+    makers = [lambda seed=seed: hessian_of(target.shape[1], seed) for seed in range(2)]
     kernels = (DeviceKernel(TritonPanels()), kernel_for("cpu"))
-    ours, theirs = (kernel.try_each(target, makers, ALONE) for kernel in kernels)
+    ours, theirs = (kernel.try_each(target, makers, ONE_THREAD) for kernel in kernels)
     return all(map(torch.equal, ours, theirs))
 
 
 CASES: Final[dict[str, Callable[[], bool]]] = {
-    "a first pass": lambda: rounded_alike(targets(9, 32), curvature_of(32), 0),
-    "ties": lambda: rounded_alike(ties(), even_curvature(32, device="cpu"), 2),
-    "two panels and two sweeps": lambda: rounded_alike(targets(9, 144), curvature_of(144), 2),
+    "a first pass": lambda: rounded_alike(targets(9, 32), hessian_of(32), 0),
+    "ties": lambda: rounded_alike(ties(), identity_hessian(32, device="cpu"), 2),
+    "two panels and two sweeps": lambda: rounded_alike(targets(9, 144), hessian_of(144), 2),
     "factors for each row": lambda: tried_alike(targets(9, 48)),
 }
 MUTATIONS: Final = {

@@ -19,8 +19,8 @@ from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
+from k2convert.quantize.gptq.hessian import damp_hessian
 from k2convert.quantize.gptq.rounding import round_gptq
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude, tally_mxfp4
@@ -102,9 +102,9 @@ def test_gptq(driver: Path, rows: int, columns: int) -> None:
     torch.manual_seed(rows)
     target = weights(rows, columns)
     target[:8, 1::2] = target[:8, 1::2].round(decimals=3)
-    curvature = make_curvature(form_of(correlated(2 * columns, columns)), 0.2)
+    hessian = damp_hessian(form_of(correlated(2 * columns, columns)), 0.2)
     with recorded() as calls:
         for sweeps in (0, 2):
-            round_gptq(target, 2.0**-13, curvature, kernel_for("cpu"), sweeps=sweeps)
+            round_gptq(target, 2.0**-13, hessian, kernel_for("cpu"), sweeps=sweeps)
     assert len(calls) >= 2
     assert_equal_everywhere(driver, calls)

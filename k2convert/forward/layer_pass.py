@@ -1,15 +1,16 @@
-"""The walk: the one loop over the layers of a model, one layer at a time, some windows of a text at a time.
+"""The layer pass: the one loop over the layers of a model, one layer at a time, some windows of a text at a time.
 
     embedding -> layer 0 -> hidden states -> layer 1 -> ...
                     |                           |
                  observer                    observer
 
-Who walks gets each layer, runs its chunks under an observer of its own (decoder.BlockObserver), and declares it done.
+The caller gets each layer, runs its chunks under an observer of its own (decoder.BlockObserver), and declares it done.
 A layer may have several streams of hidden states: those of the source's model, and of one that is made on the way. The
-streams are the only state between layers. They are on disk (work.py), so that a walk can be interrupted and resumed.
+streams are the only state between layers. They are on disk (work.py), so that a layer pass can be interrupted and
+resumed.
 
-Several models can be compared in one walk. Each layer is then yielded once for each model, one after the other, so that
-only one of them is in memory.
+Several models can be compared in one layer pass. Each layer is then yielded once for each model, one after the other,
+so that only one of them is in memory.
 
 Memory: the hidden states of one chunk of windows, one expert, and what the observer keeps. A dense MLP is as wide as
 all experts of a token together, so on the CPU its layer computes fewer windows at a time. A window with a value that is
@@ -39,14 +40,14 @@ from k2convert.forward.work import HIDDEN, HiddenStates, ReadStates, WriteStates
 from k2convert.records.events import Events
 
 MAX_DROPPED: Final = 0.1
-"""The share of dropped windows above which a walk stops."""
+"""The share of dropped windows above which a layer pass stops."""
 
 DENSE_TOKENS: Final = 2048
 """Tokens of a dense layer that a CPU computes at a time. It reads their weights once however few they are."""
 
 
 class States(Protocol):
-    """Where a walk keeps hidden states between layers, and which layers are done: a work folder, or memory."""
+    """Where a layer pass keeps hidden states between layers, and which layers are done: a work folder, or memory."""
 
     def num_finished(self) -> int:
         """Return how many layers are done."""
@@ -65,8 +66,8 @@ class States(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WalkedModel:
-    """A model of a walk: its stream of hidden states, the number of its checkpoint, and what it rounds.
+class PassModel:
+    """A model of a layer pass: its stream of hidden states, the number of its checkpoint, and what it rounds.
 
     `name` is for messages; the first model, which the others are compared with, has none.
     """
@@ -78,8 +79,8 @@ class WalkedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """Models and windows of a walk.
+class LayerLoop:
+    """Models and windows of a layer pass.
 
     `ids` are the tokens, int64 [windows, tokens]. `chunk` windows are computed at a time. `around` makes the context in
     which a layer can be read, and gives the checkpoint to read it from; its argument counts the checkpoints of the
@@ -94,7 +95,7 @@ class Walk:
     devices: tuple[str, ...]
     workers: int
     around: Callable[[int], AbstractContextManager[Checkpoint]]
-    models: tuple[WalkedModel, ...] = (WalkedModel(),)
+    models: tuple[PassModel, ...] = (PassModel(),)
     keeps_last: bool = False
 
     @property
@@ -114,7 +115,7 @@ class Walk:
         return self.chunk
 
 
-def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Layer]:
+def each_layer(layer_pass: LayerLoop, states: States, *, events: Events) -> Generator[Layer]:
     """Yield the layers that are not done, in order; the caller runs each and makes `states` count it as done.
 
     Its body needs torch.no_grad(). Raises what reading and writing raise.
@@ -122,12 +123,12 @@ def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Laye
     torch.set_num_threads(1)  # the workers are the threads: sums do not depend on how many there are
     first = states.num_finished()
     states.sweep(first)
-    for number in range(first, walk.num_layers):
-        for place, models in groupby(walk.models, key=lambda model: model.checkpoint):
-            step = number * walk.num_checkpoints + place
-            with walk.around(step) as source, closing(WeightReader(source)) as reader:
+    for number in range(first, layer_pass.num_layers):
+        for place, models in groupby(layer_pass.models, key=lambda model: model.checkpoint):
+            step = number * layer_pass.num_checkpoints + place
+            with layer_pass.around(step) as source, closing(WeightReader(source)) as reader:
                 for model in models:
-                    layer = Layer(walk, states, reader, number, events, model)
+                    layer = Layer(layer_pass, states, reader, number, events, model)
                     with layer.opened:
                         yield layer
                     del layer.decoder
@@ -136,17 +137,17 @@ def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Laye
 
 
 class Layer:
-    """One layer of one model of a walk. Its decoder is gone when the next one is yielded."""
+    """One layer of one model of a layer pass. Its decoder is gone when the next one is yielded."""
 
     def __init__(
-        self, walk: Walk, states: States, reader: WeightReader, number: int, events: Events, model: WalkedModel
+        self, layer_pass: LayerLoop, states: States, reader: WeightReader, number: int, events: Events, model: PassModel
     ) -> None:
-        self.walk = walk
+        self.layer_pass = layer_pass
         self.states = states
         self.reader = reader
         self.number = number
         self.model = model
-        self.decoder = DecoderLayer(reader, number, walk.devices, walk.workers, model.rounding)
+        self.decoder = DecoderLayer(reader, number, layer_pass.devices, layer_pass.workers, model.rounding)
         self.progress = Progress(events)
         self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
         self.dropped = 0
@@ -154,28 +155,28 @@ class Layer:
     @property
     def is_last(self) -> bool:
         """Return whether no layer reads what this one gives."""
-        return self.number + 1 == self.walk.num_layers
+        return self.number + 1 == self.layer_pass.num_layers
 
     @contextmanager
     def reading(self, stream: str) -> Generator[ReadStates]:
         """Yield a function that reads windows [first, stop) of a stream; the first layer reads the embedding."""
         if self.number == 0:
-            ids = self.walk.ids
+            ids = self.layer_pass.ids
             yield lambda first, stop: embed(self.reader, torch.as_tensor(ids[first:stop])).numpy()
             return
-        with self.states.reading(stream, self.number, self.walk.shape) as read:
+        with self.states.reading(stream, self.number, self.layer_pass.shape) as read:
             yield read
 
     @contextmanager
     def writing(self, stream: str | None = None) -> Generator[WriteStates]:
         """Yield a function that keeps what the layer gives: of its model, or of another stream.
 
-        What the last layer gives is not kept, unless the walk asks for it.
+        What the last layer gives is not kept, unless the layer pass asks for it.
         """
-        if self.is_last and not self.walk.keeps_last:
+        if self.is_last and not self.layer_pass.keeps_last:
             yield lambda _: None
             return
-        with self.states.writing(stream or self.model.stream, self.number + 1, self.walk.shape) as write:
+        with self.states.writing(stream or self.model.stream, self.number + 1, self.layer_pass.shape) as write:
             yield write
 
     def chunks(self, streams: tuple[str, ...] = (), *, apart: int = 0) -> Iterator[tuple[int, list[HiddenStates]]]:
@@ -183,9 +184,9 @@ class Layer:
 
         No chunk has windows of both kinds: the last `apart` ones, and the others.
         """
-        num_windows = self.walk.shape[0]
+        num_windows = self.layer_pass.shape[0]
         border = num_windows - apart
-        step = self.walk.windows_at_once(dense=self.decoder.is_dense)
+        step = self.layer_pass.windows_at_once(dense=self.decoder.is_dense)
         with self.opened as opened:
             read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
             for first in (*range(0, border, step), *range(border, num_windows, step)):
@@ -199,7 +200,7 @@ class Layer:
         Raises CalibrationError if more than a tenth of all windows has to be dropped, and CheckpointError if a window
         of another model than the first is not finite.
         """
-        begin = first * self.walk.shape[1]
+        begin = first * self.layer_pass.shape[1]
         kept = finite_windows(states)
         while kept.any():
             inputs = torch.as_tensor(states if kept.all() else states[kept])
@@ -219,10 +220,10 @@ class Layer:
                 break
         states[~kept] = np.nan
         self.dropped += int(np.count_nonzero(~kept))
-        if self.dropped > MAX_DROPPED * self.walk.shape[0]:
+        if self.dropped > MAX_DROPPED * self.layer_pass.shape[0]:
             raise CalibrationError(
-                f"layer {self.number}: the hidden states of {self.dropped:,} of {self.walk.shape[0]:,} windows are not "
-                "finite. The weights of this layer or an earlier one are damaged. Download the source again."
+                f"layer {self.number}: the hidden states of {self.dropped:,} of {self.layer_pass.shape[0]:,} windows "
+                "are not finite. The weights of this layer or an earlier one are damaged. Download the source again."
             )
 
 

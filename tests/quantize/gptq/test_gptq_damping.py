@@ -1,14 +1,14 @@
-"""The curvature is trusted as far as tokens that it has not seen allow; never at the price of codes without data."""
+"""The Hessian is damped as much as tokens that it has not seen ask for; never at the price of codes without data."""
 
 import numpy as np
 import pytest
 import torch
 from gptq_direct import correlated, losses, weights
 
-from k2convert.quantize.gptq.curvature import even_curvature, make_curvature
 from k2convert.quantize.gptq.device_kernel import kernel_for
+from k2convert.quantize.gptq.hessian import damp_hessian, identity_hessian
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
-from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, round_gptq
+from k2convert.quantize.gptq.rounding import DAMPINGS, choose_damping, round_gptq
 
 UNIT = 2.0**-13
 COLUMNS = 64
@@ -26,18 +26,18 @@ def moments_of_halves(inputs: torch.Tensor, halves: torch.Tensor) -> Moments:
 
 
 def choose(moments: Moments) -> float | None:
-    return choose_shrinkage(moments, weights(256, COLUMNS), UNIT, kernel_for("cpu"))
+    return choose_damping(moments, weights(256, COLUMNS), UNIT, kernel_for("cpu"))
 
 
-def held_out_loss(inputs: torch.Tensor, shrinkage: float | None) -> float:
+def held_out_loss(inputs: torch.Tensor, damping: float | None) -> float:
     """What 64 rows lose on the other half, directly; `choose_shrinkage` takes every fourth of 256 rows."""
     target = weights(256, COLUMNS)[::4]
     halves = [inputs[half::2].double().numpy() for half in (0, 1)]
     total = 0.0
     for seen, unseen in (halves, halves[::-1]):
-        form = torch.as_tensor(seen.T @ seen / len(seen)).float()
-        curvature = even_curvature(COLUMNS, device="cpu") if shrinkage is None else make_curvature(form, shrinkage)
-        codes = round_gptq(target, UNIT, curvature, kernel_for("cpu"), sweeps=0).weight()
+        matrix = torch.as_tensor(seen.T @ seen / len(seen)).float()
+        hessian = identity_hessian(COLUMNS, device="cpu") if damping is None else damp_hessian(matrix, damping)
+        codes = round_gptq(target, UNIT, hessian, kernel_for("cpu"), sweeps=0).weight()
         total += losses(target, codes, torch.as_tensor(unseen.T @ unseen / len(unseen))).sum()
     return total
 
@@ -50,7 +50,7 @@ def test_few_and_many_tokens_need_no_trial(tokens: int, expected: float | None) 
 @pytest.mark.parametrize("tokens", [64, 200, 1023])
 def test_shrinkage_is_the_one_that_loses_least_on_the_other_half(tokens: int) -> None:
     inputs = correlated(tokens, COLUMNS, seed=3)
-    by_choice = {choice: held_out_loss(inputs, choice) for choice in (*SHRINKAGES, None)}
+    by_choice = {choice: held_out_loss(inputs, choice) for choice in (*DAMPINGS, None)}
     found = choose(moments_of(inputs))
     assert by_choice[found] <= min(by_choice.values()) * (1 + 1e-4)
     assert found is not None, "these inputs are easy"

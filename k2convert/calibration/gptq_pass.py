@@ -27,19 +27,19 @@ from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, token_weights
 from k2convert.calibration.gptq_layer import LayerConverter, MlpWeights
-from k2convert.calibration.layer_files import CODES, MISSING, LayerResult, writing_quantized_layers
+from k2convert.calibration.layer_files import CODES, RESIDUAL, LayerResult, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.text import held_out, is_varied
 from k2convert.choices import RoleName
 from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver
+from k2convert.forward.layer_pass import Layer, LayerLoop, each_layer, finite_windows
 from k2convert.forward.moe import Routing, shared_module
-from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
-from k2convert.quantize.gptq.curvature import CheckStop, Team
 from k2convert.quantize.gptq.device_kernel import check_device
+from k2convert.quantize.gptq.hessian import CheckStop, Team
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import Events
@@ -62,38 +62,38 @@ class GptqOptions:
 
 
 @torch.no_grad()
-def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
+def gptq_pass(layer_pass: LayerLoop, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
     """Convert the layers that are not done, in order; `save` declares one done.
 
     Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be
     dropped, what `check_stop` raises, and what reading and writing raise.
     """
-    for device in walk.devices:
+    for device in layer_pass.devices:
         if device != "cpu":
             check_device(device)
-    order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
-    walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
-    with closing(walked) as layers, Team(walk.workers, options.check_stop) as team:
+    order = np.argsort(held_out(layer_pass.ids.shape[0]), kind="stable")
+    passed = each_layer(replace(layer_pass, ids=layer_pass.ids[order]), work, events=events)
+    with closing(passed) as layers, Team(layer_pass.workers, options.check_stop) as team:
         for layer in layers:
             result = _LayerConversion(layer, options, work, events, team).run()
             save(layer.number, replace(result, dropped=layer.dropped))
 
 
 class _LayerConversion:
-    """One layer of the walk."""
+    """One layer of the layer pass."""
 
     def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events, team: Team) -> None:
         self._layer = layer
         self._options = options
         self._work = work
         self._events = events
-        self._walk = layer.walk
+        self._layer_pass = layer.layer_pass
         self._decoder = layer.decoder
-        self._scratch = Scratch(work.folder, self._walk.devices[0])
-        self._held_out = int(held_out(self._walk.shape[0]).sum())
-        self._num_fitted = self._walk.shape[0] - self._held_out
+        self._scratch = Scratch(work.folder, self._layer_pass.devices[0])
+        self._held_out = int(held_out(self._layer_pass.shape[0]).sum())
+        self._num_fitted = self._layer_pass.shape[0] - self._held_out
         self._team = team
-        self._is_varied = is_varied(self._walk.ids[: self._num_fitted])
+        self._is_varied = is_varied(self._layer_pass.ids[: self._num_fitted])
         source = layer.reader.checkpoint
         self._mlp = f"{detect_family(source).layer.format(layer=layer.number)}.mlp"
         is_dense = self._decoder.is_dense
@@ -111,9 +111,11 @@ class _LayerConversion:
             self._run_unconverted()
             return LayerResult(dropped=0)
         self._layer.progress.share = 1 / 3
-        kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
-        walk = self._walk
-        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._scratch, self._team)
+        kept = np.zeros(self._layer_pass.shape[0], dtype=np.bool_)
+        layer_pass = self._layer_pass
+        collected = _CollectedTokens(
+            layer_pass.ids.size, layer_pass.hidden_size, layer_pass.devices[0], self._scratch, self._team
+        )
         with self._layer.writing() as write:
             for first, states, converted in self._chunks():
                 kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
@@ -123,7 +125,7 @@ class _LayerConversion:
             exponents_K = self._accumulator.find_exponents(self._layer.reader)
         decided, residual_TK = self._convert(collected.finish(), exponents_K)
         if not self._layer.is_last:
-            self._write_missing(residual_TK, kept)
+            self._write_residual(residual_TK, kept)
         return LayerResult(
             dropped=0,
             tokens=tuple(self._accumulator.tokens_E.tolist()),
@@ -133,17 +135,17 @@ class _LayerConversion:
 
     def _chunks(self) -> Iterator[tuple[int, HiddenStates, HiddenStates]]:
         """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
-        streams = (HIDDEN, MISSING) if self._layer.number else (HIDDEN,)  # nothing is missing in the embedding
-        for first, (states, *missing) in self._layer.chunks(streams, apart=self._held_out):
+        streams = (HIDDEN, RESIDUAL) if self._layer.number else (HIDDEN,)  # nothing is missing in the embedding
+        for first, (states, *residual) in self._layer.chunks(streams, apart=self._held_out):
             self._options.check_stop()
-            converted = np.subtract(states, missing[0], out=missing[0]) if missing else states.copy()
+            converted = np.subtract(states, residual[0], out=residual[0]) if residual else states.copy()
             states[~finite_windows(converted)] = np.nan
             yield first, states, converted
 
     def _run_unconverted(self) -> None:
         """Run both streams through a dense layer that stays as it is."""
         layer = self._layer
-        with layer.writing() as write, layer.writing(MISSING) as write_missing:
+        with layer.writing() as write, layer.writing(RESIDUAL) as write_missing:
             for first, states, converted in self._chunks():
                 layer.run(first, states, self._tee(first))
                 kept = finite_windows(states)
@@ -151,7 +153,7 @@ class _LayerConversion:
                     converted[kept] = self._decoder.run(torch.as_tensor(converted[kept])).cpu().numpy()
                 write(states)
                 write_missing(states - converted)  # NaN where a window is dropped
-        layer.progress.reach(self._walk.ids.size)
+        layer.progress.reach(self._layer_pass.ids.size)
 
     def _collect_chunk(
         self, first: int, states: HiddenStates, converted: HiddenStates, collected: _CollectedTokens
@@ -189,7 +191,7 @@ class _LayerConversion:
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
         """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
-        length = self._walk.shape[1]
+        length = self._layer_pass.shape[1]
         if self._num_fitted == 1:
             return (torch.arange(length) >= length // 2).to(torch.uint8)
         return torch.as_tensor(windows % 2).to(torch.uint8).repeat_interleave(length)
@@ -203,9 +205,9 @@ class _LayerConversion:
         with writing_quantized_layers(path, weights.shapes(), record=record) as write:
             converter = LayerConverter(
                 weights=weights,
-                devices=self._walk.devices,
+                devices=self._layer_pass.devices,
                 scratch=self._scratch,
-                workers=self._walk.workers,
+                workers=self._layer_pass.workers,
                 team=self._team,
                 is_varied=self._is_varied,
                 write=write,
@@ -224,19 +226,19 @@ class _LayerConversion:
         """Report how far the layer is: a third for both streams, for gates and ups, and for downs, which come last."""
         self._options.check_stop()
         self._layer.progress.share = 1.0
-        self._layer.progress.reach(int(self._walk.ids.size * (1 + gates_and_ups + downs) / 3))
+        self._layer.progress.reach(int(self._layer_pass.ids.size * (1 + gates_and_ups + downs) / 3))
 
-    def _write_missing(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
+    def _write_residual(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
         """Write what the converted layer lacks, which the next layer reads; NaN for dropped windows."""
-        walk = self._walk
+        layer_pass = self._layer_pass
         done = 0
-        with self._layer.writing(MISSING) as write:
+        with self._layer.writing(RESIDUAL) as write:
             for is_kept in kept.tolist():
-                missing = np.full((1, *walk.shape[1:]), np.nan, dtype=np.float32)
+                residual = np.full((1, *layer_pass.shape[1:]), np.nan, dtype=np.float32)
                 if is_kept:
-                    missing[0] = residual_TK[done : done + walk.shape[1]].cpu().numpy()
-                    done += walk.shape[1]
-                write(missing)
+                    residual[0] = residual_TK[done : done + layer_pass.shape[1]].cpu().numpy()
+                    done += layer_pass.shape[1]
+                write(residual)
                 self._scratch.release()
 
 

@@ -1,6 +1,6 @@
-"""The curvature of the loss of a row, and its Cholesky factor.
+"""The damped Hessian of the loss of a row, and its Cholesky factor.
 
-    H_s = (1 - s) H + s diag H + .01 mean diag H        divided by mean diag H, which changes no code
+    H_s = (1 - s) H + s diag H + .01 mean diag H        s is the damping; divided by mean diag H, which changes no code
 
 With U^T U = H_s^-1 and U upper triangular, U_jk / U_jj says how the columns k > j best answer an error in column j.
 
@@ -40,7 +40,7 @@ CheckStop = Callable[[], None]
 """Is called often, and raises if the work is to stop."""
 
 
-def go_on() -> None:
+def never_stop() -> None:
     """Never stop."""
 
 
@@ -55,7 +55,7 @@ class Team:
     Before each tile `check_stop` is called.
     """
 
-    def __init__(self, workers: int, check_stop: CheckStop = go_on) -> None:
+    def __init__(self, workers: int, check_stop: CheckStop = never_stop) -> None:
         self._check_stop = check_stop
         self._pool = ThreadPoolExecutor(workers, "tiles", torch.set_num_threads, (1,)) if workers > 1 else None
 
@@ -82,7 +82,7 @@ class Team:
         self.close()
 
 
-ALONE: Final = Team(1)
+ONE_THREAD: Final = Team(1)
 """The caller's own thread."""
 
 
@@ -165,50 +165,50 @@ def invert_lower(lower: Tensor, keep: Callable[[slice, Tensor], None], team: Tea
     team.run([partial(invert, columns) for columns in cut(size, SMALL_TILE, lower)])
 
 
-DAMPING: Final = (0.01, 0.1, 1.0)
+DIAGONAL_SHARES: Final = (0.01, 0.1, 1.0)
 """The share of the mean of the diagonal that is added to it: the first one that gives a positive definite matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Curvature:
-    """Curvature of the loss in K input channels, contiguous f32 tensors on one device.
+class DampedHessian:
+    """Damped Hessian of the loss in K input channels, contiguous f32 tensors on one device.
 
-    form            H_s over the mean of the diagonal of H, [K, K]
-    factor          the upper triangular U with U^T U = form^-1, [K, K]
-    block_factors   the same U for each diagonal block of 16 columns of `form`, [K/16, 16, 16]
+    matrix          H_s over the mean of the diagonal of H, [K, K]
+    factor          the upper triangular U with U^T U = matrix^-1, [K, K]
+    block_factors   the same U for each diagonal block of 16 columns of `matrix`, [K/16, 16, 16]
     block_inverses  the inverses of these blocks, [K/16, 16, 16]
-    is_even         whether every column counts the same, alone
+    is_identity     whether every column counts the same, alone
     """
 
-    form: Tensor
+    matrix: Tensor
     factor: Tensor
     block_factors: Tensor
     block_inverses: Tensor
-    is_even: bool = False
+    is_identity: bool = False
 
-    def to(self, device: str) -> Curvature:
-        """Return the curvature on a device."""
-        tensors = (self.form, self.factor, self.block_factors, self.block_inverses)
-        return Curvature(*(tensor.to(device) for tensor in tensors), is_even=self.is_even)
+    def to(self, device: str) -> DampedHessian:
+        """Return the damped Hessian on a device."""
+        tensors = (self.matrix, self.factor, self.block_factors, self.block_inverses)
+        return DampedHessian(*(tensor.to(device) for tensor in tensors), is_identity=self.is_identity)
 
 
-def make_curvature(form_KK: Tensor, shrinkage: float, team: Team = ALONE) -> Curvature:
-    """Return the curvature of H f32 [K, K], positive semidefinite, with a shrinkage of 0..1 towards its diagonal.
+def damp_hessian(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) -> DampedHessian:
+    """Return the damped Hessian of H f32 [K, K], positive semidefinite, with a damping of 0..1 towards its diagonal.
 
     Computed in FP64. H may be singular. Without anything positive on its diagonal, every column counts the same.
     """
-    return _with_blocks(*shrunk(form_KK, shrinkage, team))
+    return _with_blocks(*damped(hessian_KK, damping, team))
 
 
-def shrunk(form_KK: Tensor, shrinkage: float, team: Team = ALONE) -> tuple[Tensor, Tensor]:
-    """Return `form` and `factor` of such a curvature, which rounding without sweeps needs."""
-    mean = float(form_KK.diagonal().double().mean())
+def damped(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) -> tuple[Tensor, Tensor]:
+    """Return `matrix` and `factor` of such a damped Hessian, which rounding without sweeps needs."""
+    mean = float(hessian_KK.diagonal().double().mean())
     if not 0 < mean < float("inf"):
-        even = torch.ones(form_KK.shape[0], device=form_KK.device).diag()
+        even = torch.ones(hessian_KK.shape[0], device=hessian_KK.device).diag()
         return even, even
-    for damping in DAMPING:
-        damped_KK = form_KK.double().mul_((1 - shrinkage) / mean)
-        damped_KK.diagonal().add_(form_KK.diagonal().double(), alpha=shrinkage / mean).add_(damping)
+    for share in DIAGONAL_SHARES:
+        damped_KK = hessian_KK.double().mul_((1 - damping) / mean)
+        damped_KK.diagonal().add_(hessian_KK.diagonal().double(), alpha=damping / mean).add_(share)
         kept_KK = damped_KK.float()
         flipped_KK = damped_KK.flip(0, 1)
         del damped_KK
@@ -217,26 +217,26 @@ def shrunk(form_KK: Tensor, shrinkage: float, team: Team = ALONE) -> tuple[Tenso
         if factor_KK is not None:
             return kept_KK, factor_KK
     # Not a sum of squares, by far: the diagonal alone.
-    diagonal_K = (form_KK.diagonal().double().clamp_min(0) / mean).add_(DAMPING[0])
+    diagonal_K = (hessian_KK.diagonal().double().clamp_min(0) / mean).add_(DIAGONAL_SHARES[0])
     return diagonal_K.diag().float(), diagonal_K.rsqrt().diag().float()
 
 
-def even_curvature(columns: int, *, device: str) -> Curvature:
-    """Return the curvature of the plain squared error."""
+def identity_hessian(columns: int, *, device: str) -> DampedHessian:
+    """Return the damped Hessian of the plain squared error."""
     identity_KK = torch.ones(columns, device=device).diag()
-    return replace(_with_blocks(identity_KK, identity_KK), is_even=True)
+    return replace(_with_blocks(identity_KK, identity_KK), is_identity=True)
 
 
-def _with_blocks(form_KK: Tensor, factor_KK: Tensor) -> Curvature:
-    num_blocks = form_KK.shape[0] // BLOCK_SIZE
-    diagonal = torch.arange(num_blocks, device=form_KK.device)
-    blocks_BJJ = form_KK.view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)[diagonal, :, diagonal].double()
+def _with_blocks(hessian_KK: Tensor, factor_KK: Tensor) -> DampedHessian:
+    num_blocks = hessian_KK.shape[0] // BLOCK_SIZE
+    diagonal = torch.arange(num_blocks, device=hessian_KK.device)
+    blocks_BJJ = hessian_KK.view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)[diagonal, :, diagonal].double()
     lower_BJJ: Tensor = _linalg.cholesky(blocks_BJJ.flip(-2, -1))
-    identity_JJ = torch.ones(BLOCK_SIZE, dtype=torch.float64, device=form_KK.device).diag()
+    identity_JJ = torch.ones(BLOCK_SIZE, dtype=torch.float64, device=hessian_KK.device).diag()
     solved_BJJ: Tensor = _linalg.solve_triangular(lower_BJJ, identity_JJ.expand_as(lower_BJJ), upper=False)
     upper_BJJ = solved_BJJ.flip(-2, -1)
     inverse_BJJ = upper_BJJ.mT @ upper_BJJ
-    return Curvature(form_KK, factor_KK, upper_BJJ.float().contiguous(), inverse_BJJ.float().contiguous())
+    return DampedHessian(hessian_KK, factor_KK, upper_BJJ.float().contiguous(), inverse_BJJ.float().contiguous())
 
 
 def _upper_factor(flipped_KK: Tensor, team: Team) -> Tensor | None:

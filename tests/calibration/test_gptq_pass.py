@@ -1,4 +1,4 @@
-"""The walk of rule `gptq`: both streams, the codes of every layer, few and odd tokens, stopping and going on."""
+"""The layer pass of rule `gptq`: both streams, the codes of every layer, few and odd tokens, stopping and going on."""
 
 import itertools
 import shutil
@@ -15,7 +15,7 @@ from panel_reference import ReferencePanels
 from safetensors.torch import load_file
 
 from k2convert.calibration.gptq_layer import MlpWeights, SourceProjection
-from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
+from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
 from k2convert.calibration.layer_files import (
     LayerResult,
     QuantizedLayers,
@@ -30,10 +30,10 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import RoleName
 from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.layer_pass import LayerLoop
 from k2convert.forward.moe import Mlp
-from k2convert.forward.walk import Walk
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.forward.work import WalkJob, WorkFolder
+from k2convert.forward.work import PassJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.device_kernel import check_device
@@ -51,10 +51,10 @@ def windows_of(source: Path, *, tokens: int, window: int) -> Ids:
     return read_windows([text], tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0).ids
 
 
-def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> Walk:
+def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> LayerLoop:
     checkpoint = open_checkpoint(source)
     architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(source))
-    return Walk(
+    return LayerLoop(
         ids=ids,
         num_layers=num_layers or architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -65,26 +65,26 @@ def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_lay
     )
 
 
-def walked(
+def passed(
     work: WorkFolder,
-    walk: Walk,
+    layer_pass: LayerLoop,
     *,
     smoothing: bool = True,
     roles: tuple[RoleName, ...] = ("experts",),
     check_stop: Callable[[], None] = lambda: None,
 ) -> WorkFolder:
-    """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
+    """Do what is left of a layer pass; the hidden states that a layer takes are kept as `NAME.kept`."""
     (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
-    work.begin(WalkJob({}, 3, {}), events=SILENT)
+    work.begin(PassJob({}, 3, {}), events=SILENT)
 
     def save(layer: int, result: LayerResult) -> None:
-        for path in (work.path("hidden", layer + 1), work.path("missing", layer + 1)):
+        for path in (work.path("hidden", layer + 1), work.path("residual", layer + 1)):
             if path.exists():
                 shutil.copy(path, path.with_suffix(".kept"))
         write_layer(work, layer, result)
 
     options = GptqOptions(0, smoothing, roles, check_stop)
-    walk_gptq(walk, options, work, save=save, events=SILENT)
+    gptq_pass(layer_pass, options, work, save=save, events=SILENT)
     return work
 
 
@@ -98,9 +98,9 @@ def tiny_ids(tiny: Path) -> Ids:
 
 
 @pytest.fixture(scope="module")
-def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
-    """A whole walk through the trained checkpoint: about 250 tokens an expert."""
-    return walked(conversion_work(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
+def tiny_pass(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
+    """A whole layer pass through the trained checkpoint: about 250 tokens an expert."""
+    return passed(conversion_work(tmp_path_factory.mktemp("layer_pass")), planned(tiny, tiny_ids))
 
 
 def states(path: Path) -> torch.Tensor:
@@ -124,21 +124,21 @@ def decided(work: WorkFolder, layer: int) -> GptqLayer:
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_second_stream_is_what_the_converted_layer_gives(
-    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int
+    tiny: Path, tiny_ids: Ids, tiny_pass: WorkFolder, layer: int
 ) -> None:
-    """The walk keeps what is lacking and updates it; here both layers are computed, the converted one from its codes.
+    """The layer pass keeps the residual and updates it; here both layers are computed, the converted one by its codes.
 
     The streams share the INT4 model's states, which are rounded to BF16; what is lacking is rounded only once.
     """
-    walk = planned(tiny, tiny_ids)
-    work = tiny_walk
+    layer_pass = planned(tiny, tiny_ids)
+    work = tiny_pass
     exponents = read_layer(work, layer).smoothing()
-    factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
+    factors = np.ones(layer_pass.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
         decoder = DecoderLayer(reader, layer)
         hidden = states(work.path("hidden", layer))
         exact = decoder.run(hidden).flatten(0, 1)
-        after, x, routing = decoder.attend(hidden - states(work.path("missing", layer)))
+        after, x, routing = decoder.attend(hidden - states(work.path("residual", layer)))
         result = after + decoder.shared_output(x)
         scaled = x * torch.as_tensor(factors.astype(np.float32))
         for expert in range(routing.scores.shape[1]):
@@ -147,29 +147,29 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
             assert found[0].global_scale == found[1].global_scale
             mlp = Mlp(*map(decoded, found))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
-    found = states(work.path("missing", layer + 1)).flatten(0, 1)
+    found = states(work.path("residual", layer + 1)).flatten(0, 1)
     torch.testing.assert_close(exact - result, found, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
     assert torch.equal(exact.bfloat16().float(), states(work.path("hidden", layer + 1)).flatten(0, 1))
 
 
-def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_walk: WorkFolder) -> None:
+def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_pass: WorkFolder) -> None:
     for layer in (1, 2, 3):
-        found = decided(tiny_walk, layer)
+        found = decided(tiny_pass, layer)
         for errors in (found.fitted, found.held_out):
             assert errors.gptq_error < errors.mse_error
             assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
-    assert read_layer(tiny_walk, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
+    assert read_layer(tiny_pass, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
 
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_out(
-    tiny_walk: WorkFolder, layer: int
+    tiny_pass: WorkFolder, layer: int
 ) -> None:
     """The streams are equal before the first layer with experts."""
-    assert not states(tiny_walk.path("missing", 1)).any()
-    found = decided(tiny_walk, layer)
-    exact, missing = (states(tiny_walk.path(kind, layer + 1)).double() for kind in ("hidden", "missing"))
-    errors = missing.square().sum(dim=2) / exact.square().sum(dim=2)
+    assert not states(tiny_pass.path("residual", 1)).any()
+    found = decided(tiny_pass, layer)
+    exact, residual = (states(tiny_pass.path(kind, layer + 1)).double() for kind in ("hidden", "residual"))
+    errors = residual.square().sum(dim=2) / exact.square().sum(dim=2)
     assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
     assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
 
@@ -180,7 +180,7 @@ def test_windows_that_are_kept_out_change_no_code_and_no_exponent(cut: Path, tmp
     ids = windows_of(cut, tokens=18 * 32, window=32)
     other = ids.copy()
     other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
-    works = [walked(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
+    works = [passed(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
     assert len({work.path("codes", 1).read_bytes() for work in works}) == 1
     assert len({read_layer(work, 1).exponents for work in works}) == 1
     first, second = (decided(work, 1) for work in works)
@@ -196,26 +196,26 @@ def test_one_window_in_sixteen_is_kept_out() -> None:
 
 def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=64, window=64)
-    found = decided(walked(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
+    found = decided(passed(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
     assert found.held_out is None
     assert found.fitted.gptq_error > 0
 
 
 class Stop(Exception):  # noqa: N818 - the test's own
-    """The walk was asked to stop."""
+    """The layer pass was asked to stop."""
 
 
 @pytest.mark.slow
 def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=512, window=64)
-    whole = files_of(walked(conversion_work(tmp_path / "whole"), planned(cut, ids)))
+    whole = files_of(passed(conversion_work(tmp_path / "whole"), planned(cut, ids)))
     assert "codes-001.safetensors" in whole
     work = conversion_work(tmp_path / "three workers")
-    assert files_of(walked(work, planned(cut, ids, workers=3))) == whole
+    assert files_of(passed(work, planned(cut, ids, workers=3))) == whole
     drop_quantized(work, 1)
     work.forget(0, num_layers=2)
     assert work.num_finished() == 0
-    assert files_of(walked(work, planned(cut, ids))) == whole
+    assert files_of(passed(work, planned(cut, ids))) == whole
     for call in (2, 7):
         numbers = itertools.count(1)
 
@@ -225,9 +225,9 @@ def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: P
 
         work = conversion_work(tmp_path / f"stopped {call}")
         with pytest.raises(Stop):
-            walked(work, planned(cut, ids), check_stop=stop_at)
+            passed(work, planned(cut, ids), check_stop=stop_at)
         assert work.num_finished() < 2
-        assert files_of(walked(work, planned(cut, ids))) == whole
+        assert files_of(passed(work, planned(cut, ids))) == whole
 
 
 @pytest.mark.slow
@@ -238,12 +238,12 @@ def test_files_instead_of_memory_change_no_byte_and_are_gone(
     ids = windows_of(cut, tokens=512, window=64)
     monkeypatch.setattr("k2convert.calibration.layer_tokens.PIECE_TOKENS", 100)
     monkeypatch.setattr("k2convert.calibration.layer_tokens._SCATTERED_ROWS", 1)
-    work = walked(conversion_work(tmp_path / "files"), planned(cut, ids, workers=2))
+    work = passed(conversion_work(tmp_path / "files"), planned(cut, ids, workers=2))
     in_files = files_of(work)
     left = {path.suffix for path in work.folder.iterdir() if path.is_file()}
     assert left == {".safetensors", ".json", ".kept"}
     monkeypatch.setattr(Scratch, "empty", lambda _, rows, columns: torch.empty(rows, columns))
-    assert files_of(walked(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
+    assert files_of(passed(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
 
 
 @pytest.mark.quick(1)
@@ -252,7 +252,7 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
     """Tokens that say little about the weights: on other tokens the layer is close to rule `mse`, or better."""
     text = windows_of(tiny, tokens=1024, window=64)
     ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
-    work = walked(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), smoothing=False)
+    work = passed(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), smoothing=False)
     with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
         hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
         after, x, routing = DecoderLayer(reader, 1).attend(hidden)
@@ -283,10 +283,10 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
         return read(self, expert, projection, device)
 
     monkeypatch.setattr(MlpWeights, "read", noted)
-    walk = planned(cut, windows_of(cut, tokens=512, window=64))
+    layer_pass = planned(cut, windows_of(cut, tokens=512, window=64))
     found = list[dict[str, bytes]]()
     for number, devices in enumerate((("cpu:0",), ("cpu:0", "cpu:1"))):
-        found.append(files_of(walked(conversion_work(tmp_path / str(number)), replace(walk, devices=devices))))
+        found.append(files_of(passed(conversion_work(tmp_path / str(number)), replace(layer_pass, devices=devices))))
     assert found[0] == found[1]
     assert {"gate_proj 0 cpu:0", "gate_proj 1 cpu:1", "gate_proj 2 cpu:0", "up_proj 3 cpu:1"} <= set(used)
 
@@ -298,7 +298,7 @@ def test_shared_experts_and_the_dense_mlp_give_more_of_the_source_than_rule_mse(
     tiny: Path, tiny_ids: Ids, tmp_path: Path
 ) -> None:
     """On the windows that are kept out. Each layer has the codes of all its MLPs, and nothing of it is left over."""
-    work = walked(conversion_work(tmp_path), planned(tiny, tiny_ids), smoothing=False, roles=ALL_ROLES)
+    work = passed(conversion_work(tmp_path), planned(tiny, tiny_ids), smoothing=False, roles=ALL_ROLES)
     for layer in range(4):
         errors = decided(work, layer).held_out
         assert errors is not None
@@ -315,16 +315,16 @@ def test_shared_experts_and_the_dense_mlp_give_more_of_the_source_than_rule_mse(
         )
         dense = Mlp(*(decoded(codes.read(f"model.layers.0.mlp.{kind}_proj")) for kind in KINDS))
         lacking = exact.flatten(0, 1) - after - dense(x)
-        missing = states(work.path("missing", 1)).flatten(0, 1)
-        torch.testing.assert_close(lacking, missing, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
+        residual = states(work.path("residual", 1)).flatten(0, 1)
+        torch.testing.assert_close(lacking, residual, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
 
 
 def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tmp_path: Path) -> None:
-    """Gate and up of the experts have the curvature of the same input, whatever else the recipe converts."""
+    """Gate and up of the experts have the damped Hessian of the same input, whatever else the recipe converts."""
     ids = windows_of(cut, tokens=512, window=64)
     found = list[dict[str, Nvfp4Weight]]()
     for number, roles in enumerate((("experts",), ("experts", "shared_experts"))):
-        work = walked(conversion_work(tmp_path / str(number)), planned(cut, ids), smoothing=False, roles=roles)
+        work = passed(conversion_work(tmp_path / str(number)), planned(cut, ids), smoothing=False, roles=roles)
         with QuantizedLayers(work) as codes:
             names = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(4)]
             found.append({name: codes.read(name) for name in names})
@@ -333,12 +333,12 @@ def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tm
 
 
 def order(count: int) -> NDArray[np.int64]:
-    """The order of windows in a walk: those that are kept out come last."""
+    """The order of windows in a layer pass: those that are kept out come last."""
     return np.argsort(held_out(count), kind="stable")
 
 
-def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) -> None:
-    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(tiny_walk) as codes:
+def test_global_scales_are_those_of_rule_mse(tiny_pass: WorkFolder, tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(tiny_pass) as codes:
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
         assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
@@ -353,13 +353,14 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
     monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     if device != "cpu:0":
         from tests.forward import shadow_device  # noqa: F401
-    walk = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
+    layer_pass = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
     works = [
-        walked(conversion_work(tmp_path / str(n)), replace(walk, devices=(d,))) for n, d in enumerate(("cpu", device))
+        passed(conversion_work(tmp_path / str(n)), replace(layer_pass, devices=(d,)))
+        for n, d in enumerate(("cpu", device))
     ]
     here, there = (decided(work, 1) for work in works)
-    assert here.shrinkage is not None
-    assert here.shrinkage == there.shrinkage
+    assert here.damping is not None
+    assert here.damping == there.damping
     assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)
     assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=0.02)
     with QuantizedLayers(works[0]) as cpu, QuantizedLayers(works[1]) as torch_codes:
@@ -382,8 +383,8 @@ def test_a_device_that_rounds_otherwise_is_refused_before_a_weight_is_written(
 
     monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", Wrong)
     check_device.cache_clear()
-    walk = planned(cut, windows_of(cut, tokens=512, window=64))
+    layer_pass = planned(cut, windows_of(cut, tokens=512, window=64))
     work = conversion_work(tmp_path)
     with pytest.raises(PlanError, match=r"cpu:0: rule gptq rounds .* Use --device cpu"):
-        walked(work, replace(walk, devices=("cpu:0",)))
+        passed(work, replace(layer_pass, devices=("cpu:0",)))
     assert not list(work.folder.rglob("*codes*"))
