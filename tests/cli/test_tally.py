@@ -8,7 +8,6 @@ import pytest
 from k2convert.cli.progress import _Lines
 from k2convert.cli.tally import Meter, Tally
 from k2convert.records.events import Extent
-from k2convert.records.lock import parse_summary
 
 
 class Clock:
@@ -127,13 +126,11 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
             assert tally.seconds_left == pytest.approx(truth, rel=0.2), (sent, phase)
 
 
-def test_the_summary_for_status_survives_json_and_nothing_else_does() -> None:
+def test_the_summary_for_status_survives_json() -> None:
     kept: list[str] = []
     tally = Tally(Extent({"convert": (1000, 0)}, 5, 2), note=print)
     tally.begun(Extent({"convert": (1000, 0)}, 5, 2), keep=kept.append)
-    assert parse_summary(kept[-1]) == tally.summary()
-    for damaged in ("", "{", "[]", "{}", '{"phases": 3}', kept[-1][:-3], json.dumps({"phases": {"convert": 1}})):
-        assert parse_summary(damaged) is None
+    assert json.loads(kept[-1]) == tally.summary()
 
 
 def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_eta() -> None:
@@ -151,8 +148,7 @@ def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_
     assert tally.seconds_left == 135, "what is left of the layer, and one more"
     summary = tally.summary()
     assert summary["phases"]["calibrate"]["unit"] == 100
-    assert parse_summary(json.dumps(summary)) == summary
-    assert parse_summary(json.dumps(summary).replace('"unit": 100', '"unit": null')) is None
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def test_a_layer_pass_has_a_rate_and_an_eta_only_when_a_layer_like_the_others_is_done() -> None:
