@@ -1,16 +1,8 @@
-"""Shards as tasks of a Ray cluster, in place of the loop over shards. The per-shard function is that of a local run.
+"""Shards as tasks of a Ray cluster, in place of the loop over shards. Each is converted as in a run on one machine.
 
-Ray places tasks and uses nodes that join. The driver holds the lock, starts the tasks of dead workers again, writes the
-journal, commits to the Hub and assembles. With the Hub at an end, a node fetches the sources of its shard, converts it,
-uploads it and removes both, in a temporary folder of its own. Doing a shard twice gives the same bytes.
-
-That folder is a room:
-
-    TMPDIR/k2convert-ray-RANDOM-PLACE/    that only this user may enter, with a file `lock` that its task has locked
-
-The driver of a run chooses RANDOM, so that nobody can foresee the name. PLACE counts the rooms of the run on the node.
-Each task first removes the rooms of dead tasks, of its own run or an earlier one: those of this user that no process
-has locked. No link is followed, and nothing outside a room is touched.
+Ray assigns tasks, also to nodes that join later. The driver holds the lock, starts the tasks of dead workers again,
+records shards, commits to the Hub and assembles. With the Hub at an end, a node fetches the sources of its shard,
+converts it and uploads it in a folder of its own, which it then removes. A shard that is done twice has the same bytes.
 """
 
 import fcntl
@@ -19,17 +11,15 @@ import math
 import os
 import pickle
 import re
-import secrets
 import shutil
 import signal
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Final
@@ -53,14 +43,12 @@ from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteRepo
 from k2convert.job import resources
-from k2convert.job.locations import shown_as
 from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard, shard_task
 from k2convert.job.transfers import check_for_upload
 from k2convert.machine import available_memory, num_cores
 from k2convert.records.events import Events
 from k2convert.records.ledger import ShardRecord
-from k2convert.records.lock import NO_FLOCK
 
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
 _POLL_SECONDS: Final = 0.2
@@ -69,140 +57,114 @@ _IDLE_SECONDS: Final = 5.0  # without a running task, until the first line that 
 _IDLE_AGAIN_SECONDS: Final = 60.0
 _LAUNCHED: Final = "ray.io/node-group"  # Ray's label of nodes that a launcher or autoscaler started, not `ray start`
 _FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
-_MAX_PLACES: Final = 256  # shards that a node may have in work
-_ROOM_NAME: Final = re.compile(r"(k2convert-ray-[0-9a-f]{16})-[0-9]+")
-
-
-def new_rooms() -> str:
-    """Return how the names of the rooms of one run begin."""
-    return f"k2convert-ray-{secrets.token_hex(8)}"
+_MAX_FOLDERS: Final = 256  # shards that a node may have in work
 
 
 @contextmanager
-def open_room(rooms: str, *, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
-    """Wait until one more shard fits; make a folder for it, reached through its descriptor and removed at the end."""
-    top = Path(tempfile.gettempdir())
+def node_folder(*, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
+    """Wait until one more shard fits on this node, and yield an empty folder for it, which is removed at the end.
+
+    The folder is TMPDIR/k2convert-ray-USER/NUMBER. It is locked, so that the next task removes it if this one is
+    killed. Raises DiskFullError if not even one shard fits, DestinationError if other users may enter.
+    """
+    top = Path(tempfile.gettempdir(), f"k2convert-ray-{os.geteuid()}")
+    while True:
+        allowed = max_disk or int(shutil.disk_usage(top.parent).free * _FREE_SHARE)
+        if allowed < shard_bytes:
+            raise DiskFullError(
+                f"{top.parent}: a shard needs {format_bytes(shard_bytes)}, but this node may use "
+                f"{format_bytes(allowed)}. Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
+            )
+        _make_private(top)
+        for number in range(min(allowed // shard_bytes, _MAX_FOLDERS)):
+            lock = _lock_folder(top / str(number))
+            if lock is not None:
+                try:
+                    files = top / str(number) / "files"
+                    shutil.rmtree(files, ignore_errors=True)  # of a task that was killed
+                    files.mkdir()
+                    yield files
+                finally:
+                    shutil.rmtree(top / str(number), ignore_errors=True)
+                    os.close(lock)
+                    with suppress(OSError):  # it has folders of other tasks
+                        top.rmdir()
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+def _make_private(folder: Path) -> None:
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise DestinationError(
+            f"{folder}: is not a folder that k2convert made for this user alone. Remove it, or set TMPDIR on the node "
+            "to a folder of your own."
+        )
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Create a folder and lock it; returns its descriptor, None if another task has it or is about to remove it."""
     with ExitStack() as stack:
-        parent = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, parent)
-        while True:
-            _sweep_rooms(top, parent, rooms=rooms)
-            allowed = max_disk or int(shutil.disk_usage(top).free * _FREE_SHARE)
-            if allowed < shard_bytes:
-                raise DiskFullError(
-                    f"{top}: a shard needs {format_bytes(shard_bytes)}, but this node may use {format_bytes(allowed)}. "
-                    "Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
-                )
-            paths = (top / f"{rooms}-{place}" for place in range(min(allowed // shard_bytes, _MAX_PLACES)))
-            path = next((path for path in paths if _made_room(path, parent)), None)
-            if path is not None and (folder := _claim_room(path, parent, stack)) is not None:
-                break
-            time.sleep(_POLL_SECONDS)
-        inside = Path(f"/proc/self/fd/{folder}")
-        with shown_as(str(path), inside):
-            yield inside
-
-
-def _made_room(path: Path, parent: int) -> bool:
-    try:
-        os.mkdir(path.name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _sweep_rooms(top: Path, parent: int, *, rooms: str) -> None:
-    """Remove the rooms of dead tasks; raises DestinationError if a name of this run is not a room of this user."""
-    for name in os.listdir(parent):
-        if match := _ROOM_NAME.fullmatch(name):
-            try:
-                with ExitStack() as stack:
-                    _claim_room(top / name, parent, stack)
-            except DestinationError:
-                if match[1] == rooms:
-                    raise
-
-
-def _claim_room(path: Path, parent: int, stack: ExitStack) -> int | None:
-    """Lock a room and return its descriptor; None if a task has it. DestinationError if others may enter."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with ExitStack() as opened:
         try:
-            folder = os.open(path.name, flags | os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
-            opened.callback(os.close, folder)
-            found = os.fstat(folder)
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise PermissionError
-            lock = os.open("lock", flags | os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
-            opened.callback(os.close, lock)
-            if not stat.S_ISREG(os.fstat(lock).st_mode):
-                raise PermissionError
+            folder.mkdir(exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = os.path.samestat(found, os.stat(path.name, dir_fd=parent, follow_symlinks=False))
+            if not os.path.samestat(os.fstat(lock), folder.stat()):
+                return None
         except (BlockingIOError, FileNotFoundError):
             return None
         except OSError as error:
-            if error.errno in NO_FLOCK:
-                raise DestinationError(
-                    f"{path}: this file system has no flock ({error.strerror}). Set TMPDIR on the node to a local disk."
-                ) from None
             raise DestinationError(
-                f"{path}: is not a folder that k2convert made for this user alone. Remove it, or set TMPDIR on the "
-                "node to a folder of your own."
+                f"{folder}: cannot be locked ({error.strerror}). Set TMPDIR on the node to a local disk."
             ) from None
-        if not is_current:
-            return None
-        opened.callback(_remove_room, path.name, folder, parent)
-        stack.push(opened.pop_all())
-        return folder
+        stack.pop_all()
+        return lock
 
 
-def _remove_room(name: str, folder: int, parent: int) -> None:
-    """Empty an open room, then remove it. Whatever else has its name by now has content, and stays."""
-    shutil.rmtree(".", ignore_errors=True, dir_fd=folder)
-    with suppress(OSError):
-        os.rmdir(name, dir_fd=parent)
+@dataclass(frozen=True, slots=True)
+class NodeTask:
+    """What a node does: convert a shard, and with the Hub fetch its sources and send it. `max_disk` is per node."""
 
+    task: ShardTask
+    remote: RemoteRepo | None
+    target: Target | None
+    shard_bytes: int
+    max_disk: int | None
 
-def do_on_node(
-    task: ShardTask,
-    remote: RemoteRepo | None,
-    target: Target | None,
-    room: Callable[[], AbstractContextManager[Path]],
-    *,
-    cpus: int,
-) -> ShardRecord:
-    """Convert one shard on this machine, with the Hub in a `room`; return its record. Raises K2ConvertError."""
-    uses_hub = remote is not None or target is not None
-    resources.own_process()
-    memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
-    inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
-    resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
-    task = replace(task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
-    if not uses_hub:
+    def run(self, *, cpus: int) -> ShardRecord:
+        """Convert the shard on this machine with `cpus` threads; raises K2ConvertError."""
+        uses_hub = self.remote is not None or self.target is not None
+        resources.own_process()
+        memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
+        inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
+        resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
+        task = replace(self.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
         with resources.open_threads(1, num_converting=cpus) as threads:
-            return convert_shard(task, threads=threads)
-    bound_memory()
-    with room() as folder, resources.open_threads(1, num_converting=cpus) as threads:
-        if remote is not None:
-            for name in task.shard.source_shards:
-                download_shard(Hub(), remote, name, target=folder / name, stop=Event())
-            task = replace(task, source_folder=folder)
-        if target is None:
-            return convert_shard(task, threads=threads)
-        result = folder / "result"
-        result.mkdir()
-        task = replace(task, destination=result)
-        record = check_for_upload(task, convert_shard(task, threads=threads))
-        branch = Branch(Hub(), target, branch_name(task.fingerprint))
-        branch.send(record.shard, result / record.shard, sha256=record.sha256)
-        return record
+            if not uses_hub:
+                return convert_shard(task, threads=threads)
+            bound_memory()
+            with node_folder(shard_bytes=self.shard_bytes, max_disk=self.max_disk) as folder:
+                if self.remote is not None:
+                    for name in task.shard.source_shards:
+                        download_shard(Hub(), self.remote, name, target=folder / name, stop=Event())
+                    task = replace(task, source_folder=folder)
+                if self.target is None:
+                    return convert_shard(task, threads=threads)
+                task = replace(task, destination=folder / "result")
+                task.destination.mkdir()
+                record = check_for_upload(task, convert_shard(task, threads=threads))
+                branch = Branch(Hub(), self.target, branch_name(task.fingerprint))
+                branch.send(record.shard, task.destination / record.shard, sha256=record.sha256)
+                return record
 
 
 def answer_on_node(data: bytes, *, cpus: int) -> bytes:
-    """Do a pickled call of `do_on_node`; returns the pickled record, or the expected error that stopped it."""
+    """Run a pickled NodeTask; returns the pickled record, or the expected error that stopped it."""
     try:
-        return pickle.dumps(pickle.loads(data)(cpus=cpus))
+        return pickle.dumps(pickle.loads(data).run(cpus=cpus))
     except InvalidCheckpointError as error:  # has an exit code of its own
         return pickle.dumps(InvalidCheckpointError(str(error)))
     except K2ConvertError as error:  # of any class: some have arguments of their own
@@ -220,35 +182,7 @@ class Capacity:
     can_grow: bool = False
 
 
-class _Load:
-    """Which shards of a run wait for a node, and which run on one; any thread may ask whether to say that none runs."""
-
-    def __init__(self) -> None:
-        self._lock, self._running, self._due = Lock(), dict[str, bool](), math.inf
-
-    def update(self, shard: str, *, is_running: bool) -> None:
-        with self._lock:
-            if not self._running or is_running:
-                self._due = time.monotonic() + _IDLE_SECONDS
-            self._running[shard] = is_running
-
-    def remove(self, shard: str) -> None:
-        with self._lock:
-            del self._running[shard]
-
-    def idle_line(self) -> str | None:
-        """Return the line that says that every shard waits, when it is due."""
-        with self._lock:
-            now = time.monotonic()
-            if any(self._running.values()):
-                self._due = now + _IDLE_SECONDS
-            elif now >= self._due:
-                self._due = now + _IDLE_AGAIN_SECONDS
-                return f"waiting for a node: {counted(len(self._running), 'shard')} queued, 0 running"
-            return None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cluster:
     """A connection to a Ray cluster. `max_disk` is what a node may use with the Hub, None for most of what is free."""
 
@@ -256,8 +190,9 @@ class Cluster:
     remote_function: Any
     cpus: int
     max_disk: int | None
-    rooms: str = field(default_factory=new_rooms)
-    _load: _Load = field(default_factory=_Load)
+    _lock: Lock = field(default_factory=Lock)  # guards the fields below
+    _is_running: dict[str, bool] = field(default_factory=dict[str, bool])  # false for a shard that waits for a node
+    _idle_note_at: float = math.inf
 
     @property
     def capacity(self) -> Capacity:
@@ -273,72 +208,79 @@ class Cluster:
         can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
         return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
 
-    def convert(
-        self, name: str, work: "partial[ShardRecord]", *, stop: Event, events: Events
-    ) -> tuple[str, ShardRecord]:
-        """Do one shard on some node; return its name and the record. Raises InterruptedRun, K2ConvertError."""
-        ray = self.ray
-        data = pickle.dumps(work)
+    def run(self, name: str, data: bytes, *, stop: Event, events: Events) -> tuple[str, Any]:
+        """Run a pickled NodeTask on some node, again if its worker dies; return the node's name and its answer."""
         retries = 0
-        report = None
-        while report is None:
+        while True:
             try:
-                report = self._report(name, data, stop, events)
-            except ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
+                return self._run_once(name, data, stop, events)
+            except self.ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
                 raise
-            except ray.exceptions.RayError as error:
+            except self.ray.exceptions.RayError as error:
+                if retries == MAX_RETRIES:
+                    lines = str(error).strip().splitlines()
+                    raise K2ConvertError(
+                        f"{name}: its task was lost {MAX_RETRIES + 1} times ({lines[-1] if lines else error}). "
+                        "Finished work is kept: check the cluster and run the same command again."
+                    ) from error
                 retries += 1
-                if retries <= MAX_RETRIES:
-                    events.note(f"{name}: its worker died; converting it again")
-                    continue
-                lines = str(error).strip().splitlines()
-                raise K2ConvertError(
-                    f"{name}: its task was lost {MAX_RETRIES + 1} times ({lines[-1] if lines else error}). "
-                    "Finished work is kept: check the cluster and run the same command again."
-                ) from error
-        node, answer = report
-        if isinstance(answer, str):
-            raise PlanError(f"node {node} has {answer}, but this is k2convert {__version__}. Install the same there.")
-        result = pickle.loads(answer)
-        if isinstance(result, K2ConvertError):
-            result.args = (f"node {node}: {result}",)
-            raise result
-        return node, result
+                events.note(f"{name}: its worker died; converting it again")
 
-    def _report(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
+    def _run_once(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
         """Start a task and return its last report. It has two: it started, and what it did."""
         reports = self.remote_function.remote(data)
         report = None
         try:
             for is_running in (False, True):
-                self._load.update(name, is_running=is_running)
+                with self._lock:
+                    self._is_running[name] = is_running
                 while not self.ray.wait([reports], timeout=_POLL_SECONDS)[0]:
                     if stop.is_set():
                         self.ray.cancel(reports, force=True)
                         raise InterruptedRun
-                    if line := self._load.idle_line():
-                        lack = self.capacity.lack
-                        events.note(f"{line}; {lack}, or wait until the cluster grows" if lack else line)
+                    self._note_if_idle(events)
                 report = self.ray.get(next(reports))
         finally:
-            self._load.remove(name)
+            with self._lock:
+                del self._is_running[name]
         return report
+
+    def _note_if_idle(self, events: Events) -> None:
+        """Say that every shard waits, after some seconds, and then every minute."""
+        with self._lock:
+            now = time.monotonic()
+            if any(self._is_running.values()):
+                self._idle_note_at = math.inf
+            self._idle_note_at = min(self._idle_note_at, now + _IDLE_SECONDS)
+            if now < self._idle_note_at:
+                return
+            self._idle_note_at = now + _IDLE_AGAIN_SECONDS
+            line = f"waiting for a node: {counted(len(self._is_running), 'shard')} queued, 0 running"
+        lack = self.capacity.lack
+        events.note(f"{line}; {lack}, or wait until the cluster grows" if lack else line)
 
 
 def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, events: Events) -> ShardRecord:
-    """Have a node convert one shard of a job and, for the Hub, fetch and send it; returns its record."""
-    limits = job.limits
+    """Have a node convert one shard of a job, and with the Hub fetch and send it; returns its record.
+
+    Raises InterruptedRun when `stop` is set, PlanError if the node has another k2convert, any other K2ConvertError.
+    """
     task = shard_task(job, name)
-    folders = {"source_folder": task.source_folder.absolute(), "destination": task.destination.absolute()}
-    task = replace(task, **folders)
-    sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
-    room = partial(open_room, cluster.rooms, shard_bytes=max(sizes), max_disk=cluster.max_disk)
-    work = partial(do_on_node, task, job.source.remote, job.target, room)
-    node, record = cluster.convert(name, work, stop=stop, events=events)
+    task = replace(task, source_folder=task.source_folder.absolute(), destination=task.destination.absolute())
+    source_bytes = job.limits.source_bytes
+    sizes = (sum(source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
+    work = NodeTask(task, job.source.remote, job.target, shard_bytes=max(sizes), max_disk=cluster.max_disk)
+    node, answer = cluster.run(name, pickle.dumps(work), stop=stop, events=events)
+    if isinstance(answer, str):
+        raise PlanError(f"node {node} has {answer}, but this is k2convert {__version__}. Install the same there.")
+    result = pickle.loads(answer)
+    if isinstance(result, K2ConvertError):
+        result.args = (f"node {node}: {result}",)
+        raise result
     shard = task.shard
     events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=shard.num_outputs)
     events.note(f"node {node}: {name}")
-    return record
+    return result
 
 
 @contextmanager

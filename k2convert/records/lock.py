@@ -31,7 +31,7 @@ _PROBE_SECONDS: Final = 0.1  # how long `status`, or a part that begins, may hav
 _MAX_BYTES: Final = 1 << 16  # read from a lock file
 _OWNER: Final = "owner"
 _UNKNOWN: Final = "another run, or a part of this job,"
-NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524)
+_NO_FLOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524)
 """What flock answers where the file system has none. 524 is the kernel's ENOTSUPP, which some network disks pass on."""
 
 
@@ -88,7 +88,7 @@ def _flock(lock: FileIO, mode: int, path: Path) -> bool:
                 raise _locked_error(path, f"another run (process {owner})" if owner else _UNKNOWN) from None
             time.sleep(_PROBE_SECONDS / 10)
         except OSError as error:
-            if error.errno not in NO_FLOCK:
+            if error.errno not in _NO_FLOCK:
                 raise
             return False
 
