@@ -155,8 +155,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, whose drawing is half of a job's time here."""
-    monkeypatch.setattr("k2convert.report.render.draw_charts", lambda _report: {})
-    monkeypatch.setattr("k2convert.report.render.render_picture", lambda _report: b"\x89PNG")
+    monkeypatch.setattr("k2convert.report.render.draw_charts", lambda _report: [])
+    monkeypatch.setattr("k2convert.report.render.render_picture", lambda _report, _charts: b"\x89PNG")
 
 
 @pytest.fixture(params=["vectors", "portable"])

@@ -23,8 +23,7 @@ from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
 from k2convert.report import write_report
-from k2convert.report.content import figures_document
-from k2convert.report.figures import can_be_validated, read_records
+from k2convert.report.figures import can_be_validated, figures_document, read_records
 
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 

@@ -1,9 +1,8 @@
 """The human's view of a conversion: report.html to look at, report.md, report.png, and the model card.
 
-    figures          journal, ledger and validation -> Report (figures), and what is missing
+    figures          journal, ledger and validation -> Report, and what is missing
     checks           the document of a validation, parsed
-    content          headline, sections and provenance, computed once for every form;
-                     evaluated: errors of the whole model; wording: numbers as text, tables
+    content          headline, sections and provenance, the same in every form; wording: numbers as text, tables
     charts, drawing  the four charts -> SVG in the page's colors, or pixels
     render, card     one Markdown text -> report.md, report.html and report.png; README.md
 
@@ -63,6 +62,8 @@ def write_report(
     arguments are those of `collect_report`. Raises CheckpointError if the folder holds no conversion or a document is
     damaged, DestinationError if `out` is a file.
     """
+    from k2convert.report.render import render_report
+
     target = folder if out is None else out
     if out is None and (folder / CONFIG_NAME).is_symlink():
         raise DestinationError(f"{folder}: is made of links, so nothing is written to it. Name a folder with --out.")
@@ -71,19 +72,9 @@ def write_report(
     report = collect_report(folder=folder, validation=validation, measured=measured, tensors=tensors)
     files = render_report(report)
     make_folder(target)
-    for file, data in files.items():
-        write_atomically(target / file, data)
-    page, markdown, picture = (target / name for name in _REPORT)
-    return ReportFiles(report, page=page, markdown=markdown, picture=picture)
-
-
-def render_report(report: Report) -> dict[str, bytes]:
-    """Return the files of a report by name."""
-    from k2convert.report.render import render_markdown, render_page, render_picture
-
-    page, text, picture = _REPORT
-    markdown = render_markdown(report, page=page, picture=picture)
-    return {page: render_page(report).encode(), text: markdown.encode(), picture: render_picture(report)}
+    for name, data in files.items():
+        write_atomically(target / name, data)
+    return ReportFiles(report, target / REPORT_PAGE_NAME, target / REPORT_TEXT_NAME, target / REPORT_PICTURE_NAME)
 
 
 def current_report(folder: Path) -> list[str]:
@@ -117,15 +108,10 @@ def card_files(
     """
     from k2convert.check.results import validation_document
     from k2convert.report.card import render_card
+    from k2convert.report.render import render_report
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
     files = {} if kept else render_report(report)
-    card = render_card(
-        report,
-        base_model=base_model,
-        source=source,
-        config=read_json_file(folder / CONFIG_NAME),
-        revision=revision,
-        picture=REPORT_PICTURE_NAME,
-    )
+    config = read_json_file(folder / CONFIG_NAME)
+    card = render_card(report, base_model=base_model, source=source, config=config, revision=revision)
     return files | {CARD_NAME: card.encode()}

@@ -14,9 +14,9 @@ from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.quantize.rules import RULES
-from k2convert.report.content import bits_words, caution, provenance, role_name, sections
+from k2convert.report.content import role_name
 from k2convert.report.figures import Report
-from k2convert.report.render import code, escape, headline_block, joined_blocks, section_blocks, sentence
+from k2convert.report.render import code, escape, render_text
 
 _KEEP_INPUT_SCALE: Final = (
     "**Keep `input_scale` at 1.0.** At run time, each block of 16 activations gets its own E4M3 scale. With 1.0, these "
@@ -27,8 +27,8 @@ _KEEP_INPUT_SCALE: Final = (
 _SGLANG_SWITCHES: Final = (
     "SGLang can round activations with less error, by two environment variables. "
     "`SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1` gives each token its own scale. `FLASHINFER_NVFP4_4OVER6=1` lets "
-    "each block use 4 or 6 as its largest value: on SmolLM2, the KL divergence falls from 0.161 to 0.149. Not every "
-    "kernel reads them, so compare the answers."
+    "each block use 4 or 6 as its largest value: on SmolLM2, the KL divergence falls from 0.161 to 0.149. Some kernels "
+    "ignore these variables; compare outputs with and without them."
 )
 
 
@@ -38,28 +38,17 @@ def render_card(
     base_model: str | None,
     source: SourceCard,
     config: Mapping[str, Any],
-    picture: str,
     revision: str | None = None,
 ) -> str:
-    """Return README.md. The report is named after the repository; `picture` is the name of its file there."""
+    """Return README.md. The report is named after the repository."""
     family = find_family(str(report.ledger.source.family)).card
-    base = base_model or family.model_kind
-    blocks = [
+    opening = (
         f"---\n{_metadata(report, family, base_model, source)}\n---",
         f"# {escape(report.name.partition('/')[2])}",
-        _first_sentence(report, family, base_model),
-        headline_block(report),
-        f"![Headline figures and charts]({picture})",
-        *_converted(report, family),
-        escape(caution(report)),
-        *(f"> {sentence(line)}" for line in report.missing),
-        *(block for section in sections(report) for block in section_blocks(section)),
-        *_serving(report, family, config, base_model, revision),
-        *_hardware(report),
-        *section_blocks(provenance(report)),
-        _origin(report, base),
-    ]
-    return marked(joined_blocks(blocks))
+        _first_sentences(report, family, base_model),
+    )
+    advice = (*_serving(report, family, config, base_model, revision), *_hardware(report))
+    return marked(render_text(report, opening, advice))
 
 
 def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, source: SourceCard) -> str:
@@ -77,48 +66,29 @@ def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, so
     )
 
 
-def _first_sentence(report: Report, family: ModelCardFacts, base_model: str | None) -> str:
+def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | None) -> str:
+    """Return what was converted, from what and how, and what was not."""
+    recipe = report.ledger.recipe
+    rule = RULES.get(recipe.rule)
     base = f"{family.model_kind[0].upper()}{family.model_kind[1:]}"
     if base_model is not None:
         base = f"[{escape(base_model)}](https://huggingface.co/{quote(base_model)})"
     bits = "W4A16: 4-bit weights, 16-bit activations"
-    if report.ledger.recipe.activations == "w4a4":
+    if recipe.activations == "w4a4":
         bits = "W4A4: 4-bit weights and activations"
-    return f"{base} with its {', '.join(map(role_name, report.ledger.recipe.roles))} converted to NVFP4 ({bits})."
-
-
-def _converted(report: Report, family: ModelCardFacts) -> Iterator[str]:
-    ledger = report.ledger
-    recipe = ledger.recipe
-    rule = RULES.get(recipe.rule)
-    scales = recipe.input_scale
-    is_w4a4 = recipe.activations == "w4a4"
-    roles = ", ".join(map(role_name, recipe.roles))
-    scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
     kept = [*family.kept, *(role_name(role) for role in CONVERTIBLE_ROLES if role not in recipe.roles)]
     if family.has_vision:
         kept.append("vision tower and projector")
-    lines = [f"To NVFP4 (E2M1 values, one E4M3 scale for every 16 weights, {scale} per tensor): {roles}"]
-    if ledger.calibration is not None and ledger.calibration.exponents_digest is not None:
-        lines.append(
-            f"Kept in their formats: {', '.join(kept)}. They are byte for byte the source's, except for the powers of "
-            "two of smoothing in router and shared experts"
-        )
-    else:
-        lines.append(f"Kept byte for byte: {', '.join(kept)}")
-    lines.append(f"Rule: {code(recipe.rule)}{'' if rule is None else f': {escape(rule.summary)}'}")
-    if is_w4a4:
-        uncalibrated = "; no calibration data were used" if ledger.calibration is None else ""
-        lines.append(
-            f"Activation scales: constant, {scales.gate_up} for gate and up, {scales.down} for down{uncalibrated}"
-        )
-    if recipe.kv_cache:
-        lines.append("KV cache: declared FP8, scale 1.0")
-    lines.append(f"Tensor names and config: {LAYOUTS[recipe.layout].title}")
-    yield "## What was converted"
-    yield "\n".join(f"- {line}" for line in lines)
-    if is_w4a4 and scales.gate_up == scales.down == 1.0:
-        yield _KEEP_INPUT_SCALE
+    exceptions = ""
+    if report.ledger.calibration is not None and report.ledger.calibration.exponents_digest is not None:
+        exceptions = ". The exceptions are the powers of two of smoothing in router and shared experts"
+    scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
+    return (
+        f"{base} with its {', '.join(map(role_name, recipe.roles))} converted to NVFP4 ({bits}): E2M1 values, one E4M3 "
+        f"scale for every 16 weights, and {scale} per tensor. Everything else is copied byte for byte: "
+        f"{', '.join(kept)}{exceptions}.\n\n"
+        f"Rule {code(recipe.rule)}{'' if rule is None else f': {escape(rule.summary)}'}"
+    )
 
 
 def _serving(
@@ -138,6 +108,8 @@ def _serving(
         yield from command.notes
     yield LAYOUTS[recipe.layout].transformers_note
     if recipe.activations == "w4a4":
+        if recipe.input_scale.gate_up == recipe.input_scale.down == 1.0:
+            yield _KEEP_INPUT_SCALE
         yield _SGLANG_SWITCHES
     if heads := family.draft_heads.get((base_model or "").rpartition("/")[2], ()):
         yield (
@@ -152,21 +124,12 @@ def _serving(
 
 
 def _hardware(report: Report) -> Iterator[str]:
-    lines = ["Weight-only: activations stay in 16 bits on every GPU, including Blackwell."]
-    if report.ledger.recipe.activations == "w4a4":
-        lines = ["Blackwell (B200, B300, GB200, RTX PRO 6000) multiplies NVFP4 weights and activations in hardware."]
-    lines += [
-        "Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there.",
-        f"It is not smaller than the {report.source_format.title} source: {bits_words(report.source_format)}. All "
-        f"shards together need {gigabytes(report.ledger.num_bytes)}; leave room for the KV cache.",
-    ]
     yield "## Hardware"
-    yield "\n".join(f"- {line}" for line in lines)
-
-
-def _origin(report: Report, base: str) -> str:
-    commit = "a local copy, identified by its headers"
-    if report.ledger.source.revision:
-        commit = f"commit {code(report.ledger.source.revision)}"
-    checked = "" if report.checks is None else f" Before publishing: {escape(report.checks.summary)}"
-    return f"Source: {escape(base)}, {commit}.{checked}"
+    if report.ledger.recipe.activations == "w4a4":
+        yield "Blackwell (B200, B300, GB200, RTX PRO 6000) multiplies NVFP4 weights and activations in hardware."
+    else:
+        yield "Weight-only: activations stay in 16 bits on every GPU, including Blackwell."
+    yield (
+        "Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there. All "
+        f"shards together need {gigabytes(report.ledger.num_bytes)}; leave room for the KV cache."
+    )

@@ -7,7 +7,8 @@ pixel per cell, which the browser fits to the screen: the 69,120 cells of K2 nee
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,170 +16,184 @@ from numpy.typing import NDArray
 
 from k2convert.errors import counted
 from k2convert.records.evaluation import EvaluationRow
-from k2convert.report.drawing import EMPTY, SHADES, SIZE, WIDTH, Area, Color, Drawing, Line, Picture, Point, Words
-from k2convert.report.evaluated import mode_rows, tokens_by_expert
+from k2convert.report.content import mode_rows
+from k2convert.report.drawing import EMPTY, SHADES, SIZE, WIDTH, Color, Drawing, Line, Picture, Point, Words
 from k2convert.report.figures import HeatMap, Report
-from k2convert.report.wording import ChartName, short_count
 
-_LEFT: Final = 44.0  # of a plot: room for the numbers of the vertical axis
+_LEFT: Final = 46.0  # of a plot: room for the numbers of the vertical axis
 _RIGHT: Final = 16.0
 _BELOW: Final = 36.0  # a plot: numbers and title of the horizontal axis
 _ROW: Final = 17.0  # between lines of words
 _TAIL_DB: Final = 0.5
 _LARGEST_DRAWN: Final = 1e6  # of a divergence; a damaged document may state any
-_MODE_STYLES: Final[tuple[tuple[Color, tuple[float, ...]], ...]] = (
-    ("ours", ()), ("max", (7, 3)), ("third", (2, 3)), ("fourth", (10, 6)),
-)  # fmt: skip
-"""Color and dashes of each mode: no more modes are drawn."""
+_MODE_STYLES: Final[tuple[tuple[Color, float], ...]] = (("ours", 3.0), ("max", 2.0), ("third", 1.4), ("fourth", 1.0))
+"""Color and width of the line of each mode: no more modes are drawn."""
 
 MIN_SPAN_DB: Final = 0.2  # of a color scale; a narrower one would show noise as differences
 
 
-def draw_charts(report: Report) -> dict[ChartName, Drawing]:
-    """Return the charts of which the figures are known, by name."""
-    charts: dict[ChartName, Drawing] = {}
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of a chart, with its points in the units of the axes and the words that explain it."""
+
+    label: str
+    points: Sequence[Point]
+    color: Color
+    width: float = 1.3
+    is_filled: bool = False
+
+
+def draw_charts(report: Report) -> list[Drawing]:
+    """Return the charts of which the figures are known."""
+    charts: list[Drawing] = []
     if report.maps:
-        charts["heat_map"] = draw_heat_maps(report.maps)
+        charts.append(draw_heat_maps(report.maps))
     if any(math.isfinite(tensor.sqnr_db) for tensor in report.tensors):
-        charts["tensors"] = draw_tensors(report)
+        charts.append(draw_tensors(report))
     if report.evaluation is not None:
-        charts["positions"] = draw_positions(mode_rows(report.evaluation, report.ledger.recipe))
-    if (record := report.ledger.calibration) is not None and (tokens := tokens_by_expert(record)):
-        charts["tokens"] = draw_tokens(tokens)
+        charts.append(draw_positions(mode_rows(report.evaluation, report.ledger.recipe)))
+    if (record := report.ledger.calibration) is not None:
+        tokens = [count for layer in record.layers.values() for count in layer.tokens]
+        if tokens:
+            charts.append(draw_tokens(tokens))
     return charts
 
 
-class Plot:
-    """The axes of a chart: from data to the sheet, with numbers and titles. The vertical axis begins at 0."""
-
-    def __init__(self, drawing: Drawing, *, top: float, x: tuple[float, float], y_max: float) -> None:
-        self.drawing = drawing
-        self.top = top + _ROW  # under the title of the vertical axis
-        self.bottom = drawing.height - _BELOW
-        self.x_range = x
-        self.y_max = y_max or 1.0
-
-    def x(self, value: float) -> float:
-        """Return the horizontal place of a value."""
-        low, high = self.x_range
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low)
-
-    def y(self, value: float) -> float:
-        """Return the vertical place of a value."""
-        return self.bottom - (self.bottom - self.top) * value / self.y_max
-
-    def label(self, *, x: str, y: str, x_ticks: dict[float, str], whole: bool = False) -> None:
-        """Draw numbers, grid and titles of both axes."""
-        end = WIDTH - _RIGHT
-        for value in ticks(0.0, self.y_max, 4, whole=whole):
-            level = self.y(value)
-            self.drawing.add(Line([(_LEFT, level), (end, level)], "line"))
-            self.drawing.add(Words(_LEFT - 5, level + 4, short_count(value), anchor="end"))
-        for value, text in x_ticks.items():
-            place = self.x(value)
-            self.drawing.add(Line([(place, self.bottom), (place, self.bottom + 4)], "muted"))
-            self.drawing.add(Words(place, self.bottom + 16, text, anchor="middle"))
-        self.drawing.add(Words((_LEFT + end) / 2, self.bottom + 32, x, anchor="middle"))
-        self.drawing.add(Words(4, self.top - 8, y))
-
-    def histogram(self, counts: NDArray[np.int64], edges: NDArray[np.float64], color: Color) -> None:
-        """Draw the counts between edges as a filled outline."""
-        outline: list[Point] = [(self.x(edges[0]), self.y(0.0))]
-        for count, begin, end in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            outline += [(self.x(begin), self.y(count)), (self.x(end), self.y(count))]
-        outline.append((self.x(edges[-1]), self.y(0.0)))
-        self.drawing.add(Area(outline, color), Line(outline, color, 1.3))
+def _titled(title: str, height: float) -> Drawing:
+    drawing = Drawing(title, height)
+    drawing.add(Words(4, SIZE, title, "ink", size=13))
+    return drawing
 
 
-def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return at most about `most` + 1 round numbers in a range, or whole ones."""
+def _plot(
+    title: str, curves: Sequence[Curve], *, x: str, y: str, x_range: tuple[float, float], x_ticks: Mapping[float, str]
+) -> Drawing:
+    """Draw curves over axes with titles `x` and `y`, numbers and grid. The vertical axis begins at 0."""
+    top = 42 + _ROW * len(curves)
+    drawing = _titled(title, top + 208)
+    bottom = drawing.height - _BELOW
+    end = WIDTH - _RIGHT
+    low, high = x_range
+    y_max = 1.08 * max((height for curve in curves for _, height in curve.points), default=0.0) or 1.0
+
+    def across(value: float) -> float:
+        return _LEFT + (end - _LEFT) * (value - low) / (high - low)
+
+    def up(value: float) -> float:
+        return bottom - (bottom - top) * value / y_max
+
+    for value in ticks(0.0, y_max, 4):
+        drawing.add(Line([(_LEFT, up(value)), (end, up(value))], "line"))
+        drawing.add(Words(_LEFT - 5, up(value) + 4, f"{value:g}", anchor="end"))
+    for value, text in x_ticks.items():
+        drawing.add(Line([(across(value), bottom), (across(value), bottom + 4)], "muted"))
+        drawing.add(Words(across(value), bottom + 16, text, anchor="middle"))
+    drawing.add(Words((_LEFT + end) / 2, bottom + 32, x, anchor="middle"), Words(4, top - 8, y))
+    for i, curve in enumerate(curves):
+        level = _ROW * (i + 1) + SIZE + 2
+        drawing.add(Line([(4, level - 4), (30, level - 4)], curve.color, curve.width))
+        drawing.add(Words(36, level, curve.label, curve.color))
+        points = [(across(place), up(height)) for place, height in curve.points]
+        drawing.add(Line(points, curve.color, curve.width, curve.is_filled))
+    return drawing
+
+
+def _histogram(label: str, values: NDArray[np.float64], edges: NDArray[np.float64], color: Color) -> Curve:
+    """Return the outline of the counts between edges; values beyond the ends are in the first or last count."""
+    counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
+    heights = [0, *np.repeat(counts, 2).tolist(), 0]
+    return Curve(label, list(zip(np.repeat(edges, 2).tolist(), heights, strict=True)), color, is_filled=True)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return at most about `most` + 1 round numbers in a range."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * rough)
-    step = max(step, 1.0) if whole else step
     return [step * i for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _edges(low: float, high: float, bins: int) -> NDArray[np.float64]:
-    return np.linspace(low, high, bins + 1)
+def _power_ticks(low: int, high: int) -> dict[float, str]:
+    """Return "512" or "4k" for some exponents of two in a range, and "0" below 1."""
+    labels: dict[float, str] = {}
+    for power in range(low, high + 1, 1 + (high - low) // 9):
+        if power < 0:
+            labels[power] = "0"
+        elif power < 10:
+            labels[power] = str(2**power)
+        else:
+            labels[power] = f"{2 ** (power - 10)}k"
+    return labels
 
 
-def _powers(low: int, high: int) -> dict[float, str]:
-    """Return "512", "4k" or "1M" for some exponents of two in a range, and "0" below 1."""
-    units = {power: min(power // 10, 2) for power in range(low, high + 1, 1 + (high - low) // 9)}
-    return {
-        float(power): f"{2 ** (power - 10 * unit):,}{('', 'k', 'M')[unit]}" if power >= 0 else "0"
-        for power, unit in units.items()
-    }
+def _finite(values: Iterable[float | None]) -> NDArray[np.float64]:
+    return np.array([value for value in values if value is not None and math.isfinite(value)])
 
 
 def draw_tensors(report: Report) -> Drawing:
     """Draw histograms of the tensors' SQNR: of rule `max`, if that is another rule, and of this conversion."""
-    of_max = [] if report.rule == "max" else [t.sqnr_max_db for t in report.tensors]
-    series: list[tuple[str, NDArray[np.float64], Color]] = []
-    known: tuple[tuple[str, Sequence[float | None], Color], ...] = (
-        ("max", of_max, "max"),
-        (f"this: {report.rule}", [t.sqnr_db for t in report.tensors], "ours"),
-    )
-    for label, values, color in known:
-        if finite := [value for value in values if value is not None and math.isfinite(value)]:
-            series.append((label, np.array(finite), color))
-    drawing = Drawing("Histogram of SQNR over the tensors", 230 + _ROW * len(series))
-    everything = np.concatenate([values for _, values, _ in series])
+    ours = _finite(tensor.sqnr_db for tensor in report.tensors)
+    of_max = _finite(tensor.sqnr_max_db for tensor in report.tensors if report.rule != "max")
+    everything = np.concatenate([ours, of_max])
     # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
-    low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
+    usual = min(float(np.percentile(values, 1)) for values in (ours, of_max) if values.size)
+    low = max(float(everything.min()), usual - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
-    edges = _edges(low - pad, high + pad, 80)
-    counts = [np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] for _, values, _ in series]
-    plot = Plot(drawing, top=_ROW * len(series) + 4, x=(edges[0], edges[-1]), y_max=1.08 * max(c.max() for c in counts))
-    beyond = sum(int((values < low).sum()) for _, values, _ in series)
-    note = f"; {counted(beyond, 'value')} left of the chart" if beyond else ": further right is less error"
-    numbers = ticks(edges[0], edges[-1], 6)
-    plot.label(x=f"SQNR in dB{note}", y="tensors", x_ticks={v: f"{v:.6g}" for v in numbers}, whole=True)
-    for i, (label, values, color) in enumerate(series):
-        plot.histogram(counts[i], edges, color)
-        drawing.add(Words(4, _ROW * i + SIZE, f"{label}, median {np.median(values):.2f} dB", color))
-    return drawing
+    edges = np.linspace(low - pad, high + pad, 81)
+    beyond = int((everything < low).sum())
+    curves = [_histogram(f"this result ({report.rule}): median {np.median(ours):.2f} dB", ours, edges, "ours")]
+    if of_max.size:
+        curves.insert(0, _histogram(f"max: median {np.median(of_max):.2f} dB", of_max, edges, "max"))
+    return _plot(
+        "SQNR of the tensors",
+        curves,
+        x=f"SQNR in dB: {counted(beyond, 'value')} left of the chart" if beyond else "SQNR in dB: more is better",
+        y="tensors",
+        x_range=(edges[0], edges[-1]),
+        x_ticks={value: f"{value:.6g}" for value in ticks(edges[0], edges[-1], 6)},
+    )
 
 
 def draw_tokens(tokens: Sequence[int]) -> Drawing:
     """Draw the number of experts by the tokens that the calibration routed to them, four columns per doubling."""
-    drawing = Drawing("Histogram of tokens by expert", 230)
     counts = np.array(tokens, dtype=np.float64)
-    logs = np.where(counts > 0, np.log2(np.maximum(counts, 1)), -1.0)  # experts without tokens are left of 1
+    logs: NDArray[np.float64] = np.where(
+        counts > 0, np.log2(np.maximum(counts, 1)), -1.0
+    )  # experts without tokens are left of 1
     low = math.floor(logs.min())
     high = max(math.floor(logs.max()) + 1, low + 2)
-    edges = _edges(low, high, 4 * (high - low))
-    experts = np.histogram(logs, edges)[0]
-    plot = Plot(drawing, top=0.0, x=(low, high), y_max=1.08 * experts.max())
-    title = "tokens that the expert saw in the calibration"
-    plot.label(x=title, y="experts", x_ticks=_powers(low, high), whole=True)
-    plot.histogram(experts, edges, "ours")
-    return drawing
+    edges = np.linspace(float(low), float(high), 4 * (high - low) + 1)
+    label = f"median expert: {np.median(counts):,.0f} tokens"
+    return _plot(
+        "Tokens per expert",
+        [_histogram(label, logs, edges, "ours")],
+        x="tokens routed to the expert in the calibration",
+        y="experts",
+        x_range=(low, high),
+        x_ticks=_power_ticks(low, high),
+    )
 
 
 def draw_positions(rows: Sequence[tuple[str, EvaluationRow]]) -> Drawing:
     """Draw the mean divergence by position in the window; a point is in the middle of its positions."""
-    drawn = rows[: len(_MODE_STYLES)]
-    drawing = Drawing("KL by position in the window", 230 + _ROW * len(drawn))
-    lines = [
-        [
-            (math.log2(max((1.0 + part.first) * max(part.stop, 1), 1.0)) / 2, min(part.mean, _LARGEST_DRAWN))
-            for part in row.figures.divergence.by_position
-        ]
-        for _, row in drawn
-    ]
-    points = [point for line in lines for point in line] or [(0.0, 0.0)]
-    low = math.floor(min(x for x, _ in points))
-    high = max(math.ceil(max(x for x, _ in points)), low + 1)
-    plot = Plot(drawing, top=_ROW * len(drawn) + 4, x=(low, high), y_max=1.08 * max(y for _, y in points))
-    plot.label(x="position in the window, in tokens", y="mean KL in nats", x_ticks=_powers(low, high))
-    for i, ((mode, _), line, (color, dash)) in enumerate(zip(drawn, lines, _MODE_STYLES, strict=False)):
-        level = _ROW * i + SIZE
-        drawing.add(Line([(4, level - 4), (30, level - 4)], color, 2, dash), Words(36, level, mode, color))
-        drawing.add(Line([(plot.x(x), plot.y(y)) for x, y in line], color, 2, dash))
-    return drawing
+    curves: list[Curve] = []
+    for (mode, row), (color, width) in zip(rows, _MODE_STYLES, strict=False):
+        means = row.figures.divergence.by_position
+        middles = [math.log2(max((1.0 + part.first) * max(part.stop, 1), 1.0)) / 2 for part in means]
+        heights = [min(part.mean, _LARGEST_DRAWN) for part in means]
+        curves.append(Curve(mode, list(zip(middles, heights, strict=True)), color, width))
+    places = [place for curve in curves for place, _ in curve.points] or [0.0]
+    low = math.floor(min(places))
+    high = max(math.ceil(max(places)), low + 1)
+    return _plot(
+        "KL by position in the window",
+        curves,
+        x="position in the window, in tokens",
+        y="mean KL in nats",
+        x_range=(low, high),
+        x_ticks=_power_ticks(low, high),
+    )
 
 
 def color_scale(maps: Sequence[HeatMap]) -> tuple[float, float]:
@@ -201,12 +216,12 @@ def draw_heat_maps(maps: Sequence[HeatMap]) -> Drawing:
     width = WIDTH - _LEFT - _RIGHT
     num_layers, num_experts = maps[0].values.shape
     height = float(np.clip(1.7 * num_layers, 60, 150))
-    top = 46.0
-    drawing = Drawing("Heat maps of SQNR by layer and expert", top + (height + _ROW + 8) * len(maps) + _BELOW)
+    top = 64.0
+    drawing = _titled("Error by layer and expert", top + (height + _ROW + 8) * len(maps) + _BELOW)
     low, high = color_scale(maps)
     ramp = _shades(np.linspace(low, high, SHADES)[None, :], low, high)
-    drawing.add(Words(_LEFT, SIZE, "SQNR in dB: darker is more error"), Picture(_LEFT, 18, width / 2, 8, ramp))
-    drawing.add(Words(_LEFT, 39, f"{low:.2f}"), Words(_LEFT + width / 2, 39, f"{high:.2f}", anchor="end"))
+    drawing.add(Words(4, 31, "SQNR in dB: darker is more error"), Picture(_LEFT, 37, width / 2, 8, ramp))
+    drawing.add(Words(_LEFT, 57, f"{low:.2f}"), Words(_LEFT + width / 2, 57, f"{high:.2f}", anchor="end"))
     for projection in maps:
         drawing.add(Words(_LEFT, top + SIZE + 2, projection.projection, "ink"), Words(4, top + SIZE + 2, "layer"))
         top += _ROW + 3
@@ -223,7 +238,7 @@ def draw_heat_maps(maps: Sequence[HeatMap]) -> Drawing:
 
 def _numbered(count: int, most: int) -> list[int]:
     """Return which of `count` rows or columns have their number beside them."""
-    return [int(index) for index in ticks(0, max(count - 1, 1), most, whole=True) if index < count]
+    return [int(index) for index in ticks(0, max(count - 1, most), most) if index < count]
 
 
 def _shades(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from typing import Any
 from k2convert.check.layers.result import labels
 from k2convert.check.results import Offender, RuleResult, Verdict
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.wording import decibels, last_part, with_exponents
+from k2convert.report.wording import decibels, last_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +38,27 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         computed: list[Mapping[str, Any]] = layers.get("layers", [])
         return Checks(
             has_passed=bool(document["passed"]),
-            rules=tuple(
-                RuleResult(
-                    int(rule["number"]),
-                    with_exponents(str(rule["title"])),
-                    Verdict(rule["verdict"]),
-                    int(rule["count"]),
-                    tuple(Offender(str(found["name"]), str(found["problem"])) for found in rule["offenders"]),
-                    str(rule["note"]),
-                )
-                for rule in document["contract"]["rules"]
-            ),
+            rules=tuple(map(_rule, document["contract"]["rules"])),
             summary=str(document["contract"]["summary"]),
             layers=tuple(row for layer in computed for row in _layer_rows(layer)),
             hidden_states=last_part(layers.get("hidden_states", "")),
-            sentences=(
-                *_weight_sentences(document["weights"] or {}),
-                *_layer_sentences(document.get("layers_skipped"), computed),
-                *_against_sentences(document["against"]),
-            ),
+            sentences=tuple(_sentences(document, computed)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
             f"the validation is not a document that `k2convert validate --json` prints ({quoted(error)})."
         ) from None
+
+
+def _rule(rule: Mapping[str, Any]) -> RuleResult:
+    return RuleResult(
+        number=int(rule["number"]),
+        title=str(rule["title"]),
+        verdict=Verdict(rule["verdict"]),
+        count=int(rule["count"]),
+        offenders=tuple(Offender(str(found["name"]), str(found["problem"])) for found in rule["offenders"]),
+        note=str(rule["note"]),
+    )
 
 
 def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -74,18 +71,28 @@ def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield str(int(layer["layer"])), label, decibels(error["sqnr_db"]), cosine, worst
 
 
-def _layer_sentences(skipped: Any, layers: list[Mapping[str, Any]]) -> Iterator[str]:
-    if skipped:
+def _sentences(document: Mapping[str, Any], layers: list[Mapping[str, Any]]) -> Iterator[str]:
+    if weights := document["weights"]:
+        yield from _weight_sentences(weights)
+    if skipped := document.get("layers_skipped"):
         yield f"Reference layers were skipped: {skipped}."
     for layer in layers:
         if not layer["router_unchanged"]:
             yield f"Layer {int(layer['layer'])}: the router differs from the source's."
         yield from (f"Layer {int(layer['layer'])}: {failure}" for failure in layer["failures"])
+    if other := document["against"]:
+        if other["note"]:
+            yield str(other["note"])
+        failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
+        name = last_part(other["folder"])
+        yield (
+            f"Compared with {name} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): this result is better "
+            f"in {int(other['better_here']):,} tensors, {name} in {int(other['better_there']):,}, and "
+            f"{int(other['equal']):,} are equal. Contract rules that {name} breaks: {failed}."
+        )
 
 
 def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
-    if not weights:
-        return
     certificate = weights.get("certificate")  # documents of earlier releases have none
     if certificate and int(certificate["tensors"]):
         wrong = len(certificate["mismatches"])
@@ -100,16 +107,3 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
             wrong = len(weights[key]["mismatches"])
             outcome = f"{wrong:,} differ" if wrong else "all agree"
             yield f"{compared:,} tensors decoded from the written bytes and compared with {what}: {outcome}."
-
-
-def _against_sentences(other: Mapping[str, Any] | None) -> Iterator[str]:
-    if not other:
-        return
-    if other["note"]:
-        yield str(other["note"])
-    failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
-    yield (
-        f"Compared with {last_part(other['folder'])} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): "
-        f"less error here in {int(other['better_here']):,} tensors, less there in {int(other['better_there']):,}, "
-        f"equal in {int(other['equal']):,}. Rules of the contract that failed there: {failed}."
-    )

@@ -1,21 +1,25 @@
-"""The content of a report: headline, caution, sections and provenance, the same for page, report.md and model card."""
+"""The content of a report, the same for page, report.md and model card: headline figures, sections and provenance.
+
+A mode is how the same weights were computed in an evaluation: with which activations and which KV cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from statistics import median_low
+from typing import Final
 
-from k2convert.errors import counted
+from k2convert.errors import counted, shortened
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
-from k2convert.models.names import SourceFormat
 from k2convert.models.source_formats import NVFP4_BITS
-from k2convert.records.document import plain, shown
-from k2convert.records.ledger import TOTAL, metrics_document
+from k2convert.plan.recipe import Recipe
+from k2convert.records.calibration import CalibrationRecord, LayerCalibration
+from k2convert.records.evaluation import Evaluation, EvaluationRow, WorstToken
+from k2convert.records.ledger import TOTAL
 from k2convert.report.checks import Checks
-from k2convert.report.evaluated import calibration_section, divergence_figure, evaluation_sections, held_out_figure
 from k2convert.report.figures import Report
-from k2convert.report.wording import Figure, Section, Table, decibels, percent, with_exponents
+from k2convert.report.wording import Figure, Section, Table, decibels, joined, last_part, percent, with_error
 
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
@@ -23,7 +27,13 @@ _ROLE_NAMES: Final = {
     "dense_mlp": "dense MLP of the first layers",
     TOTAL: "all converted weights",
 }
-_ROLE_COLUMNS: Final = ("role", "weights", "SQNR", "relative error", "error / max", "non-zero changed")
+_MOST_BEFORE: Final = 60  # characters of the text before a token
+_MOST_IN_TOKEN: Final = 40
+
+
+def role_name(role: str) -> str:
+    """Return what people call a role of a recipe or of the totals."""
+    return _ROLE_NAMES.get(role, role)
 
 
 def headline(report: Report) -> tuple[Figure, ...]:
@@ -31,13 +41,18 @@ def headline(report: Report) -> tuple[Figure, ...]:
     total = report.total
     figures = [] if report.checks is None else [contract_figure(report.checks)]
     if report.evaluation is not None:
-        figures.append(divergence_figure(report.evaluation, report.ledger.recipe))
+        mode, row = mode_rows(report.evaluation, report.ledger.recipe)[0]
+        divergence = row.figures.divergence
+        error = "" if divergence.standard_error is None else f"± {divergence.standard_error:.2g} "
+        detail = f"{error}nats per token, {mode}, against {_reference(report.evaluation)}"
+        figures.append(Figure(f"{divergence.mean:.3g}", "KL divergence", detail))
     if (calibration := report.ledger.calibration) is not None and calibration.gptq:
-        figures.append(held_out_figure(calibration))
+        figures.append(_held_out_figure(calibration))
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
     figures.append(Figure(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
-        figures.append(Figure(f"{total.achieved_to_max:.3f}", "of max's error", "max calibration is the usual recipe"))
+        detail = "max calibration is the usual recipe"
+        figures.append(Figure(f"{total.achieved_to_max:.3f}", "of the squared error of max", detail))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
         figures.append(Figure(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
@@ -62,66 +77,267 @@ def contract_figure(checks: Checks) -> Figure:
     return Figure(f"{total - len(skipped)} of {total}", "contract rules hold", detail)
 
 
-def bits_words(source: SourceFormat) -> str:
-    """Return how many bits a weight has before and after."""
-    if source.bits == NVFP4_BITS:
-        return f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
-    return f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
+def _held_out_figure(record: CalibrationRecord) -> Figure:
+    if not record.held_out:
+        return Figure("not measured", "output error", record.measured_on)
+    last = list(record.held_out.values())[-1]
+    detail = f"after the last MoE layer, {record.measured_on}; {last.mse_error:.3g} with rule mse there"
+    return Figure(f"{last.gptq_error:.3g}", "output error", detail)
 
 
 def caution(report: Report) -> str:
     """Return a paragraph about what the figures do not show."""
     total = report.total
+    source = report.source_format
     calibration = report.ledger.calibration
-    known = report.source_format
-    exact = f"the exact {known.title} values"
+    is_scaled = calibration is not None and calibration.exponents_digest is not None
+    exact = f"the exact {source.title} values"
     if total.num_codes not in (None, total.num_weights):
         exact += " (the BF16 values for BF16 sources)"
-    is_scaled = calibration is not None and calibration.exponents_digest is not None
-    exact += ", divided by the powers of two of smoothing" if is_scaled else ""
+    if is_scaled:
+        exact += ", divided by the powers of two of smoothing"
     change = (
         "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
         "with these values change."
     )
     if (words := total.cast_words) is not None:
-        change = f"Codes were copied and scales relabeled. {with_exponents(words)}"
+        change = f"Codes were copied and scales relabeled. {words}"
     elif total.num_codes is None:
         change = f"Rule {report.rule} rounds each weight again, so values change. Rule mse would copy the codes."
-    text = f"These are errors of weights against {exact}. {change} It does not save space: {bits_words(known)}."
+    bits = f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
+    if source.bits == NVFP4_BITS:
+        bits = f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
+    text = f"These are errors of weights against {exact}. {change} It does not save space: {bits}."
     if calibration is not None and calibration.gptq:
         text += (
-            " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
-            "those of rule mse. See the error after each layer."
+            " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are larger than those "
+            "of rule mse. See the error after each layer."
         )
     if report.ledger.recipe.activations == "w4a4":
-        text += " FP4 activations add error at run time, which "
-        text += "smoothing makes smaller." if is_scaled else "does not depend on how the weights were converted."
+        text += " FP4 activations add error at run time, "
+        text += "which smoothing reduces." if is_scaled else "however the weights were converted."
     return text
 
 
 def sections(report: Report) -> Iterator[Section]:
     """Yield the parts of the report below the headline, in order. The card has them too."""
-    recipe = report.ledger.recipe
     if report.evaluation is not None:
-        yield from evaluation_sections(report.evaluation, recipe)
+        yield from _evaluation(report.evaluation, report.ledger.recipe)
     if report.ledger.calibration is not None:
-        yield calibration_section(report.ledger.calibration)
-    sentence = (
-        "Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over 6 "
-        "as scale. Its error is measured on a sample of every tensor."
-    )
-    if (steps := report.total.max_error_steps) is not None:
-        sentence += f" The largest error of a weight is {steps:.2f} steps of its INT4 grid."
-    yield Section("Error of the weights", (sentence,), (_role_table(report),), charts=("tensors",))
-    if report.maps:
-        sentence = "One cell per tensor, one color scale for all three projections. Darker means more error."
-        yield Section("Error by layer and expert", (sentence,), charts=("heat_map",))
+        yield _calibration(report.ledger.calibration)
+    yield _weight_errors(report)
     if report.worst and report.total.squared_error > 0:
         yield _worst_tensors(report)
     if report.checks is not None:
         yield from _contract(report.checks)
     if (needs := needs_section(report)) is not None:
         yield needs
+
+
+def mode_rows(evaluation: Evaluation, recipe: Recipe) -> list[tuple[str, EvaluationRow]]:
+    """Return the rows with the words for their modes, the mode that the result declares first.
+
+    The words are ours: charts cannot show a name from a file.
+    """
+
+    def differs(row: EvaluationRow) -> tuple[bool, bool]:
+        model = row.model
+        return model.activations != recipe.activations, (model.kv_cache == "fp8") != (recipe.kv_cache == "fp8")
+
+    return [(row.model.mode or "as stored", row) for row in sorted(evaluation.rows, key=differs)]
+
+
+def _evaluation(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]:
+    """Yield figures by mode, hidden states and routing by layer, and the tokens that differ most, where measured."""
+    rows = mode_rows(evaluation, recipe)
+    modes = [mode for mode, _ in rows]
+    table = Table(("", *modes), _mode_figures([row for _, row in rows]))
+    yield Section("Evaluation of the whole model", tuple(_evaluation_sentences(evaluation, rows)), (table,))
+    if any(row.layers for _, row in rows):
+        yield Section(
+            "Hidden states after each layer",
+            (
+                "Relative squared error of the hidden states, |h - h'|² over |h|², summed over all tokens; h are the "
+                "reference's. The error of a layer contains those of the layers before it.",
+                "Same experts: the share of the reference's choices of experts that the model makes too.",
+            ),
+            (_by_layer(rows),),
+        )
+    columns = ("KL", "text before", "token", "reference expects", "model expects", "window: position")
+    tables: list[Table] = []
+    for mode, row in rows:
+        if row.worst:
+            cells = [_worst_token(token) for token in row.worst]
+            tables.append(Table(columns, cells, words=(1, 2, 3, 4), summary=mode if tables else ""))
+    if tables:
+        sentence = f"The largest KL of single tokens, {modes[0]}. ␣ is a space at the edge of a token."
+        yield Section("Tokens that differ most", (sentence,), tables)
+
+
+def _evaluation_sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]) -> Iterator[str]:
+    text = evaluation.text
+    names = joined([shortened(last_part(name)) for name, _ in text.texts]) or "a text"
+    means = ", ".join(f"{_divergence(row)} ({mode})" for mode, row in rows)
+    yield (
+        f"Measured on {counted(text.tokens, 'token')} of {names} ({counted(text.windows, 'window')} of "
+        f"{text.window:,}) against {_reference(evaluation)}: KL {means}."
+    )
+    if text.dropped:
+        yield f"Windows left out because their hidden states were not finite: {text.dropped:,}."
+    yield (
+        "KL(reference || model) of the next token is in nats, ± one standard error over windows; 0 is no difference. "
+        "It ranks conversions of one model. It does not predict task scores: run your own benchmarks."
+    )
+
+
+def _reference(evaluation: Evaluation) -> str:
+    name = evaluation.reference.name
+    return shortened(name if "://" in name else last_part(name))
+
+
+def _mode_figures(rows: Sequence[EvaluationRow]) -> list[tuple[str, ...]]:
+    figures = [row.figures for row in rows]
+    kl = [model.divergence for model in figures]
+    likelihoods = [model.log_likelihood for model in figures]
+    return [
+        ("KL, mean", *map(_divergence, rows)),
+        ("KL, median", *(f"{model.median:.3g}" for model in kl)),
+        ("KL, 99 % of tokens below", *(f"{model.p99:.3g}" for model in kl)),
+        ("KL, 99.9 % of tokens below", *(f"{model.p999:.3g}" for model in kl)),
+        ("KL, largest", *(f"{model.maximum:.3g}" for model in kl)),
+        ("perplexity", *(f"{model.perplexity:.6g}" for model in figures)),
+        ("perplexity of the reference", *(f"{model.reference_perplexity:.6g}" for model in figures)),
+        ("log-likelihood minus the reference's", *(with_error(one.mean, one.standard_error) for one in likelihoods)),
+        ("same most likely token", *(_share(model.top1_agreement) for model in figures)),
+        ("reference's token not in the top 5", *(_share(model.left_top5) for model in figures)),
+    ]
+
+
+def _divergence(row: EvaluationRow) -> str:
+    return with_error(row.figures.divergence.mean, row.figures.divergence.standard_error)
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _by_layer(rows: Sequence[tuple[str, EvaluationRow]]) -> Table:
+    num_layers = max(len(row.layers) for _, row in rows)
+    columns = [name for mode, _ in rows for name in (f"error, {mode}", f"same experts, {mode}")]
+    cells = [(str(layer), *(cell for _, row in rows for cell in _layer(row, layer))) for layer in range(num_layers)]
+    return Table(("layer", *columns), cells, words=(), summary=f"Layers ({num_layers})")
+
+
+def _layer(row: EvaluationRow, number: int) -> tuple[str, str]:
+    if number >= len(row.layers):
+        return "", ""
+    layer = row.layers[number]
+    return f"{layer.relative_error:.3g}", "" if layer.routing_agreement is None else _share(layer.routing_agreement)
+
+
+def _worst_token(token: WorstToken) -> tuple[str, ...]:
+    before = _visible(token.before[-_MOST_BEFORE:])
+    if len(token.before) > _MOST_BEFORE:
+        before = f"…{before}"
+    tokens = map(_token_text, (token.token, token.reference_token, token.model_token))
+    return (f"{token.divergence:.3g}", before, *tokens, f"{token.window:,}: {token.position:,}")
+
+
+def _token_text(text: str) -> str:
+    """Return a token, cut if it is long, with a sign for each space at its edges."""
+    shown = text[:_MOST_IN_TOKEN]
+    inner = shown.strip(" ")
+    left = len(shown) - len(shown.lstrip(" "))
+    right = len(shown) - left - len(inner)
+    return "␣" * left + _visible(inner) + "␣" * right + ("…" if len(text) > _MOST_IN_TOKEN else "")
+
+
+def _visible(text: str) -> str:
+    r"""Return text with an escape such as \n for every character that is not seen."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def _calibration(record: CalibrationRecord) -> Section:
+    """Return which text was read, the tokens per expert and, with rule `gptq`, the held-out errors by layer."""
+    columns = ["layer", "tokens per expert: least", "median", "most"]
+    if record.gptq:
+        columns += ["held-out error after the layer", "with rule mse", "from earlier layers"]
+    rows = [_calibrated_layer(number, layer) for number, layer in sorted(record.layers.items())]
+    table = Table(columns, rows, words=(), summary=f"Layers ({len(rows)})")
+    return Section("Calibration", tuple(_calibration_sentences(record)), (table,))
+
+
+def _calibrated_layer(number: int, layer: LayerCalibration) -> tuple[str, ...]:
+    tokens = layer.tokens or (0,)
+    cells = (str(number), f"{min(tokens):,}", f"{median_low(tokens):,}", f"{max(tokens):,}")
+    if layer.gptq is None:
+        return cells
+    if (errors := layer.gptq.held_out) is None:
+        return (*cells, "not measured", "", "")
+    return (*cells, *(f"{e:.3g}" for e in (errors.gptq_error, errors.mse_error, errors.inherited_error)))
+
+
+def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
+    texts = joined([shortened(last_part(name)) for name, _ in record.texts]) or "no text"
+    windows = counted(record.windows, "window")
+    yield f"Calibrated on {record.tokens:,} tokens of {texts}, in {windows} of up to {record.window:,} tokens."
+    if record.dropped_windows:
+        yield f"Windows left out because their activations were not finite: {record.dropped_windows:,}."
+    if record.exponents_digest is not None:
+        yield (
+            "Smoothing multiplied channels of the norm before the experts by powers of two, and divided everything "
+            "that reads them by the same. This is exact: without quantization, the model computes the same outputs. "
+            "It makes the error of FP4 activations smaller."
+        )
+    if not record.gptq:
+        return
+    yield (
+        "Rule `gptq` quantizes the experts layer by layer. Within a row, later weights compensate for the rounding of "
+        "earlier ones; each layer also compensates for the errors of those before it, on the calibration inputs."
+    )
+    held_out = list(record.held_out.values())
+    if not held_out:
+        yield f"The output error: {record.measured_on}."
+        return
+    better = sum(not errors.is_worse for errors in held_out)
+    layers = f"{better:,} of {len(held_out):,} MoE layers"
+    yield (
+        f"After the last MoE layer, the hidden states have a relative squared error of {held_out[-1].gptq_error:.3g}, "
+        f"{record.measured_on}. With rule mse in that layer it would be {held_out[-1].mse_error:.3g}. The error is at "
+        f"most that of rule mse after {layers}. It is the mean over tokens of |h - h'|² / |h|², where h are the "
+        "hidden states of the INT4 model."
+    )
+    if record.warning:
+        yield f"Warning: {record.warning}"
+
+
+def _weight_errors(report: Report) -> Section:
+    """Return the errors of each role, and the total if there are several roles."""
+    totals = report.ledger.totals
+    num_roles = len(totals.keys() - {TOTAL})
+    has_proof = report.total.lossless_tensors is not None
+    columns = ["role", "weights", "SQNR", "relative error", "error / max", "non-zero changed"]
+    if has_proof:
+        columns.append("lossless")
+    rows: list[tuple[str, ...]] = []
+    for role, m in totals.items():
+        if role == TOTAL and num_roles == 1:
+            continue
+        to_max = f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else ""
+        changed = percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero)
+        row = (role_name(role), f"{m.num_weights:,}", decibels(m.sqnr_db), f"{m.relative_mse:.5f}", to_max, changed)
+        if has_proof:
+            row = (*row, f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}")
+        rows.append(row)
+    sentence = (
+        "Against the exact values of the source. Max is the usual recipe: every block gets its largest weight over 6 "
+        "as scale. Its error is measured on a sample of every tensor."
+    )
+    if (steps := report.total.max_error_steps) is not None:
+        sentence += f" The largest error of a weight is {steps:.2f} steps of its INT4 grid."
+    return Section(
+        "Error of the weights", (sentence,), (Table((*columns, *(["lossless"] if has_proof else [])), rows),)
+    )
 
 
 def _worst_tensors(report: Report) -> Section:
@@ -149,14 +365,16 @@ def _contract(checks: Checks) -> Iterator[Section]:
         )
         for rule in checks.rules
     ]
+    columns = ("rule", "verdict", "count", "requirement")
+    tables = [Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})")]
     offenders = [(str(rule.number), o.name, o.problem) for rule in checks.rules for o in rule.offenders]
-    tables = [Table(("rule", "where", "problem"), offenders)] if offenders else []
-    tables.append(Table(("rule", "verdict", "count", "requirement"), rows, summary=f"Rules ({len(rows)})"))
+    if offenders:
+        tables.insert(0, Table(("rule", "where", "problem"), offenders, words=(1, 2)))
     yield Section("Servable contract", (checks.summary, *checks.sentences), tables)
     if checks.layers:
         sentence = f"Error of the output of MoE blocks against INT4 in FP32. Hidden states: {checks.hidden_states}."
         columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
-        yield Section("Reference layers", (sentence,), (Table(columns, checks.layers),))
+        yield Section("Reference layers", (sentence,), (Table(columns, checks.layers, words=(1,)),))
 
 
 def needs_section(report: Report) -> Section | None:
@@ -181,87 +399,35 @@ def needs_section(report: Report) -> Section | None:
         for holder in fewest_holders(model)
     ]
     columns = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
-    return Section("Needs", sentences, (Table(columns, rows),) if rows else ())
-
-
-def role_name(role: str) -> str:
-    """Return what people call a role of a recipe or of the totals."""
-    return _ROLE_NAMES.get(role, role)
-
-
-def _role_table(report: Report) -> Table:
-    """Return the errors of each role, and the total if there are several roles."""
-    totals = report.ledger.totals
-    num_roles = len(totals.keys() - {TOTAL})
-    has_proof = report.total.lossless_tensors is not None
-    rows = [
-        (
-            role_name(role),
-            f"{m.num_weights:,}",
-            decibels(m.sqnr_db),
-            f"{m.relative_mse:.5f}",
-            f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else "",
-            percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero),
-            *((f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}",) if has_proof else ()),
-        )
-        for role, m in totals.items()
-        if role != TOTAL or num_roles != 1
-    ]
-    return Table((*_ROLE_COLUMNS, *(["lossless"] if has_proof else [])), rows)
+    return Section("Needs", sentences, (Table(columns, rows, words=(0, 1)),) if rows else ())
 
 
 def provenance(report: Report) -> Section:
     """Return the known facts that identify the result."""
     ledger = report.ledger
     recipe = ledger.recipe
-    source = ledger.source
-    scales = recipe.input_scale
     record = ledger.calibration
-    texts = () if record is None else record.texts
     rows = (
         ("report made (UTC)", report.made_on),
-        ("source", source.repo),
-        ("source revision", source.revision),
+        ("source", ledger.source.repo),
+        ("source revision", ledger.source.revision),
         ("source headers (blake3)", ledger.fingerprint.get("source_headers")),
-        ("source family", source.family),
+        ("source family", ledger.source.family),
         ("recipe", recipe.name),
         ("rule", recipe.rule),
         ("roles", ", ".join(recipe.roles)),
         ("layout", recipe.layout),
         ("activations", recipe.activations),
-        ("input scales", f"gate_up {scales.gate_up}, down {scales.down}"),
+        ("input scales", f"gate_up {recipe.input_scale.gate_up}, down {recipe.input_scale.down}"),
         ("KV cache", recipe.kv_cache),
         ("quantizer", recipe.quantizer),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
-        *((f"text {name} (blake3)", digest) for name, digest in texts),
+        *(() if record is None else ((f"text {name} (blake3)", digest) for name, digest in record.texts)),
         ("seed of the windows", None if record is None else record.seed),
         ("k2convert", ledger.tool_version),
         *ledger.versions.items(),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
     )
     known = tuple((label, str(value)) for label, value in rows if value not in (None, ""))
-    sentence = "`k2convert.json` has the recipe, the digests of the source's headers and of every shard, and all sums."
-    return Section("Provenance", (sentence,), (Table(("fact", "value"), known, is_code=True),))
-
-
-def figures_document(report: Report) -> dict[str, Any]:
-    """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
-    contract = None
-    parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
-    if (checks := report.checks) is not None:
-        contract = {
-            "rules": len(checks.rules),
-            "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
-            "skipped": len(checks.numbers("skipped")),
-            "failed": checks.numbers("fail"),
-            "passed": checks.has_passed,
-        }
-    return {
-        "complete": report.is_complete,
-        "rule": report.rule,
-        "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
-        "worst": shown(report.worst),
-        "contract": contract,
-        "missing": list(report.missing),
-        **{name: plain(part) for name, part in parts.items() if part is not None},
-    }
+    sentence = "`k2convert.json` holds the full recipe, all checksums and the error totals."
+    return Section("Provenance", (sentence,), (Table(("fact", "value"), known, words=(0, 1), is_code=True),))

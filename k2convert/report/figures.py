@@ -27,16 +27,26 @@ from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role, SourceFormat
 from k2convert.models.source_formats import INT4, MXFP4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.document import plain, shown
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.fingerprint import JobDescription
-from k2convert.records.journal import Journal
-from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, ShardRecord, find_ledger, summarize
+from k2convert.records.journal import Journal, find_published
+from k2convert.records.ledger import (
+    TOTAL,
+    Ledger,
+    LedgerShard,
+    LedgerSource,
+    ShardRecord,
+    find_ledger,
+    metrics_document,
+    summarize,
+)
 from k2convert.report.checks import Checks, read_checks
 
 if TYPE_CHECKING:
     from k2convert.records.ledger import DecodedError
 
-PROJECTIONS: Final = ("gate", "up", "down")
+_PROJECTIONS: Final = ("gate", "up", "down")
 MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB
 NUM_WORST: Final = 8
 _LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
@@ -120,8 +130,9 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The source's repository if it is known, else the name of the result or of the recipe."""
-        return self.ledger.source.repo or self.name or self.ledger.recipe.name
+        """What was converted: the source's repository if it is known, else the name of the result or of the recipe."""
+        name = self.ledger.source.repo or self.name or self.ledger.recipe.name
+        return f"{name}: {self.source_format.title} to NVFP4"
 
     @property
     def worst(self) -> tuple[TensorFigures, ...]:
@@ -145,48 +156,39 @@ def collect_report(
     """
     known = read_records(folder)
     records = Journal(folder).records(known.digest)
+    num_shards = len(known.shards)
     missing: list[str] = []
     if isinstance(known, JobDescription):
-        planned = len(known.shards)
-        finished = len(records)
         ledger = _ledger_so_far(known, records)
-        figures = _recorded(records)
-        if not figures:
+        finished = len(records)
+        if TOTAL not in ledger.totals:
             raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
     else:
         ledger = known
+        finished = num_shards
         if TOTAL not in ledger.totals:
             raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
-        planned = finished = len(ledger.shards)
-        if len(records) == planned:
-            figures = _recorded(records)
-        else:
-            missing.append(
-                f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written "
-                "bytes, so single tensors are not compared with max."
-                if measured
-                else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. "
-                f"Totals are those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
-            )
-            figures = tuple(tensor_figures(module, error) for module, error in sorted((measured or {}).items()))
-    if finished < planned:
-        missing.append(f"The conversion is not finished: this report covers {finished} of {counted(planned, 'shard')}.")
-    maps = heat_maps(figures)
-    if all(figure.sqnr_db == math.inf for figure in figures):
-        maps = ()  # every cell would be the same
-    elif not maps:
-        missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
+    if len(records) == finished:
+        tensor_errors = _recorded(records)
+    else:
+        missing.append(_MEASURED_AGAIN if measured else _NO_TENSORS)
+        tensor_errors = tuple(tensor_figures(module, error) for module, error in sorted((measured or {}).items()))
+    if finished < num_shards:
+        shards = counted(num_shards, "shard")
+        missing.append(f"The conversion is not finished: this report covers {finished} of {shards}.")
+    maps: tuple[HeatMap, ...] = ()
+    if any(math.isfinite(figure.sqnr_db) for figure in tensor_errors):  # else every cell would be the same
+        maps = heat_maps(tensor_errors)
+        if not maps:
+            missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
     evaluation = None
     try:
         evaluation = fresh_evaluation(folder, weights=ledger.weights)
     except CheckpointError as error:
         path = folder / EVALUATION_NAME
         missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
-    checks = None
-    if validation is not None:
-        checks = read_checks(validation)
-    else:
-        missing.append("The servable contract was not checked for this report. `k2convert validate` checks it.")
+    if validation is None:
+        missing.append(_why_not_validated(folder, is_finished=finished == num_shards))
     model = None
     if tensors is not None and ledger.source.family is not None:
         with suppress(K2ConvertError):  # `fit` does not know every model
@@ -196,15 +198,42 @@ def collect_report(
     return Report(
         name=model_name(folder) if name is None else name,
         ledger=ledger,
-        tensors=figures,
+        tensors=tensor_errors,
         maps=maps,
         finished_shards=finished,
-        num_shards=planned,
-        checks=checks,
+        num_shards=num_shards,
+        checks=None if validation is None else read_checks(validation),
         missing=tuple(missing),
         model=model,
         evaluation=evaluation,
         made_on=datetime.now(UTC).date().isoformat(),
+    )
+
+
+_MEASURED_AGAIN: Final = (
+    f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written bytes, so single "
+    "tensors are not compared with max."
+)
+_NO_TENSORS: Final = (
+    f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. Totals are those of "
+    f"the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
+)
+
+
+def _why_not_validated(folder: Path, *, is_finished: bool) -> str:
+    """Return why a report has no validation, and what gives one."""
+    if not is_finished:
+        return "The servable contract can be checked when all shards are converted."
+    if can_be_validated(folder):
+        return "The servable contract was not checked for this report. `k2convert validate` checks it."
+    if (published := find_published(folder)) is not None:
+        return (
+            f"The shards are not in this folder. The servable contract was checked before they were published: "
+            f"`k2convert report hf://{published.repo}` shows the verdict."
+        )
+    return (
+        "The shards are not in this folder, so the servable contract was not checked. Write the report of the folder "
+        "or the repository that has them."
     )
 
 
@@ -285,8 +314,31 @@ def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
     if not cells or len(layers) * num_experts > MAX_CELLS:
         return ()
     rows = {layer: i for i, layer in enumerate(layers)}
-    maps = {name: np.full((len(layers), num_experts), np.nan) for name in PROJECTIONS}
+    maps = {name: np.full((len(layers), num_experts), np.nan) for name in _PROJECTIONS}
     for (projection, layer, expert), sqnr_db in cells.items():
         if projection in maps:
             maps[projection][rows[layer], expert] = sqnr_db
     return tuple(HeatMap(name, layers, values) for name, values in maps.items() if not np.isnan(values).all())
+
+
+def figures_document(report: Report) -> dict[str, Any]:
+    """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
+    contract = None
+    parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
+    if (checks := report.checks) is not None:
+        contract = {
+            "rules": len(checks.rules),
+            "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
+            "skipped": len(checks.numbers("skipped")),
+            "failed": checks.numbers("fail"),
+            "passed": checks.has_passed,
+        }
+    return {
+        "complete": report.is_complete,
+        "rule": report.rule,
+        "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
+        "worst": shown(report.worst),
+        "contract": contract,
+        "missing": list(report.missing),
+        **{name: plain(part) for name, part in parts.items() if part is not None},
+    }

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape as escape_html
 from importlib import resources
-from typing import Any, Final
+from typing import Final
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
 from k2convert.errors import visible
 from k2convert.report.charts import draw_charts
 from k2convert.report.content import caution, headline, provenance, sections
@@ -27,6 +28,53 @@ from k2convert.report.wording import Section, Table
 _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
 _FOLD: Final = re.compile(r"<details><summary>[^<>]*</summary>\s*|</details>\s*")
 """The only HTML in our Markdown."""
+
+
+def render_report(report: Report) -> dict[str, bytes]:
+    """Return the files of a report by name. The same report always gives the same bytes."""
+    recipe = report.ledger.recipe
+    words = f"rule {code(recipe.rule)}, layout {code(recipe.layout)}, {recipe.activations.upper()}"
+    opening = (f"# {escape(report.title)}", f"k2convert's report of {report.made_on} (UTC): {words}.")
+    text = render_text(report, opening)
+    charts = draw_charts(report)
+    return {
+        REPORT_PAGE_NAME: render_page(report.title, text, charts).encode(),
+        REPORT_TEXT_NAME: f"{text}\nWith charts: [{REPORT_PAGE_NAME}]({REPORT_PAGE_NAME}).\n".encode(),
+        REPORT_PICTURE_NAME: render_picture(report, charts),
+    }
+
+
+def render_text(report: Report, opening: Iterable[str], advice: Iterable[str] = ()) -> str:
+    """Return the Markdown text of a report or a model card: `opening` begins it, `advice` stands before the end."""
+    blocks = [
+        *opening,
+        "\n".join(f"- **{escape(f.value)}** {escape(f.label)}: {escape(f.detail)}" for f in headline(report)),
+        escape(caution(report)),
+        *(f"> {sentence(line)}" for line in report.missing),
+        f"![Headline figures and charts]({REPORT_PICTURE_NAME})",
+        *(block for section in sections(report) for block in section_blocks(section)),
+        *advice,
+        *section_blocks(provenance(report)),
+    ]
+    return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
+
+
+def section_blocks(section: Section) -> Iterator[str]:
+    """Yield heading, sentences and tables."""
+    yield f"## {escape(section.title)}"
+    yield from map(sentence, section.sentences)
+    yield from map(_table, section.tables)
+
+
+def _table(table: Table) -> str:
+    """Return a table, folded if it has a summary. Columns of numbers are aligned at the right."""
+    alignments = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
+    rows = [[code(c) if table.is_code and i else escape(c) for i, c in enumerate(row)] for row in table.rows]
+    lines = [[escape(column) for column in table.columns], alignments, *rows]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    if table.summary:
+        return f"<details><summary>{escape(table.summary)}</summary>\n\n{text}\n\n</details>"
+    return text
 
 
 def escape(text: str) -> str:
@@ -48,68 +96,17 @@ def sentence(text: str) -> str:
     return "".join(code(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def table(found: Table) -> str:
-    """Return a table, folded if it has a summary. Columns of numbers are aligned at the right."""
-    alignments = ["---:" if found.is_numeric(i) else "---" for i in range(len(found.columns))]
-    rows = [[code(c) if found.is_code and i else escape(c) for i, c in enumerate(row)] for row in found.rows]
-    lines = [[escape(column) for column in found.columns], alignments, *rows]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    if found.summary:
-        return f"<details><summary>{escape(found.summary)}</summary>\n\n{text}\n\n</details>"
-    return text
-
-
-def section_blocks(section: Section, *, has_charts: bool = False) -> Iterator[str]:
-    """Yield heading, sentences, charts and tables. A chart is an image by its name, which only the page shows."""
-    yield f"## {escape(section.title)}"
-    yield from map(sentence, section.sentences)
-    if has_charts:
-        yield from (f"![]({name})" for name in section.charts)
-    yield from map(table, section.tables)
-
-
-def headline_block(report: Report) -> str:
-    """Return the verdict and the headline figures as a list."""
-    return "\n".join(f"- **{escape(f.value)}** {escape(f.label)}: {escape(f.detail)}" for f in headline(report))
-
-
-def joined_blocks(blocks: Sequence[str]) -> str:
-    """Return a Markdown text of blocks, without the empty ones."""
-    return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
-
-
-def _blocks(report: Report, *, has_charts: bool) -> Iterator[str]:
-    recipe = report.ledger.recipe
-    yield f"# {escape(report.title)}: {report.source_format.title} to NVFP4"
-    words = f"rule {code(recipe.rule)}, layout {code(recipe.layout)}, {recipe.activations.upper()}"
-    yield f"k2convert's report of {report.made_on} (UTC): {words}."
-    yield headline_block(report)
-    yield escape(caution(report))
-    yield from (f"> {sentence(line)}" for line in report.missing)
-    for section in (*sections(report), provenance(report)):
-        yield from section_blocks(section, has_charts=has_charts)
-
-
-def render_markdown(report: Report, *, page: str, picture: str) -> str:
-    """Return report.md. `page` and `picture` are the names of files in the same folder."""
-    blocks = list(_blocks(report, has_charts=False))
-    blocks.insert(3, f"![Headline figures and charts]({picture})")
-    return joined_blocks([*blocks, f"With charts: [{page}]({page})."])
-
-
-def render_page(report: Report) -> str:
-    """Return the whole HTML document. The same report always gives the same text."""
-    charts = {str(name): to_svg(drawing) for name, drawing in draw_charts(report).items()}
+def render_page(title: str, text: str, charts: Sequence[Drawing]) -> str:
+    """Return a Markdown text as a whole HTML document, with the charts in place of the picture."""
     markdown = MarkdownIt("commonmark").enable("table")
     for name, rule in _RENDER_RULES.items():
         markdown.add_render_rule(name, rule)
-    body = markdown.render(joined_blocks(list(_blocks(report, has_charts=True))), charts)
-    light, dark, classes = css_palette()
+    body = markdown.render(text, {"charts": "".join(map(to_svg, charts))})
+    light, dark = css_palette()
     css = resources.files("k2convert.report").joinpath("page.css").read_text(encoding="utf-8")
-    style = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{classes}\n{css}"
+    style = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}"
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    title = escape_html(visible(f"{report.title}: {report.source_format.title} to NVFP4"))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -117,7 +114,7 @@ def render_page(report: Report) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="color-scheme" content="light dark">
-<title>{title}</title>
+<title>{escape_html(visible(title))}</title>
 <style>{style}</style>
 </head>
 <body>
@@ -133,8 +130,9 @@ def _html(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
     return content if _FOLD.fullmatch(content) else escape_html(content)
 
 
-def _image(_: object, tokens: Sequence[Token], index: int, __: object, charts: Mapping[str, Any]) -> str:
-    return str(charts.get(str(tokens[index].attrGet("src")), ""))
+def _image(_: object, tokens: Sequence[Token], index: int, __: object, page: Mapping[str, str]) -> str:
+    is_ours = tokens[index].attrGet("src") == REPORT_PICTURE_NAME
+    return f'<span class="charts">{page["charts"]}</span>' if is_ours else ""
 
 
 def _cell_open(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
@@ -157,7 +155,7 @@ _RENDER_RULES: Final[Mapping[str, Callable[..., str]]] = {
 """What becomes HTML in another way than markdown-it's."""
 
 
-def render_picture(report: Report) -> bytes:
+def render_picture(report: Report, charts: Sequence[Drawing]) -> bytes:
     """Return a PNG of the headline figures and the charts, for a model card."""
     figures = headline(report)
     head = Drawing("", 34 + 26.0 * len(figures))
@@ -166,6 +164,6 @@ def render_picture(report: Report) -> bytes:
         level = 46 + 26.0 * i
         head.add(Words(120, level, figure.value, "ours", "end", 17), Words(130, level, figure.label, "ink"))
     columns: tuple[list[Drawing], list[Drawing]] = ([head], [])
-    for drawing in draw_charts(report).values():
+    for drawing in charts:
         min(columns, key=lambda column: sum(other.height for other in column)).append(drawing)
     return to_png([column for column in columns if column])

@@ -1,34 +1,13 @@
-"""Numbers as text, and the parts of which page, report.md and model card are made: sections of sentences and tables."""
+"""Numbers as text, and the parts that page, report.md and model card are made of: figures, sections and tables."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
-
-ChartName = Literal["tensors", "heat_map", "positions", "tokens"]
+from typing import Final, NamedTuple
 
 _MOST_LISTED: Final = 12
-_RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_NUMBER: Final = re.compile(r"(?:[<>] )?-?[\d,.]+(?:e[+-]\d+)?(?: ± \S+)?( (?:MB|GB|dB|%))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text. With a `summary` the table is folded under it. `is_code`: all but the first column are names and
-    digests."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    summary: str = ""
-    is_code: bool = False
-
-    def is_numeric(self, column: int) -> bool:
-        """Return whether most cells of a column are numbers."""
-        cells = [row[column] for row in self.rows if row[column]]
-        return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in cells) > len(cells)
 
 
 class Figure(NamedTuple):
@@ -40,13 +19,28 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text.
+
+    words     the columns that are aligned at the left: they have words, the others numbers
+    summary   the table is folded under it
+    is_code   all but the first column are names and digests
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[int] = (0,)
+    summary: str = ""
+    is_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report. `charts` are shown by the page alone."""
+    """One part of a report."""
 
     title: str
-    sentences: Sequence[str] = ()
+    sentences: Sequence[str]
     tables: Sequence[Table] = ()
-    charts: Sequence[ChartName] = ()
 
 
 def decibels(value: float | None) -> str:
@@ -79,19 +73,6 @@ def with_error(mean: float, error: float | None) -> str:
     if 0 <= digits <= 8 and abs(mean) < 1e6:
         return f"{mean:.{digits}f} ± {error:.{digits}f}"
     return f"{mean:.3g} ± {error:.2g}"
-
-
-def with_exponents(text: str) -> str:
-    """Return a text of the terminal with "2⁻⁶" for each "2^-6"."""
-    return re.sub(r"\b2\^(-?[0-9]+)", lambda power: "2" + power[1].translate(_RAISED), text)
-
-
-def short_count(value: float) -> str:
-    """Return "1.5 M", for the axis of a chart."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:g}"
 
 
 def joined(names: Sequence[str]) -> str:

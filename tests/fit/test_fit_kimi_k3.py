@@ -217,7 +217,7 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
     found = open_checkpoint(tmp_path / "out")
     config = read_json_file(tmp_path / "out" / "config.json")
     report = collect_report(folder=tmp_path / "out", tensors=found.tensors.values())
-    card = render_card(report, base_model=None, source=read_source_card(""), config=config, picture="report.png")
+    card = render_card(report, base_model=None, source=read_source_card(""), config=config)
     assert "of states per request." in card
     assert "```bash\n\n```" not in card
     is_refused = layout == "compressed-tensors"

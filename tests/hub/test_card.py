@@ -34,7 +34,6 @@ def test_card_passes_the_librarys_own_validation(local_result: Path, server: Loo
         base_model="moon/K2",
         source=read_source_card("---\nlicense: mit\n---\n"),
         config=config,
-        picture="report.png",
     )
     (tmp_path / "README.md").write_text(card)
     arguments = [sys.executable, "-c", VALIDATE, str(tmp_path / "README.md"), server.url.rpartition(":")[2]]

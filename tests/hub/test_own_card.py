@@ -94,7 +94,7 @@ def test_front_matter_alone_gets_a_text(server: LoopbackHub, cli: RunCli, out: P
     assert "yours" not in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
     fields, text = parts(card_of(server))
     assert fields["license"] == "apache-2.0"
-    assert "## What was converted" in text
+    assert "## Error of the weights" in text
     assert not is_by_hand(card_of(server))
 
 

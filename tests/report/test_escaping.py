@@ -15,18 +15,18 @@ from sealed_files import edit_sealed
 
 from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
-from k2convert.report.render import escape, render_page, sentence
+from k2convert.report.render import escape, render_report, sentence
 from scripts.fixture_maker.damage import edit_json
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|&{{ 7*7 }}"
 HOSTILE_TOKEN = (
-    "</td></table></details><script>alert(1)</script><img src=x onerror=alert(2)>![](heat_map)"
+    "</td></table></details><script>alert(1)</script><img src=x onerror=alert(2)>![](report.png)"
     "|`$\\frac{1}{0}$`{{ 7*7 }}\x1b[2J\u202e\u2028\n# x"
 )
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "strong", "code",
     "blockquote", "div", "table", "thead", "tbody", "tr", "th", "td", "details", "summary",
-    "svg", "polyline", "polygon", "text", "image",
+    "svg", "polyline", "span", "text", "image",
 }  # fmt: skip
 ATTRIBUTES = {"style", "href", "src", "srcset", "data", "xlink:href", "action"}
 
@@ -159,7 +159,7 @@ def test_html_that_was_not_escaped_is_shown_as_text(
     """The page does not rely on `escape` alone."""
     monkeypatch.setattr("k2convert.report.render.escape", str)
     monkeypatch.setattr("k2convert.report.render.caution", lambda _report: planted)
-    page = render_page(reported.report)
+    page = render_report(reported.report)["report.html"].decode()
     assert html.escape(planted) in page
     assert planted not in page
 

@@ -73,8 +73,8 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
     "mse": _MSE,
     "gptq": replace(
         _MSE,
-        summary="Codes and scales are chosen layer by layer, so that each one makes up for the errors "
-        "before it on the inputs that were measured; the global scale is a power of two.",
+        summary="Weights are quantized layer by layer, and each layer compensates for the errors of those before it "
+        "on the calibration inputs; the global scale is a power of two.",
         needs_text=True,
     ),
     "max": RuleArithmetic(
