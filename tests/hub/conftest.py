@@ -48,7 +48,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 @pytest.fixture
 def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upload by plain LFS, as with HF_HUB_DISABLE_XET=1, so that the server's log shows every upload."""
+    """Upload by plain LFS, here and in other processes, so that the server's log shows every upload."""
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, run_here, said
+from evaluation_makers import evaluation_of, write_evaluation
 from loopback import TOKEN, LoopbackHub
+from published import WORK
 
-WORK = Path("k2convert-work/me--out")
 SERVE = (
     "vllm serve me/out --tensor-parallel-size 2 --trust-remote-code "
     "--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
@@ -115,16 +116,6 @@ def test_a_damaged_note_of_the_publication_is_as_none(done: str, cli: RunCli, cw
     assert json.loads(cli("status", WORK, "--json").stdout)["published"] is None
 
 
-def test_a_published_folder_can_be_validated(server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
-    shutil.copytree(local_result, cwd / "out")
-    cli("publish", "out", "--repo", "me/out", "--yes", code=0)
-    commit = server.store.repos["me/out"].refs["main"]
-    shown = cli("status", "out")
-    assert f"published as hf://me/out at commit {commit}" in shown.stdout
-    assert said(shown.stderr) == "next: k2convert validate out\n", "a copy, so the command was another folder's"
-    cli("validate", "out", code=0)
-
-
 def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     source = hub_after.store.repos["moon/tiny"].refs["main"]
     shown = cli("status", "hf://me/out", code=0)
@@ -162,3 +153,28 @@ def test_a_missing_repository_is_one_line(done: str, cli: RunCli, verb: str) -> 
         assert (shown.returncode, shown.stdout) == (1, "")
         assert said(shown.stderr).startswith(f"error: {words}")
         assert said(shown.stderr).count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_made_after_publishing_is_published_by_the_same_command(
+    server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
+) -> None:
+    """The shards are on main already: nothing but small files is sent, in one more commit."""
+    words = ("publish", "out", "--repo", "me/out", "--yes")
+    shutil.copytree(local_result, cwd / "out")
+    cli(*words, code=0)
+    repo = server.store.repos["me/out"]
+    before = repo.files()
+    assert "evaluation.json" not in before
+    write_evaluation(cwd / "out", evaluation_of(cwd / "out"))
+    server.traffic.requests.clear()
+    assert "already holds" not in cli(*words, code=0).stderr
+    assert server.store.read("me/out", "evaluation.json") == (cwd / "out" / "evaluation.json").read_bytes()
+    assert "## Evaluation of the whole model" in server.store.read("me/out", "README.md").decode()
+    assert not server.traffic.matching("PUT", "/_lfs/")
+    assert "already holds this result" in cli(*words, code=0).stderr
+    assert repo.num_commits("main") == 3
+    assert all(repo.files()[path.name] == before[path.name] for path in local_result.glob("*.safetensors"))
+    report = json.loads(cli("report", "hf://me/out", "--json", code=0).stdout)
+    assert report["evaluation"] == json.loads((cwd / "out" / "evaluation.json").read_text())
+    assert "Evaluation of the whole model" in Path("report.html").read_text()

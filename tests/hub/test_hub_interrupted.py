@@ -1,12 +1,9 @@
-"""Hub-to-Hub jobs that are killed, hit by faults, or short of disk still end with the local run's bytes."""
+"""Hub-to-Hub jobs that are hit by faults or short of disk still end with the local run's bytes."""
 
-import json
 import random
 import shutil
 import signal
 import time
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,70 +12,6 @@ from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from published import JOB, assert_published
-
-
-@pytest.fixture
-def without_xet(without_xet: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In processes of their own too."""
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-
-
-def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
-    return Counter(request.path for request in server.traffic.matching("PUT", "/_lfs/") if request.status == 200)
-
-
-def kill_after(server: LoopbackHub, cwd: Path, num_requests: int, seconds: float, job: Sequence[object] = JOB) -> bool:
-    """Start a job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
-    seen = len(server.traffic.requests)
-    with start_cli(*job, cwd=cwd) as process:
-        while len(server.traffic.requests) < seen + num_requests and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        return process.wait() == -signal.SIGKILL
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "seeds",
-    [range(3), *(range(seed, seed + 4) for seed in range(100, 120, 4))],
-    ids=lambda seeds: f"from {seeds.start}",
-)
-def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
-    seeds: range, tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, without_xet: None
-) -> None:
-    tiny_hub.traffic.bytes_per_second = 400_000.0
-    for seed in seeds:
-        choice = random.Random(seed)
-        kill_after(tiny_hub, cwd, choice.randrange(1, 90), choice.uniform(0, 0.6))
-    tiny_hub.traffic.bytes_per_second = None
-    before = uploads_by_path(tiny_hub)
-    repo = tiny_hub.store.repos.get("me/out")
-    branches = [b for b in repo.refs if b != "main"] if repo is not None else []
-    committed = {e.sha256 for b in branches for e in repo.files(b).values() if e.sha256} if repo is not None else set()
-    cli(*JOB, code=0)
-    assert_published(tiny_hub, local_result)
-    for path, count in uploads_by_path(tiny_hub).items():
-        if path.removeprefix("/_lfs/") in committed:
-            assert count == before[path], f"{path} was on the branch and uploaded again"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200, 204))
-def test_kimi_k3_killed_at_random_moments_ends_right(
-    seed: int, server: LoopbackHub, cli: RunCli, cwd: Path, k3_tiny: Path, without_xet: None
-) -> None:
-    server.store.add_folder("moon/tiny", k3_tiny)
-    cli("run", k3_tiny, "local", code=0)
-    choice = random.Random(seed)
-    server.traffic.bytes_per_second = 800_000.0
-    for _ in range(3):
-        kill_after(server, cwd, choice.randrange(1, 90), choice.uniform(0, 0.6))
-    server.traffic.bytes_per_second = None
-    cli(*JOB, code=0)
-    for path in (*(cwd / "local").glob("*.safetensors"), cwd / "local" / "config.json"):
-        assert server.store.read("me/out", path.name) == path.read_bytes()
-    assert list(server.store.repos["me/out"].refs) == ["main"]
 
 
 @pytest.mark.slow
@@ -98,8 +31,7 @@ def test_a_partial_download_goes_on(
     tiny_hub.traffic.clear()
     cli(*JOB, code=0)
     assert_published(tiny_hub, local_result)
-    header = 200_000
-    assert tiny_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - kept + header
+    assert tiny_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - kept + 200_000, "and a header"
 
 
 _PLACES = [("GET", place) for place in (r"\.safetensors$", "/api/models/", "/tree/")]
@@ -134,20 +66,6 @@ def test_faults_are_survived(
         assert "error:" in done.stderr
         assert "Traceback" not in done.stderr
     assert_published(tiny_hub, local_result)
-
-
-@pytest.mark.slow
-def test_disk_is_within_limits(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path) -> None:
-    """The least room is that of the largest source shard and its result."""
-    plan = json.loads(cli(*JOB, "--dry-run", "--json").stdout)
-    largest = max(p.stat().st_size for p in tiny.glob("*.safetensors"))
-    room = plan["disk_needed"]
-    assert 2 * largest < room < 3 * largest
-    tiny_hub.traffic.bytes_per_second = 3_000_000.0
-    with Watched(cwd) as watched:
-        cli(*JOB, "--max-disk", str(room), code=0)
-    assert_published(tiny_hub, local_result)
-    assert largest < watched.most < room
 
 
 @pytest.mark.slow

@@ -55,26 +55,6 @@ def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = 
     return sent(hub, folder).commit_to_main(shards=hashes_of(folder), files=files, message="Add the model")
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("with_xet", "part_bytes"), [(True, None), (False, None), (False, 500_000)], ids=["Xet", "one PUT", "multipart"]
-)
-def test_main_gets_one_commit_with_exactly_the_local_bytes(
-    server: LoopbackHub, hub: Hub, tiny: Path, with_xet: bool, part_bytes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
-    server.api.part_bytes = part_bytes
-    commit = publish_all(hub, tiny, {"config.json": tiny / "config.json", "README.md": b"---\nlicense: mit\n---\n"})
-    repo = server.store.repos["me/out"]
-    assert repo.private
-    assert repo.num_commits("main") == 2  # the Hub's own first commit, and ours
-    assert repo.refs == {"main": commit}
-    assert sorted(repo.files()) == sorted([".gitattributes", "README.md", "config.json", *SHARDS])
-    assert bool(server.traffic.matching("PUT", "/_lfs/")) is not with_xet
-    for name in SHARDS:
-        assert server.store.read("me/out", name) == (tiny / name).read_bytes()
-
-
 def test_main_is_empty_until_the_end(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
     first = opened(hub)
     for upload in uploads(tiny)[:2]:
@@ -154,21 +134,6 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
     assert not server.store.blob(before.sha256).exists()
 
 
-@pytest.mark.slow
-def test_faults_of_upload_and_commits_are_retried(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
-    server.traffic.inject(
-        Fault("POST", "/preupload/", status=503),
-        Fault("POST", "/commit/", status=503, times=2),
-        Fault("POST", "/commit/", status=429, retry_after=0),
-        Fault("PUT", "/_lfs/", Kind.RESET),
-        Fault("GET", "/tree/", status=502),
-        Fault("POST", "/branch/", status=500),
-    )
-    publish_all(hub, tiny)
-    assert len(server.traffic.injected) == 7
-    assert server.store.repos["me/out"].num_commits("main") == 2
-
-
 def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
     branch = sent(hub, tiny)
     repo = server.store.repos["me/out"]
@@ -190,31 +155,39 @@ def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHu
     assert not target_of(hub, private=False).private
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "pattern", ["/revision/main", "/tree/", "/preupload/", "/commit/", "/objects/batch", "/paths-info/"]
-)
-def test_a_page_as_answer_is_retried(
-    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, pattern: str
-) -> None:
-    method = "GET" if pattern in ("/revision/main", "/tree/") else "POST"
-    server.traffic.inject(Fault(method, pattern, Kind.PAGE))
-    publish_all(hub, tiny)
-    assert len(server.traffic.injected) == 1
+PICTURE = b"\x89PNG" * 100
+PICTURE_PATH = f"/_lfs/{hashlib.sha256(PICTURE).hexdigest()}"
+PAGES = (("GET", ("/revision/main", "/tree/")), ("POST", ("/preupload/", "/commit/", "/objects/batch", "/paths-info/")))
+RETRIED = {
+    **{f"a page for {path}": [Fault(method, path, Kind.PAGE)] for method, paths in PAGES for path in paths},
+    "the last upload": [Fault("PUT", PICTURE_PATH)],
+    "all at once": [
+        Fault("POST", "/preupload/", status=503),
+        Fault("POST", "/commit/", status=503, times=2),
+        Fault("POST", "/commit/", status=429, retry_after=0),
+        Fault("PUT", "/_lfs/", Kind.RESET),
+        Fault("GET", "/tree/", status=502),
+        Fault("POST", "/branch/", status=500),
+    ],
+}
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("status", [403, 503])
-def test_last_uploads_are_retried(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, status: int) -> None:
+@pytest.mark.parametrize("name", RETRIED)
+def test_faults_are_retried(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, name: str) -> None:
     server.api.lfs_suffixes = (".safetensors", ".png")
-    picture = b"\x89PNG" * 100
-    server.traffic.inject(Fault("PUT", f"/_lfs/{hashlib.sha256(picture).hexdigest()}", status=status, times=1))
-    if status == 503:
-        publish_all(hub, tiny, {"report.png": picture})
-        assert server.store.read("me/out", "report.png") == picture
-        return
+    server.traffic.inject(*RETRIED[name])
+    publish_all(hub, tiny, {"report.png": PICTURE})
+    assert len(server.traffic.injected) == sum(fault.times for fault in RETRIED[name])
+    assert server.store.read("me/out", "report.png") == PICTURE
+    assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_a_refused_upload_is_no_commit(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
+    server.api.lfs_suffixes = (".safetensors", ".png")
+    server.traffic.inject(Fault("PUT", PICTURE_PATH, status=403))
     with pytest.raises(HubError, match=r"could not commit the model to main.*403"):
-        publish_all(hub, tiny, {"report.png": picture})
+        publish_all(hub, tiny, {"report.png": PICTURE})
     assert server.store.repos["me/out"].num_commits("main") == 1
 
 

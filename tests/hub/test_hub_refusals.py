@@ -1,40 +1,226 @@
-"""What stops a job with the Hub from outside: the account's storage, a token's rights, proxies, certificates."""
+"""What stops a job with the Hub: what cannot be meant, the account's storage, a token's rights, the network."""
 
+import json
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from command import RunCli, run_cli, said
+from damaged_files import flip
+from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
-from loopback import LoopbackHub
+from loopback import TOKEN, LoopbackHub
 from published import JOB
+
+from scripts.fixture_maker.damage import edit_config, edit_json
+
+SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
+RUN = " ".join(JOB)
+PUBLISH = "publish out --repo me/out --yes"
+
+
+def ledger_with(**fields: object) -> Callable[[Path], object]:
+    return lambda cwd: edit_json(cwd / "out" / "k2convert.json", lambda ledger: ledger.update(fields))
+
+
+def stale_evaluation(cwd: Path) -> None:
+    write_evaluation(cwd / "out", evaluation_of(cwd / "out"))
+    edit_json(cwd / "out" / "evaluation.json", lambda found: found["rows"][0]["model"].update(weights="0" * 64))
+
+
+def in_work(name: str, *, is_folder: bool) -> Callable[[Path], object]:
+    """Put a file or a folder into the work folder of the job."""
+
+    def arrange(cwd: Path) -> None:
+        path = cwd / "w" / ".k2convert" / name
+        path.parent.mkdir(parents=True)
+        if is_folder:
+            path.mkdir()
+        else:
+            path.write_text("x")
+
+    return arrange
+
+
+def nothing(_: Path) -> None:
+    """The words alone are wrong."""
+
+
+NO_BRANCH = ("refs/pr/1", "k2convert-0123", "0" * 40)
+DAMAGED_LEDGERS: list[dict[str, object]] = [
+    {"shards": None},
+    {"shards": [1]},
+    {"shards": {SHARDS[0]: {}}},
+    {"shards": {"../x.safetensors": {"bytes": 1}}},
+    {"fingerprint": None},
+    {"source": {"repo": 5}},
+]
+REFUSED: list[tuple[Callable[[Path], object], str, int, str]] = [
+    (lambda cwd: flip(cwd / "out" / SHARDS[2], -1), PUBLISH, 3, "does not validate, so it is not published"),
+    (stale_evaluation, PUBLISH, 3, "does not validate, so it is not published"),
+    *((ledger_with(**fields), PUBLISH, 1, f"k2convert.json: {next(iter(fields))}") for fields in DAMAGED_LEDGERS),
+    (nothing, "publish out --repo me/out@refs/pr/1 --yes", 1, "results go to a branch, and refs/pr/1 is not one of"),
+    (nothing, "publish out --repo me-/out --yes", 1, "not a repository"),
+    (nothing, f"{PUBLISH} --base-model x", 1, "hf://x: not a repository"),
+    (nothing, f"{PUBLISH} --base-model moon/tiny@v1", 1, "Leave out @v1"),
+    (nothing, PUBLISH.removesuffix(" --yes"), 1, "needs --yes"),
+    (nothing, RUN.removesuffix(" --yes"), 1, "needs --yes"),
+    *((nothing, RUN.replace("me/out", f"me/out@{name}"), 1, f"and {name} is not one of yours") for name in NO_BRANCH),
+    (nothing, f"{RUN} --max-disk 2MB", 1, "at once, but may use 2.00 MB. Allow more with --max-disk"),
+    *(
+        (in_work(name, is_folder=False), f"{RUN} --work-dir w", 1, f"{name}: is not a folder")
+        for name in ("source", "download", "shards")
+    ),
+    *(
+        (in_work(f"download/{SHARDS[0]}{end}", is_folder=True), f"{RUN} --work-dir w", 1, "Is a directory")
+        for end in ("", ".part", ".part.json")
+    ),
+    (lambda cwd: (cwd / "link").symlink_to("nowhere"), f"{RUN} --work-dir link/w", 1, "link/w/.k2convert: cannot be"),
+]
+
+
+@pytest.mark.parametrize(("arrange", "words", "code", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_meant_is_refused_before_anything_is_published(
+    arrange: Callable[[Path], object],
+    words: str,
+    code: int,
+    message: str,
+    tiny_hub: LoopbackHub,
+    cli: RunCli,
+    cwd: Path,
+    local_result: Path,
+) -> None:
+    shutil.copytree(local_result, cwd / "out")
+    arrange(cwd)
+    done = cli(*words.split(), code=code)
+    assert message in " ".join(said(done.stderr).split())
+    assert "Traceback" not in done.stderr
+    assert all(list(repo.files()) == [".gitattributes"] for n, repo in tiny_hub.store.repos.items() if n != "moon/tiny")
+
+
+@pytest.mark.parametrize("words", [RUN, PUBLISH])
+def test_a_repository_with_other_weights_is_left_alone(
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, local_result: Path, words: str
+) -> None:
+    shutil.copytree(local_result, cwd / "out")
+    before = tiny_hub.store.add_folder("me/out", tiny, private=True).refs.copy()
+    done = cli(*words.split(), code=1)
+    assert "me/out: main already holds other weights, and they are not replaced. " in done.stderr
+    assert "Publish to hf://me/out@v2, or choose a new repository.\n" in done.stderr
+    assert tiny_hub.store.repos["me/out"].refs == before
+
+
+def test_repositories_keep_names(
+    server: LoopbackHub, cli: RunCli, local_result: Path, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("me/out", local_result)
+    done = cli("inspect", "hf://me/out@main")
+    assert done.stdout.startswith("hf://me/out@main: kimi-k2-thinking (")
+    assert "cannot be converted" not in done.stdout
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    edit_config(source, model_type="deepseek_v3")
+    server.store.add_folder("moon/other", source)
+    refused = cli("run", "hf://moon/other", "out", code=1)
+    assert said(refused.stderr).startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
+
+
+def test_planning_a_remote_source_reads_headers_alone(
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
+) -> None:
+    assert json.loads(cli("inspect", "hf://moon/tiny", "--json").stdout)["int4_projections"] == 144
+    cli(*JOB, "--dry-run", code=0)
+    fits = [json.loads(cli("fit", at, "--gpu", "b200", "--json").stdout) for at in ("hf://moon/tiny", tiny)]
+    assert fits[0] == fits[1] | {"checkpoint": "hf://moon/tiny"}
+    sent = tiny_hub.traffic.bytes_sent(r"\.safetensors$")
+    assert sent < 0.3 * sum((tiny / name).stat().st_size for name in SHARDS)
+    assert list(cwd.iterdir()) == []
+    assert list(tiny_hub.store.repos) == ["moon/tiny"]
+
+
+def test_a_source_with_another_hash_is_refused(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path) -> None:
+    cli("run", "hf://moon/tiny", "out", code=0)
+    path = cwd / "out" / ".k2convert" / "job.json"
+    job = json.loads(path.read_text())
+    assert job["source"][SHARDS[1]] == tiny_hub.store.repos["moon/tiny"].files()[SHARDS[1]].sha256
+    job["source"][SHARDS[1]] = "0" * 64
+    path.write_text(json.dumps(job))
+    done = cli("run", "hf://moon/tiny", "out", code=1)
+    assert f"{SHARDS[1]}: this source shard has other bytes" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["run", "publish"])
+def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
+    server: LoopbackHub, cli: RunCli, tiny: Path, cwd: Path, local_result: Path, verb: str
+) -> None:
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    (source / "README.md").write_bytes(
+        b"---\nlicense: modified-mit\npipeline_tag: chat\n---\n# caf\xe9, which is not UTF-8\n"
+    )
+    server.store.add_folder("moon/odd", source)
+    words = {
+        "run": ("hf://moon/odd", "hf://me/out"),
+        "publish": (local_result, "--repo", "me/out", "--base-model", "moon/odd"),
+    }
+    cli(verb, *words[verb], "--yes", code=0)
+    card = server.store.read("me/out", "README.md").decode()
+    assert "--tool-call-parser kimi_k2" in card
+    matter = yaml.safe_load(card.split("---")[1])
+    assert "kimi-k2" in matter["tags"]
+    assert (matter["license"], matter["license_name"]) == ("other", "modified-mit")
+    assert matter["pipeline_tag"] == "text-generation"
+
+
+def test_what_a_server_says_is_printed_without_tokens(tiny_hub: LoopbackHub, cli: RunCli) -> None:
+    other = "hf_QzAbCdEfGhIjKlMnOpQrStUv"
+    words = f"no access with Authorization: Bearer {TOKEN}; {other}; https://me:secret@proxy/?token=s3cret&x=1 hf_xet"
+    tiny_hub.traffic.inject(
+        Fault("GET", "/api/models/moon/tiny", status=503, words=words),
+        Fault("GET", "/api/models/moon/tiny", status=403, words=words),
+    )
+    done = cli("inspect", "hf://moon/tiny", code=1)  # which fails if its output has the token
+    errors = done.stderr.replace("\n", " ")
+    assert "trying again" in errors
+    assert errors.count("no access with Authorization: Bearer [token]") == 2
+    assert errors.count("https://[token]@proxy/?token=[token]&x=1 hf_xet") == 2
+    assert not any(secret in errors for secret in (other, "secret", "s3cret"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("inside", ["\x0b", "\u200b"])
+def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli_process: RunCli, inside: str) -> None:
+    done = cli_process(*JOB, HF_TOKEN=f"hf_Part{inside}Other", code=1)
+    assert "has a character that tokens never have" in done.stderr
+    assert "Part" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
 
 STORAGE = [
     "Private repository storage limit reached, please upgrade your plan to increase your private storage limit.",
     "Your storage patterns tripped our internal systems! Please contact us so we can verify your account.",
 ]
+CHANGE_PLAN = ("change the plan", "hoose another organization")
+FORBIDDEN = [
+    *(("POST", "/commit/", words, CHANGE_PLAN) for words in STORAGE),
+    *(("GET", "xet-write-token", words, CHANGE_PLAN) for words in STORAGE),
+    ("GET", "xet-write-token", "Forbidden", ("Use a token with write access to that namespace",)),
+]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("words", STORAGE)
-@pytest.mark.parametrize(("method", "pattern"), [("POST", "/commit/"), ("GET", "xet-write-token")])
-def test_an_account_without_room_is_told_so_at_once(
-    tiny_hub: LoopbackHub, cli: RunCli, method: str, pattern: str, words: str
+@pytest.mark.parametrize(("method", "pattern", "answer", "remedies"), FORBIDDEN)
+def test_what_the_hub_forbids_is_not_tried_again(
+    tiny_hub: LoopbackHub, cli: RunCli, method: str, pattern: str, answer: str, remedies: tuple[str, ...]
 ) -> None:
-    tiny_hub.traffic.inject(Fault(method, pattern, status=403, words=words, times=99))
+    tiny_hub.traffic.inject(Fault(method, pattern, status=403, words=answer, times=99))
     begin = time.monotonic()
     done = cli(*JOB, code=1)
     assert time.monotonic() - begin < 25
     assert "trying again" not in done.stderr
-    assert "change the plan" in said(done.stderr)
-    assert "hoose another organization" in said(done.stderr)
-
-
-def test_a_token_that_may_not_write_by_xet_is_not_tried_again(tiny_hub: LoopbackHub, cli: RunCli) -> None:
-    tiny_hub.traffic.inject(Fault("GET", "xet-write-token", status=403, words="Forbidden", times=99))
-    done = cli(*JOB, code=1)
-    assert "trying again" not in done.stderr
-    assert "Use a token with write access to that namespace" in said(done.stderr)
+    assert all(remedy in said(done.stderr) for remedy in remedies)
 
 
 @pytest.mark.quick(1)

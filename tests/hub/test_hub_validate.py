@@ -1,6 +1,7 @@
 """A published result: validate, report and status read it from the Hub, in bounded disk, with the local verdict."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from command import RunCli, cli_environment, said, start_cli
 from damaged_files import flip
 from disk import Watched
+from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault, Kind
 from loopback import LoopbackHub
 
@@ -55,6 +57,7 @@ def two_shards(*folders: Path) -> int:
         *(("none", True), ("a copied byte", True), ("a missing shard", False)),
         *(("none", False), ("a weight byte", True), ("a weight byte", False)),
         *(("a cut shard", True), ("a stray shard", False), ("no index", True)),
+        *(("an evaluation of other weights", False), ("an empty evaluation", False), ("a large evaluation", True)),
     ],
 )
 def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
@@ -62,6 +65,8 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
 ) -> None:
     first = published / "model-00001-of-000005.safetensors"
     last = published / "model-00005-of-000005.safetensors"
+    evaluation = published / "evaluation.json"
+    write_evaluation(published, evaluation_of(published))
     plant: dict[str, Callable[[], object]] = {
         "none": lambda: None,
         "a weight byte": lambda: flip(first, -1000),
@@ -70,6 +75,11 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
         "a cut shard": lambda: first.write_bytes(first.read_bytes()[:-100]),
         "a stray shard": lambda: shutil.copyfile(first, published / "more.safetensors"),
         "no index": (published / "model.safetensors.index.json").unlink,
+        "an evaluation of other weights": lambda: edit_json(
+            evaluation, lambda found: found["rows"][0]["model"].update(weights="0" * 64)
+        ),
+        "an empty evaluation": lambda: evaluation.write_text(" " * 10),
+        "a large evaluation": lambda: os.truncate(evaluation, 101_000_000),
     }
     plant[fault]()
     tiny_hub.store.add_folder("me/out", published, private=True)
@@ -79,6 +89,11 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
     assert json.loads(there.stdout)["folder"] == "hf://me/out"
     assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
     assert 0 < temporary.most <= (two_shards(published, tiny) if with_source else two_shards(published))
+    if fault.endswith(("other weights", "evaluation")):
+        assert json.loads(there.stdout)["contract"]["failed"] == [19]
+        errors = cli("report", "hf://me/out", code=0).stderr
+        assert "evaluation.json is not shown" in errors
+        assert "the contract failed by rule 19" in said(errors)
 
 
 @pytest.mark.slow
