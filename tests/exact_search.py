@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-from block_makers import codes_of, scales_of
+from weight_makers import codes_of, scales_of
 
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight

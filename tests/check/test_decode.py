@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from block_makers import bf16_weight
-from int4_makers import MAKERS, trained_like
 from numpy.typing import NDArray
+from weight_makers import MAKERS, bf16_weight, trained_like
 
 from k2convert.check.decode import measure_decoded
 from k2convert.quantize.formats.int4 import Int4Weight

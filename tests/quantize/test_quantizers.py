@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from block_makers import bf16_weight, total_metrics
+from weight_makers import bf16_weight, total_metrics
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import Rule

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from channel_makers import exponents_of, some_rows
-from int4_makers import MAKERS, int4_weight, trained_like
+from weight_makers import MAKERS, exponents_of, int4_from_bits, some_rows, trained_like
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, scale_bits, scale_fp32
@@ -79,7 +78,7 @@ def test_scaling_fp32_numbers_is_exact_or_refused() -> None:
 def test_an_int4_scale_that_cannot_be_divided_is_refused(bits: int, exponent: int) -> None:
     scale_bits_of = np.full(8, 0x3C00)
     scale_bits_of[3] = bits
-    weight = int4_weight(np.ones(256, dtype=np.int64), scale_bits_of)
+    weight = int4_from_bits(np.ones(256, dtype=np.int64), scale_bits_of)
     exponents = np.zeros(256, dtype=np.int8)
     exponents[3 * 32 + 5] = exponent
     with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):

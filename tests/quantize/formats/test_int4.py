@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from block_makers import bf16_from_bits, codes_of, int4_weight, scales_of
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from weight_makers import bf16_from_bits, codes_of, int4_weight, scales_of
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Int4Weight, check_int4_scales, unpack_int4

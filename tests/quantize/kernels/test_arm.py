@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from arm_driver import Call, build, missing_tools, recorded, run_here, run_on_arm
-from block_makers import bf16_weight
-from channel_makers import exponents_of, some_rows
 from gptq_direct import correlated, form_of, weights
-from int4_makers import MAKERS, trained_like
+from weight_makers import MAKERS, bf16_weight, exponents_of, some_rows, trained_like
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight

@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from block_makers import bf16_weight
-from int4_makers import MAKERS, int4_weight, trained_like
 from torch import Tensor
+from weight_makers import MAKERS, bf16_weight, int4_from_bits, trained_like
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
@@ -44,7 +43,7 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     """Every usable scale in one tensor, and most blocks outside the normal range."""
     rng = np.random.default_rng(9)
     bits = rng.permutation(np.arange(0x7E00))
-    weight = int4_weight(rng.integers(-8, 8, (bits.size, 32)), bits)
+    weight = int4_from_bits(rng.integers(-8, 8, (bits.size, 32)), bits)
     assert_equals_rules(weight, rule, 1.0)
 
 
@@ -66,7 +65,7 @@ def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
 def test_unusable_scales_are_refused_by_name(bits: int) -> None:
     scale_bits = np.full(8, 0x3C00)
     scale_bits[5] = bits
-    weight = int4_weight(np.ones(256, dtype=np.int64), scale_bits)
+    weight = int4_from_bits(np.ones(256, dtype=np.int64), scale_bits)
     for exponents in (None, np.ones(256, dtype=np.int8)):
         with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):
             measure_magnitude(Int4Weight(weight.packed, weight.scale_bits, exponents), name="experts.3.up_proj")

@@ -1,14 +1,17 @@
-"""Any NVFP4 weight is measured as a direct computation measures it, and what a conversion counts on the way is that."""
+"""Any NVFP4 weight is measured as a direct computation does it; a conversion counts the same; metrics add up."""
 
 import dataclasses
+import json
 import math
+import random
+import zlib
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from channel_makers import exponents_of, some_rows
-from int4_makers import MAKERS, any_bytes, trained_like
+import torch
+from weight_makers import MAKERS, any_codes, exponents_of, int4_weight, some_rows, total_metrics, trained_like
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
@@ -19,9 +22,12 @@ from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
+from k2convert.quantize.rules import RULES, quantize_best
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.document import encode, parse
 
-pytestmark = pytest.mark.usefixtures("instructions")
+with_both_instructions = pytest.mark.usefixtures("instructions")
 
 
 def converted(source: SourceWeight, rule: Rule = "mse") -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
@@ -42,52 +48,64 @@ def perturbed(codes: Nvfp4Weight, rng: np.random.Generator) -> Nvfp4Weight:
     return Nvfp4Weight(packed, scales, codes.global_scale)
 
 
-def directly(source: Int4Weight, codes: Nvfp4Weight) -> dict[str, Any]:
+def values_of(source: SourceWeight) -> np.ndarray:
+    if isinstance(source, Int4Weight):
+        return unpack_int4(source.packed) * np.abs(source.element_scales().astype(np.float64))
+    return bf16_values(source.bits).astype(np.float64)
+
+
+def directly(source: SourceWeight, codes: Nvfp4Weight) -> dict[str, Any]:
     """The figures by their definitions, element by element."""
-    q = unpack_int4(source.packed).astype(np.int64)
-    s = np.abs(source.element_scales().astype(np.float64))
-    wanted = q * s
+    wanted = values_of(source)
     written = dequantize_nvfp4(codes)
     same = wanted == written
+    differences = [Fraction(a) - Fraction(b) for a, b in zip(wanted.flat, written.flat, strict=True)]
+    figures = {
+        "energy": sum(Fraction(value) ** 2 for value in wanted.flat),
+        "squared_error": sum(difference**2 for difference in differences),
+        "num_weights": wanted.size,
+        "num_blocks": wanted.size // 16,
+        "num_nonzero": int((wanted != 0).sum()),
+        "equal_nonzero": int((same & (wanted != 0)).sum()),
+        "equal_blocks": int(same.reshape(-1, 16).all(axis=1).sum()),
+        "min_scale_byte": int(codes.block_scales.min()),
+        "max_scale_byte": int(codes.block_scales.max()),
+    }
+    if isinstance(source, Bf16Weight):
+        return figures | {"num_codes": None}
+    q = unpack_int4(source.packed).astype(np.int64)
+    s = np.abs(source.element_scales().astype(np.float64))
     live = s > 0
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.where(live, written / s, 0.0)
         errors = np.where(live, np.abs(wanted - written) / s, 0.0)
-    differences = [Fraction(a) - Fraction(b) for a, b in zip(wanted.flat, written.flat, strict=True)]
-    return {
-        "energy": sum(Fraction(value) ** 2 for value in wanted.flat),
-        "squared_error": sum(difference**2 for difference in differences),
-        "num_weights": q.size,
+    return figures | {
         "num_codes": q.size,
-        "num_blocks": q.size // 16,
-        "num_nonzero": int((wanted != 0).sum()),
-        "equal_nonzero": int((same & (wanted != 0)).sum()),
-        "equal_blocks": int(same.reshape(-1, 16).all(axis=1).sum()),
         "recoverable_codes": int((np.rint(steps) == q).sum()),
         "num_five_or_seven": int(np.isin(np.abs(q), (5, 7)).sum()),
         "num_minus_eight": int((q == -8).sum()),
         "max_error_steps": float(errors.max()),
-        "min_scale_byte": int(codes.block_scales.min()),
-        "max_scale_byte": int(codes.block_scales.max()),
     }
 
 
 @pytest.mark.quick(8)
-@pytest.mark.parametrize("reach", [0, 1, 2], ids=["even", "narrow", "exponents"])
+@pytest.mark.parametrize("kind", ["even", "narrow", "exponents", "BF16"])
 @pytest.mark.parametrize("maker", ["trained-minus-eight", "any-bytes", "few-magnitudes", "zeros", "wide-spread"])
-def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -> None:
+@with_both_instructions
+def test_the_figures_are_those_of_a_direct_computation(maker: str, kind: str) -> None:
     rng = np.random.default_rng(11)
-    source = some_rows(maker, exponents_of(rng, reach))
-    source = Int4Weight(source.packed[:8], source.scale_bits[:8], source.channel_exponents)
+    source: SourceWeight = some_rows(maker, exponents_of(rng, {"narrow": 1, "exponents": 2}.get(kind, 0))).rows(0, 8)
+    if kind == "BF16":
+        source = Bf16Weight(source.bits)
     codes, magnitude, _ = converted(source)
     codes = perturbed(codes, rng)
     found = measure_quantized(source, codes, name="w", magnitude=magnitude)
     for name, value in directly(source, codes).items():
         measured = getattr(found, name)
-        if isinstance(value, int):
-            assert measured == value, name
-        else:
+        if isinstance(value, Fraction | float):
             assert math.isclose(measured, value, rel_tol=1e-13), name
+        else:
+            assert measured == value, name
     assert dict(found.scale_histogram) == dict(zip(*np.unique(codes.block_scales, return_counts=True), strict=True))
     assert found.blocks_outside_normal is None
     assert found.sampled_blocks == found.num_blocks
@@ -96,13 +114,17 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -
 
 @pytest.mark.parametrize("rule", ["mse", "max"])
 @pytest.mark.parametrize("maker", MAKERS)
+@with_both_instructions
 def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     """Among them every source scale. Without factors a conversion counts pairs of scales, another way to them."""
     source = MAKERS[maker]()
     codes, magnitude, expected = converted(source, rule=rule)
     found = measure_quantized(source, codes, name="w", magnitude=magnitude, rule=rule)
-    if rule == "max":
-        assert found.sampled_blocks == found.num_blocks
+    by_max = converted(source, rule="max")[2]
+    assert expected.sampled_blocks == expected.num_blocks
+    assert expected.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
+    assert expected.squared_error <= by_max.squared_error
+    assert parse(WeightMetrics, encode(expected).decode(), where="here") == expected
     for field in dataclasses.fields(WeightMetrics):
         measured = getattr(found, field.name)
         stated = getattr(expected, field.name)
@@ -152,30 +174,85 @@ def test_both_instructions_measure_the_same_to_the_last_bit(
         assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
-@pytest.mark.parametrize("is_int4", [False, True])
-def test_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool) -> None:
-    rng = np.random.default_rng(0)
-    exponents = exponents_of(rng, 2)
-    source: Int4Weight | Bf16Weight = any_bytes(rows=16)
-    if not is_int4:
-        source = Bf16Weight(source.bits)
-    if is_scaled and exponents is not None:
-        source = source.divide_columns(exponents, name="w")
-    if isinstance(source, Int4Weight):
-        exact = unpack_int4(source.packed) * source.element_scales().astype(np.float64)
-    else:
-        exact = bf16_values(source.bits).astype(np.float64)
-    (written, _, metrics), (_, _, by_max) = (converted(source, rule) for rule in ("mse", "max"))
-    error = exact - dequantize_nvfp4(written)
-    assert metrics.energy == pytest.approx((exact**2).sum(), rel=1e-12)
-    assert metrics.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
-    assert metrics.num_nonzero == np.count_nonzero(exact)
-    assert metrics.equal_nonzero == ((exact != 0) & (error == 0)).sum()
-    assert metrics.equal_blocks == (error.reshape(-1, 16) == 0).all(axis=1).sum()
-    assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
-    assert metrics.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
-    assert metrics.squared_error < metrics.sampled_error_max
-    assert by_max.achieved_to_max == pytest.approx(1.0, rel=1e-12)
-    assert (metrics.num_codes is None) == (not is_int4)
-    assert parse(WeightMetrics, encode(metrics).decode(), where="here") == metrics
+def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> WeightMetrics:
+    magnitude = magnitude or weight.magnitude()
+    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude))
+    return measure_quantized(weight, result, name="w", magnitude=magnitude)
+
+
+def errors_of(weight: Int4Weight, result: Nvfp4Weight) -> np.ndarray:
+    """The squared error of each row."""
+    return ((values_of(weight) - dequantize_nvfp4(result)) ** 2).sum(axis=1)
+
+
+def test_one_row_in_256_of_a_large_tensor_is_compared_with_max() -> None:
+    weight = trained_like(4096, 4096, seed=4)
+    magnitude = weight.magnitude()
+    result = quantize_best(weight, mse_global_scale(magnitude))
+    by_max = quantize_max(weight, max_global_scale(magnitude))
+    runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
+    assert runs[0] == runs[2]
+    for name, found in zip("wv", runs, strict=False):
+        rows = slice(zlib.crc32(name.encode()) % 256, None, 256)
+        assert found.sampled_blocks == 16 * 4096 // 16
+        assert found.sampled_error_achieved == pytest.approx(errors_of(weight, result)[rows].sum(), rel=1e-12)
+        assert found.sampled_error_max == pytest.approx(errors_of(weight, by_max)[rows].sum(), rel=1e-12)
+        assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("rows", "columns", "sampled_rows"), [(64, 1024, 64), (5, 1 << 16, 3), (1, 1 << 16, 1)])
+def test_a_small_or_flat_tensor_is_compared_with_max_in_at_least_two_rows(
+    rows: int, columns: int, sampled_rows: int
+) -> None:
+    found = convert(trained_like(rows, columns, seed=2), "mse")
+    assert found.sampled_blocks == sampled_rows * columns // 16
+    assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
+    codes = any_codes(2, 32, seed=5)
+    near = int4_weight(codes, torch.tensor([[1.0], [2.0**-13]]).to(torch.bfloat16))
+    far = int4_weight(codes, torch.tensor([[1.0], [0.99 * 2.0**-13]]).to(torch.bfloat16))
+    assert convert(near, "mse").scale_spread_exceeded == 0
+    assert convert(far, "mse").scale_spread_exceeded == 1
+    partner = Magnitude(scale_max=2.0, amax=16.0, is_int4=True)
+    assert convert(near, "mse", near.magnitude().merge(partner)).scale_spread_exceeded == 1
+    assert total_metrics(convert(w, "mse") for w in (near, far, far)).scale_spread_exceeded == 2
+
+
+@pytest.mark.parametrize("rule", get_args(Rule))
+def test_an_empty_tensor_and_a_tensor_of_zeros_have_finite_figures(rule: Rule) -> None:
+    zeros = int4_weight(torch.zeros(4, 64, dtype=torch.int8), torch.full((4, 2), 0.01, dtype=torch.bfloat16))
+    metrics = convert(zeros, rule)
+    assert (metrics.energy, metrics.squared_error, metrics.relative_mse) == (0.0, 0.0, 0.0)
+    assert metrics.sqnr_db == math.inf
+    assert metrics.equal_blocks == metrics.num_blocks == 16
+    nothing = Int4Weight(np.zeros((0, 32), dtype=np.uint8), np.zeros((0, 2), dtype=np.uint16))
+    metrics = convert(nothing, rule)
+    assert metrics.num_weights == 0
+    assert metrics.min_scale_byte is None
+
+
+def test_a_record_without_a_figure_is_refused() -> None:
+    record = json.loads(encode(convert(trained_like(8, seed=0), "mse")))
+    del record["energy"]
+    with pytest.raises(ValueError, match="energy is missing"):
+        parse(WeightMetrics, json.dumps(record), where="here")
+
+
+def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> None:
+    parts = [convert(trained_like(8, seed=seed), "mse") for seed in range(6)]
+    bf16 = Bf16Weight(trained_like(8, seed=9).bits)
+    magnitude = bf16.magnitude()
+    result = quantize_best(bf16, mse_global_scale(magnitude))
+    parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
+    total = total_metrics(parts)
+    shuffled = parts.copy()
+    random.Random(0).shuffle(shuffled)
+    assert total_metrics(shuffled) == total
+    assert total.num_weights == 7 * 2048
+    assert total.num_codes == 6 * 2048
+    assert total.recoverable_codes == sum(part.recoverable_codes or 0 for part in parts)
+    assert total.squared_error == math.fsum(part.squared_error for part in parts)
+    with pytest.raises(ValueError, match="no metrics"):
+        total_metrics([])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, bf16_from_bits, bf16_tensor, bf16_weight, int4_weight, trained_like
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from weight_makers import any_codes, bf16_from_bits, bf16_tensor, bf16_weight, int4_weight, trained_like
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight

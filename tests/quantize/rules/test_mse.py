@@ -5,8 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 from exact_search import assert_is_best, count_outside_normal
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from weight_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 
 from k2convert.check.library_decoders import create_decoder
 from k2convert.errors import FormatError
@@ -40,27 +42,13 @@ def single_elements_and_uniform_blocks(mantissa: int) -> Int4Weight:
     return int4_weight(codes, torch.full((16, 1), mantissa * 2.0**-13, dtype=torch.bfloat16))
 
 
-def awkward() -> Int4Weight:
-    scales = (torch.rand(60, 1, generator=torch.Generator().manual_seed(1)) * 0.05).to(torch.bfloat16)
-    return int4_weight(any_codes(60, 384, seed=1), scales.expand(60, 12).contiguous())
-
-
-def scales_of_every_size() -> Int4Weight:
-    exponents = torch.arange(0, -48, -2, dtype=torch.float64)
-    return int4_weight(any_codes(24, 32, seed=3), (170 * torch.exp2(exponents)).to(torch.bfloat16).unsqueeze(-1))
-
-
-def with_mantissa(mantissa: int) -> Int4Weight:
-    return int4_weight(any_codes(8, 128, seed=mantissa), torch.full((8, 4), mantissa * 2.0**-14).to(torch.bfloat16))
-
-
 @pytest.mark.parametrize(
     "weight",
     [
-        trained_like(16, 256, seed=0),
-        awkward(),
-        scales_of_every_size(),
-        *(with_mantissa(mantissa) for mantissa in (128, 129, 144, 160, 170, 191, 192, 224, 240, 255)),
+        trained_like(16, seed=0),
+        int4_weight(
+            any_codes(60, 384, seed=1), torch.linspace(0.001, 0.05, 60).bfloat16().repeat_interleave(12).view(60, 12)
+        ),
         *(single_elements_and_uniform_blocks(mantissa) for mantissa in (128, 147, 208)),
     ],
 )
@@ -68,20 +56,22 @@ def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
     assert_is_best(weight, quantize_best(weight, own_scale(weight)))
 
 
-@pytest.mark.parametrize("exponent", [-126, -40, -16, -12, -10, -8, -7, -6, -4, 0, 4, 10, 100])
-def test_any_power_of_two_as_global_scale_equals_the_exhaustive_search(exponent: int) -> None:
-    scales = torch.tensor([[0.0101], [0.0202], [0.0156]], dtype=torch.bfloat16)
-    weight = int4_weight(any_codes(3, 32 * 6, seed=4), scales.expand(3, 6).contiguous())
-    result = quantize_best(weight, 2.0**exponent)
-    assert result.global_scale == 2.0**exponent
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    bits=st.lists(st.integers(0, 0x7C00), min_size=2, max_size=2),
+    exponent=st.none() | st.integers(-126, 120),
+)
+@example(seed=4, bits=[1, 0x7F], exponent=None)  # subnormal scales
+@example(seed=4, bits=[0x3C2A, 0x3C80], exponent=-7)
+def test_any_scales_under_any_global_scale_equal_the_exhaustive_search(
+    seed: int, bits: list[int], exponent: int | None
+) -> None:
+    weight = int4_weight(any_codes(2, 32 * 4, seed=seed), bf16_from_bits(torch.tensor(bits * 4)).reshape(2, 4))
+    global_scale = own_scale(weight) if exponent is None else 2.0**exponent
+    result = quantize_best(weight, global_scale)
+    assert result.global_scale == global_scale
     assert_is_best(weight, result)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 0x55, 0x7F, 0x80, 0xFF])
-def test_subnormal_scales_equal_the_exhaustive_search(bits: int) -> None:
-    weight = int4_weight(any_codes(2, 96, seed=bits), bf16_from_bits(torch.full((2, 3), bits)))
-    assert own_scale(weight) == 2.0**-126
-    assert_is_best(weight, quantize_best(weight, 2.0**-126))
 
 
 def test_a_zero_scale_and_zero_codes_both_give_an_empty_block() -> None:
