@@ -49,52 +49,34 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
     assert all(word in errors[0] for word in words), errors[0]
 
 
-SOURCE_FAULTS = [
-    ("stat", "config.json", errno.EIO),
-    ("stat", INDEX, errno.ESTALE),
-    ("stat", SHARD, errno.EACCES),
-    ("open", SHARD, errno.EIO),
-    ("opendir", "source", errno.EACCES),
+FAULTS = [
+    ("run SOURCE OUT", "stat", "config.json", errno.EIO),
+    ("status RESULT", "stat", "job.json", errno.EIO),
+    ("run SOURCE RESULT", "opendir", ".k2convert/shards", errno.EACCES),  # no journal is no empty one
+    ("run SOURCE OUT", "stat", INDEX, errno.ESTALE),
+    ("run SOURCE OUT", "stat", SHARD, errno.EACCES),
+    ("run SOURCE OUT", "open", SHARD, errno.EIO),
+    ("run SOURCE OUT", "opendir", "source", errno.EACCES),
+    ("status RESULT", "opendir", ".k2convert/shards", errno.EACCES),
+    ("validate RESULT", "stat", "converted", errno.ESTALE),
+    ("validate RESULT", "opendir", "converted", errno.EACCES),
+    ("report RESULT", "stat", "k2convert.json", errno.EIO),
+    ("publish RESULT --repo me/out --yes", "stat", "k2convert.json", errno.EACCES),
 ]
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(("fault", "name", "number"), SOURCE_FAULTS)
-def test_a_source_that_cannot_be_looked_at_is_one_line(
-    fault: str, name: str, number: int, k2_shaped: Path, tmp_path: Path, call: Call
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(("words", "fault", "name", "number"), FAULTS)
+def test_what_cannot_be_looked_at_is_one_line_and_nothing_changes(
+    words: str, fault: str, name: str, number: int, k2_shaped: Path, converted: Path, tmp_path: Path, call: Call
 ) -> None:
     source = Path(shutil.copytree(k2_shaped, tmp_path / "source"))
-    done = call("run", source, tmp_path / "out", FAIL_CALL=fault, FAIL_NAME=name, FAIL_ERRNO=number)
-    assert_one_line(done, name, os.strerror(number))
-    assert not (tmp_path / "out").exists()
-
-
-RESULT_FAULTS = [
-    ("status", "stat", "job.json", errno.EIO),
-    ("status", "opendir", ".k2convert/shards", errno.EACCES),
-    ("validate", "stat", "converted", errno.ESTALE),
-    ("validate", "opendir", "converted", errno.EACCES),
-    ("report", "stat", "k2convert.json", errno.EIO),
-    ("publish", "stat", "k2convert.json", errno.EACCES),
-]
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(("verb", "fault", "name", "number"), RESULT_FAULTS)
-def test_a_result_that_cannot_be_looked_at_is_one_line(
-    verb: str, fault: str, name: str, number: int, converted: Path, call: Call
-) -> None:
-    more = ["--repo", "me/out", "--yes"] if verb == "publish" else []
-    done = call(verb, converted, *more, FAIL_CALL=fault, FAIL_NAME=name, FAIL_ERRNO=number)
-    assert_one_line(done, Path(name).name, os.strerror(number))
-
-
-def test_a_journal_that_cannot_be_listed_is_not_taken_for_an_empty_one(
-    converted: Path, k2_shaped: Path, call: Call
-) -> None:
+    paths = {"SOURCE": source, "OUT": tmp_path / "out", "RESULT": converted}
     before = {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")}
-    fault = {"FAIL_CALL": "opendir", "FAIL_NAME": ".k2convert/shards", "FAIL_ERRNO": errno.EACCES}
-    assert_one_line(call("run", k2_shaped, converted, **fault), "shards")
+    command = (paths.get(word, word) for word in words.split())
+    done = call(*command, FAIL_CALL=fault, FAIL_NAME=name, FAIL_ERRNO=number)
+    assert_one_line(done, Path(name).name, os.strerror(number))
+    assert not paths["OUT"].exists()
     assert {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")} == before
 
 

@@ -57,18 +57,18 @@ def assert_completed(card: str) -> None:
     assert "license_name" not in fields
 
 
-def test_a_card_in_the_folder_stays(server: LoopbackHub, cli: RunCli, out: Path) -> None:
-    (out / "README.md").write_text(BY_HAND)
-    done = cli("publish", out, "--repo", "me/out", "--yes", code=0)
-    assert f"{WORDS}\n" in said(done.stderr)
+@pytest.mark.parametrize("places", ["folder", "repository", "both"])
+def test_a_card_by_hand_stays(server: LoopbackHub, cli: RunCli, out: Path, places: str) -> None:
+    """That of the folder replaces that of the repository, and this is said."""
+    if places != "folder":
+        put(server, BY_HAND.encode() if places == "repository" else b"# Another\n")
+    if places != "repository":
+        (out / "README.md").write_text(BY_HAND)
+    words = f"{WORDS}. It replaces the one of me/out\n" if places == "both" else f"{WORDS}\n"
+    assert words in said(cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr)
     assert_completed(card_of(server))
-    assert (out / "README.md").read_text() == BY_HAND
-
-
-def test_a_card_in_the_repository_stays(server: LoopbackHub, cli: RunCli, out: Path) -> None:
-    put(server, BY_HAND.encode())
-    assert WORDS in cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr
-    assert_completed(card_of(server))
+    if places != "repository":
+        assert (out / "README.md").read_text() == BY_HAND
     write_evaluation(out, evaluation_of(out))
     cli("publish", out, "--repo", "me/out", "--yes", code=0)
     assert_completed(card_of(server))
@@ -83,14 +83,6 @@ def test_a_job_from_hub_to_hub_keeps_it(tiny_hub: LoopbackHub, cli: RunCli) -> N
     fields, _ = parts(card_of(tiny_hub))
     assert (fields["base_model"], fields["base_model_relation"]) == ("moon/tiny", "quantized")
     assert json.loads(cli("validate", "hf://me/out", "--json", code=0).stdout)["passed"]
-
-
-def test_the_folders_replaces_the_repositorys_and_that_is_said(server: LoopbackHub, cli: RunCli, out: Path) -> None:
-    put(server, b"# Another\n")
-    (out / "README.md").write_text(BY_HAND)
-    done = cli("publish", out, "--repo", "me/out", "--yes", code=0)
-    assert f"{WORDS}. It replaces the one of me/out\n" in said(done.stderr)
-    assert_completed(card_of(server))
 
 
 def test_front_matter_alone_gets_a_text(server: LoopbackHub, cli: RunCli, out: Path) -> None:

@@ -80,13 +80,3 @@ def test_awkward_blocks_of_any_size_equal_the_full_search(seed: int, size: int, 
 
 def test_the_global_scale_lets_the_largest_weight_be_a_seven() -> None:
     assert mse_global_scale(Magnitude(7.0, 7.0, is_int4=False)) == mse_global_scale(Magnitude(1.0, 0.0, is_int4=True))
-
-
-def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:
-    weight = awkward(5).repeat(1, 8)
-    scale = own_scale(weight)
-    whole = quantize_best(bf16_weight(weight), scale)
-    rows = range(weight.shape[0])
-    parts = [quantize_best(bf16_weight(weight[row : row + 1]), scale) for row in rows]
-    assert np.array_equal(whole.packed, np.concatenate([part.packed for part in parts]))
-    assert np.array_equal(whole.block_scales, np.concatenate([part.block_scales for part in parts]))
