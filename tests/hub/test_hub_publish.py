@@ -1,18 +1,16 @@
 """A job's destination: early refusals, shards on the work branch, one commit on main, no upload twice."""
 
 import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import RunCli
-from damaged_files import flip
 from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
 from loopback_store import sha256_of
 
-from k2convert.errors import ChangedFileError, HubError
+from k2convert.errors import HubError
 from k2convert.hub.branch import Branch, Upload
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.preflight import Target, check_target
@@ -116,22 +114,6 @@ def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHu
     branch.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
     with pytest.raises(HubError, match=r"a different sha256.*Nothing was deleted"):
         branch.commit_group()
-
-
-@pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
-def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
-    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, with_xet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
-    branch = opened(hub)
-    before = uploads(tiny)[0]
-    changed = tmp_path / SHARDS[0]
-    shutil.copy(before.path, changed)
-    flip(changed, -1)
-    with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: does not match its recorded hash"):
-        branch.upload(Upload(before.name, changed, before.sha256, before.num_bytes), records={})
-    assert branch.num_pending == 0
-    assert not server.store.blob(before.sha256).exists()
 
 
 def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
