@@ -219,6 +219,7 @@ FILES: Cases = {
     "metadata not an object": (lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=[1])), [INDEX, "metadata"]),
     "not JSON": (replace_text(INDEX, "<html>"), [INDEX, "JSON", "ownload"]),
     "nested too deep": (replace_text(INDEX, "[" * 200_000), [INDEX, "JSON", "ownload"]),
+    "a pointer left by git": (replace_text(INDEX, POINTER), [INDEX, "Git LFS pointer", "git lfs pull"]),
     "missing index": (lambda s: (s / INDEX).unlink(), [INDEX, "download"]),
     "index is a link to nothing": (link_to(INDEX, "gone"), [INDEX, "link to 'gone'", "ownload"]),
     "config is a link to itself": (link_to("config.json", "config.json"), ["config.json", "leads to no file"]),
@@ -282,7 +283,6 @@ NOT_BY_DOWNLOAD: Cases = {
         [INDEX, NORM, SHARD, "Add it to its weight_map"],
     ),
     "a pointer": (replace_text(SHARD, POINTER), [SHARD, "is a Git LFS pointer", "`git lfs pull`"]),
-    "a pointer as index": (replace_text(INDEX, POINTER), [INDEX, "is a Git LFS pointer", "`git lfs pull`"]),
 }
 
 

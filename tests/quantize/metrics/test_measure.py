@@ -129,8 +129,9 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     codes, magnitude, expected = converted(source, rule=rule)
     found = measure_quantized(source, codes, name="w", magnitude=magnitude, rule=rule)
     by_max = converted(source, rule="max")[2]
-    assert expected.sampled_blocks == expected.num_blocks
-    assert expected.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
+    if maker != "every-scale":  # of large ones, some rows are compared
+        assert expected.sampled_blocks == expected.num_blocks
+        assert expected.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
     assert expected.squared_error <= by_max.squared_error
     assert parse(WeightMetrics, encode(expected).decode(), where="here") == expected
     for field in dataclasses.fields(WeightMetrics):
