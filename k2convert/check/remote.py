@@ -72,7 +72,7 @@ class Shards:
         return [(side, side.present(ranges)) for side, ranges in parts if side is not None]
 
     def _check_room(self, needs: Iterable["Needs"]) -> None:
-        needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
+        needed = max((sum(side.bytes_needed(ranges) for side, ranges in together) for together in needs), default=0)
         for side in (self.result, self.source):
             if side is not None:
                 check_disk(
@@ -100,10 +100,10 @@ Around = Callable[[str], AbstractContextManager[object]]
 @contextmanager
 def _on_disk(needs: Needs) -> Generator[None]:
     for side, ranges in needs:
-        side.bring(ranges)
+        side.fetch(ranges)
     yield
     for side, ranges in needs:
-        side.drop(ranges)
+        side.free(ranges)
 
 
 def _source_needs(result: Result) -> dict[str, Ranges]:

@@ -185,20 +185,20 @@ def walk_folder(folder: Path) -> list[Path]:
 
     Raises SourceReadError, and MalformedFileError if there are more files than a checkpoint has.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     waiting: list[tuple[Path, tuple[str, ...]]] = [(folder, (os.path.realpath(folder),))]
     while waiting:
         entered, above = waiting.pop()
         for path in list_folder(entered):
-            found.append(path)
-            if len(found) > MAX_FILES:
+            paths.append(path)
+            if len(paths) > MAX_FILES:
                 raise MalformedFileError(f"{entered}: is one of more than {MAX_FILES:,} files and folders.")
             if path.name.startswith(".") or path.name == LOST_FOUND or not S_ISDIR(mode_of(path)):
                 continue
             real = os.path.realpath(path)
             if not path.is_symlink() or not any(Path(one).is_relative_to(real) for one in above):
                 waiting.append((path, (*above, real)))
-    return sorted(found)
+    return sorted(paths)
 
 
 def mapping_or_empty(value: object) -> dict[str, Any]:
@@ -366,19 +366,19 @@ def is_same_json(left: Any, right: Any) -> bool:
 def config_differences(
     before: Any, after: Any, path: str = "", *, unread: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, value before, value after) of each field that differs, except those called as in `unread`."""
+    """Yield (field, value before, value after) of each field that differs, except those called as in `unread`."""
     left = mapping_or_empty(before)
     right = mapping_or_empty(after)
     for key in (*left, *(key for key in right if key not in left)):
         if key in unread:
             continue
-        place = f"{path}.{shortened(key)}" if path else shortened(key)
-        one = left.get(key, ABSENT)
-        other = right.get(key, ABSENT)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from config_differences(cast(object, one), cast(object, other), place, unread=unread)
-        elif one is ABSENT or other is ABSENT or not is_same_json(one, other):
-            yield place, one, other
+        field = f"{path}.{shortened(key)}" if path else shortened(key)
+        left_value = left.get(key, ABSENT)
+        right_value = right.get(key, ABSENT)
+        if isinstance(left_value, dict) and isinstance(right_value, dict):
+            yield from config_differences(cast(object, left_value), cast(object, right_value), field, unread=unread)
+        elif left_value is ABSENT or right_value is ABSENT or not is_same_json(left_value, right_value):
+            yield field, left_value, right_value
 
 
 def discard_file(path: Path) -> None:

@@ -126,8 +126,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
     """Read config, index and headers of a folder; `read` opens shards that lie elsewhere. Raises CheckpointError."""
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "no such folder"
-        raise CheckpointError(f"{folder}: {what}. Pass the folder that holds {CONFIG_NAME} and the shards.")
+        problem = "is a file" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {problem}. Pass the folder that holds {CONFIG_NAME} and the shards.")
     check_level(folder)
     config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
@@ -148,9 +148,9 @@ def check_level(folder: Path) -> None:
     with suppress(OSError):  # what cannot be looked at is not the one
         if is_there(folder / CONFIG_NAME):
             return
-        found = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
-        if found:
-            newest = max(found, key=lambda path: path.stat().st_mtime)
+        folders = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
+        if folders:
+            newest = max(folders, key=lambda path: path.stat().st_mtime)
             raise CheckpointError(f"{folder}: has no {CONFIG_NAME}, but {newest} has one. Pass that folder.")
 
 
@@ -178,11 +178,11 @@ def build_checkpoint(
     for name, shard in weight_map.items():
         tensor = tensors.get(name)
         if tensor is None or tensor.shard != shard:
-            found = "no shard has it"
+            actual = "no shard has it"
             if tensor is not None:
-                found = f"it is in {tensor.shard}"
+                actual = f"it is in {tensor.shard}"
             raise MalformedFileError(
-                f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
+                f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {actual}."
             )
     if weight_map and len(weight_map) != len(tensors):
         extra = next(name for name in tensors if name not in weight_map)
@@ -237,7 +237,7 @@ def is_part_of_checkpoint(relative: Path) -> bool:
 
 def list_sidecars(folder: Path) -> list[Path]:
     """Return the files to copy, sorted; raises MalformedFileError for a Git LFS pointer, and a link to nothing."""
-    found: list[Path] = []
+    sidecars: list[Path] = []
     for path in walk_folder(folder):
         relative = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
@@ -255,8 +255,8 @@ def list_sidecars(folder: Path) -> list[Path]:
                     f"{path.parent}: the name {shortened(path.name)} is not UTF-8. Rename the file."
                 ) from None
             check_fetched(path)
-            found.append(relative)
-    return found
+            sidecars.append(relative)
+    return sidecars
 
 
 _TOKENIZERS: Final = (TOKENIZER_NAME, TIKTOKEN_NAME, "tokenizer.model", "vocab.json")

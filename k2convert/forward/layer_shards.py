@@ -55,7 +55,7 @@ class LayerPart:
         """The bytes to fetch."""
         if self.remote is None:
             return 0
-        return self.remote.takes(self.ranges)
+        return self.remote.bytes_needed(self.ranges)
 
 
 @dataclass(slots=True)
@@ -125,4 +125,4 @@ class LayerShards:
             self.events.transferred(downloaded=num_bytes, is_new=is_new)
 
         remote = replace(part.remote, folder=self.folder / _FOLDER.format(number))
-        remote.bring(part.ranges, stop=self.stop, arrived=arrived)
+        remote.fetch(part.ranges, stop=self.stop, arrived=arrived)

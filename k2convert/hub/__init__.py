@@ -5,7 +5,7 @@
     source          a repository pinned to a commit: files, headers by range requests, small files
     source_card     what the source's card says, and what of it the Hub accepts
     segments        the record of the parts of a half-downloaded file that are on disk
-    ranges          byte ranges of shards, fetched into a folder and dropped again
+    ranges          byte ranges of shards, fetched into a folder and freed again
     download        one shard in parallel ranges, resumed inside the file, checked by its sha256; and one named file
     preflight       the checks before anything is converted for a destination on the Hub
     branch          the work branch of a job: shards in groups, then one atomic commit on main

@@ -98,12 +98,12 @@ class Branch:
 
     def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         """The wanted small files that earlier runs committed with their shards, by path below .k2convert/."""
-        found: dict[str, bytes] = {}
+        records: dict[str, bytes] = {}
         for path, file in self.on_branch.items():
             name = path.removeprefix(f"{WORK_FOLDER}/")
             if name != path and wanted(name):
-                found[name] = read_file(self.hub, self.repo, self.name, file)
-        return found
+                records[name] = read_file(self.hub, self.repo, self.name, file)
+        return records
 
     def has(self, name: str, sha256: str, num_bytes: int) -> bool:
         """Return whether the branch lists a shard with this hash and size."""
@@ -170,14 +170,14 @@ class Branch:
         """Commit the group; returns its shards once the branch lists them: they may be deleted. Raises HubError."""
         from huggingface_hub import CommitOperationAdd
 
-        taken = list(self._pending)
-        if not taken:
+        pending = list(self._pending)
+        if not pending:
             return []
         self._wait_for_the_hour()
         api = self.hub.api()
-        group = [upload for upload, _, _ in taken]
-        operations: list[Operation] = [operation for _, operation, _ in taken]
-        for _, _, records in taken:
+        group = [upload for upload, _, _ in pending]
+        operations: list[Operation] = [operation for _, operation, _ in pending]
+        for _, _, records in pending:
             operations += [CommitOperationAdd(f"{WORK_FOLDER}/{path}", data) for path, data in records.items()]
         if IGNORE_NAME in self.on_branch:  # main's: the Hub would leave out the records without a word
             operations.append(CommitOperationAdd(IGNORE_NAME, b"# nothing\n"))
@@ -199,7 +199,7 @@ class Branch:
                     f"{self.repo}: {upload.name} has a different sha256 on {self.name} than on disk. "
                     "Nothing was deleted. Run the same command again."
                 )
-        del self._pending[: len(taken)]
+        del self._pending[: len(pending)]
         self._since = time.monotonic()
         return group
 

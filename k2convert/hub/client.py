@@ -207,11 +207,11 @@ def progress_bars() -> dict[str, bool]:
     return dict(library.progress_bar_states)
 
 
-def restore_progress_bars(found: Mapping[str, bool]) -> None:
+def restore_progress_bars(states: Mapping[str, bool]) -> None:
     """Put back what `progress_bars` returned."""
     if (library := sys.modules.get(_BARS)) is not None:
         library.progress_bar_states.clear()
-        library.progress_bar_states.update(found)
+        library.progress_bar_states.update(states)
 
 
 def check_endpoint() -> None:

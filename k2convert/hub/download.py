@@ -183,13 +183,13 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
     """Write one range response into the file, and mark each segment when its last byte is written."""
     position = run.start * partial.segment_bytes
     segment = run.start
-    held = BytesIO()
+    buffer = BytesIO()
 
     def write() -> None:
         nonlocal position, segment
-        partial.write(held.getbuffer()[: held.tell()], position)
-        position += held.tell()
-        held.seek(0)
+        partial.write(buffer.getbuffer()[: buffer.tell()], position)
+        position += buffer.tell()
+        buffer.seek(0)
         while segment < run.stop and position >= partial.end_of(segment):
             partial.finish(segment)
             arrived(partial.end_of(segment) - segment * partial.segment_bytes, True)
@@ -198,8 +198,8 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
     with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1)) as pieces:
         try:
             for piece in pieces:
-                held.write(piece)
-                if held.tell() >= _WRITE_BYTES:
+                buffer.write(piece)
+                if buffer.tell() >= _WRITE_BYTES:
                     write()
                 if halt.is_set():
                     break

@@ -74,35 +74,36 @@ def check_card(hub: Hub, card: str | None, *, where: Path) -> None:
         raise HubError(f"{where}: the Hub does not accept its metadata. Correct the lines above its text, or move it.")
 
 
-def settle_card(hub: Hub, made: bytes, *, here: str | None, there: str | None) -> bytes | None:
-    """Return the card to commit, `made` or completed; None if the one `there` stays. Raises HubError."""
+def card_to_commit(hub: Hub, written: bytes, *, here: str | None, there: str | None) -> bytes | None:
+    """Return the card to commit, `written` or completed; None if the one `there` stays. Raises HubError."""
     is_here = here is not None and is_by_hand(here)
-    kept = here if is_here else there
-    if kept is None:
-        return made
-    completed = _completed(kept, made.decode())
+    own = here if is_here else there
+    if own is None:
+        return written
+    completed = _completed(own, written.decode())
     if completed is None or not hub.accepts_card(completed):
-        completed = kept
+        completed = own
     if completed == there:
         return None
     return completed.encode(errors=_BYTES)
 
 
-def _completed(kept: str, made: str) -> str | None:
-    """Return a card with the fields of `made` that it lacks, and its text if it has none; None if it cannot be read."""
-    (matter, text), (own, own_text) = _split(kept), _split(made)
+def _completed(own: str, written: str) -> str | None:
+    """Return `own` with the fields of `written` that it lacks, and its text if it has none; None if it is malformed."""
+    matter, text = _split(own)
+    written_matter, written_text = _split(written)
     try:
-        kept.encode()
+        own.encode()
         fields = _fields(matter)
-        more = _fields(own)
+        more = _fields(written_matter)
         if fields is None or more is None:
             return None
         added = {name: value for name, value in more.items() if _is_missing(name, value, more, fields)}
         matter = _extended(matter, added, fields | added)
     except (UnicodeEncodeError, yaml.YAMLError):
         return None
-    if not is_by_hand(kept):
-        text = own_text
+    if not is_by_hand(own):
+        text = written_text
     if matter:
         return f"---\n{matter}\n---\n{text}"
     return text
@@ -111,26 +112,26 @@ def _completed(kept: str, made: str) -> str | None:
 def _split(card: str) -> tuple[str, str]:
     """Return the front matter of a card, without its lines of dashes, and the text."""
     card = card.removeprefix(_BOM)
-    found = _FRONT_MATTER.match(card)
-    if found is None:
+    matter = _FRONT_MATTER.match(card)
+    if matter is None:
         return ("", card)
-    return (found[1].strip("\r\n"), card[found.end() :])
+    return (matter[1].strip("\r\n"), card[matter.end() :])
 
 
 def _fields(matter: str) -> dict[str, Any] | None:
     """Parse front matter; None if it is no mapping. Raises YAMLError."""
-    found: object = yaml.safe_load(matter)
-    if found is None:
+    fields: object = yaml.safe_load(matter)
+    if fields is None:
         return {}
-    if isinstance(found, dict):
-        return cast(dict[str, Any], found)
+    if isinstance(fields, dict):
+        return cast(dict[str, Any], fields)
     return None
 
 
-def _is_missing(name: str, value: object, made: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+def _is_missing(name: str, value: object, written: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
     """Return whether a card lacks a field. A license's name and a base's relation go with the license and the base."""
     for owner in ("license", "base_model"):
-        if name.startswith(f"{owner}_") and fields.get(owner, made.get(owner)) != made.get(owner):
+        if name.startswith(f"{owner}_") and fields.get(owner, written.get(owner)) != written.get(owner):
             return False
     return name not in fields and value is not None
 

@@ -1,4 +1,4 @@
-"""Byte ranges of shards of a repository, fetched into a folder and dropped again."""
+"""Byte ranges of shards of a repository, fetched into a folder and freed again."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ Ranges = dict[str, set[tuple[int, int]]]  # byte ranges [begin, end) by shard
 
 
 def ranges_of(tensors: Iterable[TensorInfo]) -> Ranges:
-    found: Ranges = {}
+    ranges: Ranges = {}
     for tensor in tensors:
-        found.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
-    return found
+        ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class RemoteShards:
 
     def header(self, path: Path) -> ShardHeader:
         """Return a shard's header; raises MalformedFileError as read_header does for a file in `folder`."""
-        found = self.headers.get(path.name)
-        if found is None:
+        header = self.headers.get(path.name)
+        if header is None:
             raise MalformedFileError(f"{path}: missing, but the index names it.")
-        if isinstance(found, MalformedFileError):
-            raise found
-        return found
+        if isinstance(header, MalformedFileError):
+            raise header
+        return header
 
     def present(self, ranges: Ranges) -> Ranges:
         """Return the ranges of those shards that the repository has."""
         return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
 
-    def takes(self, ranges: Ranges) -> int:
-        """Return the bytes of disk that `bring` needs for these ranges."""
+    def bytes_needed(self, ranges: Ranges) -> int:
+        """Return the bytes of disk that `fetch` needs for these ranges."""
         return sum(self._needed(shard, found) for shard, found in ranges.items())
 
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
@@ -58,7 +58,7 @@ class RemoteShards:
             return num_bytes
         return needed
 
-    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
+    def fetch(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
         """Fetch what is needed of each shard; raises HubError, DiskFullError. Parts arrive as a whole."""
         for shard, found in ranges.items():
             target = self.folder / shard
@@ -69,7 +69,7 @@ class RemoteShards:
                 download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
                 arrived(needed, True)
 
-    def drop(self, shards: Iterable[str]) -> None:
+    def free(self, shards: Iterable[str]) -> None:
         """Free the disk of shards. Their names stay in the folder, as a checkpoint's files."""
         for shard in shards:
             with writing(self.folder / shard):

@@ -159,10 +159,10 @@ def file_url(hub: Hub, source: RemoteRepo, path: str, *, is_cached: bool = True)
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
 
     if is_cached and _COMMIT.fullmatch(source.commit):
-        found = try_to_load_from_cache(source.repo, path, revision=source.commit)
+        cached = try_to_load_from_cache(source.repo, path, revision=source.commit)
         size = source.files[path].num_bytes
-        if isinstance(found, str) and Path(found).is_file() and Path(found).stat().st_size == size:
-            return f"{FILE_SCHEME}{Path(found).absolute()}"
+        if isinstance(cached, str) and Path(cached).is_file() and Path(cached).stat().st_size == size:
+            return f"{FILE_SCHEME}{Path(cached).absolute()}"
     return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
 
 

@@ -23,7 +23,7 @@ from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
-from k2convert.hub.own_card import card_words, check_card, find_card, published_card, settle_card
+from k2convert.hub.own_card import card_to_commit, card_words, check_card, find_card, published_card
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
@@ -92,7 +92,7 @@ def _with_card(
 ) -> dict[str, Path | bytes]:
     made = files[CARD_NAME]
     assert isinstance(made, bytes)
-    card = settle_card(hub, made, here=here, there=there)
+    card = card_to_commit(hub, made, here=here, there=there)
     others = {name: content for name, content in files.items() if name != CARD_NAME}
     if card is None:
         return others

@@ -96,9 +96,9 @@ def _check_model_type(checkpoint: Checkpoint, family: Family) -> None:
     if not family.model_types or stated in family.model_types:
         return
     known = " and ".join(f"{' or '.join(f.model_types)} ({f.name})" for f in reversed(FAMILIES) if f.model_types)
-    found = "is missing" if stated is None else f"is {quoted(stated)}"
+    problem = "is missing" if stated is None else f"is {quoted(stated)}"
     raise PlanError(
-        f"{checkpoint.folder}: config.json: model_type {found}, but the tensors have the names of {family.name}. "
+        f"{checkpoint.folder}: config.json: model_type {problem}, but the tensors have the names of {family.name}. "
         f"Known: {known}. Use the model's own config.json. {family.source_hint}"
     )
 

@@ -93,14 +93,14 @@ _FIELD: Final = re.compile("[a-z_][a-z0-9_.]*")
 
 def fields_of(shape: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that a shape of a tensor is made of, with their values; None for one that is not there."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in _FIELD.findall(shape):
         field = key_of(config, name)
         value: Any = config if field.startswith("vision_config.") else text_config(config)
         for part in field.split("."):
             value = mapping_or_empty(value).get(part)
-        found[field] = value
-    return found
+        values[field] = value
+    return values
 
 
 def evaluate_shape(shape: str, config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
@@ -179,24 +179,24 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return (place, quantization_config), the top level first; None if there is none under either of its names."""
-    for place, holder in (("config.json", config), ("config.json text_config", config.get("text_config"))):
+    """Return (path, quantization_config), the top level first; None if there is none under either of its names."""
+    for path, holder in (("config.json", config), ("config.json text_config", config.get("text_config"))):
         if isinstance(holder, Mapping):
             for key in QUANTIZATION_KEYS:
-                found = cast(Mapping[str, Any], holder).get(key)
-                if isinstance(found, dict):
-                    return place, cast(dict[str, Any], found)
+                quantization = cast(Mapping[str, Any], holder).get(key)
+                if isinstance(quantization, dict):
+                    return path, cast(dict[str, Any], quantization)
     return None
 
 
 def check_source_config(config: Mapping[str, Any], *, family: Family, where: str) -> None:
     """Refuse a quantization_config that states a different scheme (PlanError). Fields it leaves out are accepted."""
-    for place, found, expected in _statements(config, family.source_format):
+    for path, stated_fields, expected in _statements(config, family.source_format):
         for field, known in expected.items():
-            stated = found.get(field)
+            stated = stated_fields.get(field)
             if stated is not None and stated != known:
                 raise PlanError(
-                    f"{where}: config.json: {place}.{field} is {quoted(stated)}, but only {known!r} can be converted. "
+                    f"{where}: config.json: {path}.{field} is {quoted(stated)}, but only {known!r} can be converted. "
                     f"{family.source_hint} Or {family.source_format.export}"
                 )
 
@@ -204,18 +204,18 @@ def check_source_config(config: Mapping[str, Any], *, family: Family, where: str
 def _statements(
     config: Mapping[str, Any], known: SourceFormat
 ) -> Iterator[tuple[str, dict[str, Any], Mapping[str, object]]]:
-    """Yield (place, stated fields, known fields) for every part that describes the weights."""
+    """Yield (path, stated fields, known fields) for every part that describes the weights."""
     stated = {key: config.get(key) for key in QUANTIZATION_KEYS}
     if (inner := text_config(config)) is not config:
         stated |= {f"text_config.{key}": inner.get(key) for key in QUANTIZATION_KEYS}
-    for place, value in stated.items():
+    for path, value in stated.items():
         quantization = mapping_or_empty(value)
-        yield place, quantization, known.known_config
+        yield path, quantization, known.known_config
         for name, group in mapping_or_empty(quantization.get("config_groups")).items():
             weights = mapping_or_empty(mapping_or_empty(group).get("weights"))
-            yield f"{place}.config_groups.{shortened(name)}.weights", weights, known.known_weights
+            yield f"{path}.config_groups.{shortened(name)}.weights", weights, known.known_weights
             if weights:
-                yield f"{place}.config_groups.{shortened(name)}", mapping_or_empty(group), known.known_group
+                yield f"{path}.config_groups.{shortened(name)}", mapping_or_empty(group), known.known_group
 
 
 Experts = Mapping[int, Collection[int]]  # the numbers of the experts that have tensors, by layer
@@ -257,10 +257,10 @@ class DescribedModel:
         num_found = 0
         for expected in self.tensors(tensors, experts):
             name, dtypes, shape, _ = expected
-            found = tensors.get(name)
-            num_found += found is not None
-            if found is None or found.dtype not in dtypes or (shape is not None and found.shape != shape):
-                yield Fault(name, expected, found)
+            tensor = tensors.get(name)
+            num_found += tensor is not None
+            if tensor is None or tensor.dtype not in dtypes or (shape is not None and tensor.shape != shape):
+                yield Fault(name, expected, tensor)
         if num_found < len(tensors):
             known = {expected.name for expected in self.tensors(tensors, experts)}
             yield from (
@@ -359,8 +359,8 @@ def _form(module: str, tensors: Mapping[str, TensorInfo], family: Family) -> str
             return layout.name
     weight = tensors.get(f"{module}.{WEIGHT}")
     if scale is not None or (weight is not None and weight.dtype == "U8"):
-        found = (layout.name for layout in reversed(LAYOUTS.values()) if f"{module}.{layout.weight}" in tensors)
-        return next(found, next(iter(LAYOUTS)))
+        names = (layout.name for layout in reversed(LAYOUTS.values()) if f"{module}.{layout.weight}" in tensors)
+        return next(names, next(iter(LAYOUTS)))
     if weight is not None:
         return ""
     if f"{module}.{WEIGHT_PACKED}" in tensors:
@@ -389,9 +389,9 @@ def _stored_parameters(form: str, shape: tuple[int, ...] | None, has_input_scale
     known = next(row for row in SOURCE_FORMATS if row.title == form)
     packed = (rows, columns // known.columns_per_element)
     scales = (rows, columns // GROUP_SIZE)
-    found: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
+    parameters: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
         WEIGHT_PACKED: ((known.packed_dtype,), packed if shape is not None else None),
         WEIGHT_SCALE: (known.scale_dtypes, scales if shape is not None else None),
         WEIGHT_SHAPE: (("I32", "I64"), (2,)),
     }
-    return tuple((parameter, found[parameter][0], found[parameter][1]) for parameter in known.parameters)
+    return tuple((parameter, parameters[parameter][0], parameters[parameter][1]) for parameter in known.parameters)

@@ -112,14 +112,14 @@ def _grouped_query_tensors(text: Mapping[str, Any], *, has_bias: bool) -> dict[s
     return weights(norms | output) | weights(biased, has_bias=has_bias)
 
 
-def weights(shapes: Mapping[str, str], *, has_bias: bool = False) -> dict[str, str]:
+def weights(module_shapes: Mapping[str, str], *, has_bias: bool = False) -> dict[str, str]:
     """Return the shapes of modules' weights, and of their biases: one number for each row."""
-    found: dict[str, str] = {}
-    for module, shape in shapes.items():
-        found[f"{module}.{WEIGHT}"] = shape
+    shapes: dict[str, str] = {}
+    for module, shape in module_shapes.items():
+        shapes[f"{module}.{WEIGHT}"] = shape
         if has_bias:
-            found[f"{module}.bias"] = shape.partition(",")[0]
-    return found
+            shapes[f"{module}.bias"] = shape.partition(",")[0]
+    return shapes
 
 
 def below(stem: str, shapes: Mapping[str, str]) -> dict[str, str]:
@@ -150,11 +150,11 @@ def _layer_tensors(config: Mapping[str, Any], _layer: int, has_experts: bool) ->
 
 def outer_tensors(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the shapes of embedding, last norm and output head. Tied embeddings need no head."""
-    shapes = {"embed_tokens": "vocab_size, hidden_size", "norm": "hidden_size"}
-    found = below(prefix.removesuffix("."), weights(shapes))
+    modules = {"embed_tokens": "vocab_size, hidden_size", "norm": "hidden_size"}
+    shapes = below(prefix.removesuffix("."), weights(modules))
     if not is_tied(config):
-        found[f"{prefix.removesuffix(_TEXT_PREFIX)}lm_head.{WEIGHT}"] = "vocab_size, hidden_size"
-    return found
+        shapes[f"{prefix.removesuffix(_TEXT_PREFIX)}lm_head.{WEIGHT}"] = "vocab_size, hidden_size"
+    return shapes
 
 
 def vision_tensors(config: Mapping[str, Any]) -> dict[str, str]:
@@ -193,15 +193,15 @@ def _projector_tensors(vision: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
-    parts: list[tuple[str, bool]] = [("self_attn", True)]
+    names: list[tuple[str, bool]] = [("self_attn", True)]
     if Role.SHARED_EXPERTS not in roles:
-        parts.append(("shared_experts", True))
+        names.append(("shared_experts", True))
     if Role.DENSE_MLP not in roles:
-        parts += [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
-    parts += [("lm_head", True), ("mlp.gate", False)]
+        names += [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
+    names += [("lm_head", True), ("mlp.gate", False)]
     if has_vision:
-        return [*parts, ("vision_tower", True), ("mm_projector", True)]
-    return parts
+        return [*names, ("vision_tower", True), ("mm_projector", True)]
+    return names
 
 
 def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:

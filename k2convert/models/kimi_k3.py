@@ -134,10 +134,10 @@ def _kda_tensors(linear: Mapping[str, Any]) -> dict[str, str]:
     rows |= dict.fromkeys(
         ("q_conv1d", "k_conv1d", "v_conv1d"), f"F32: {width}, 1, linear_attn_config.short_conv_kernel_size"
     )
-    found: Any = linear.get("num_heads")
+    num_heads: Any = linear.get("num_heads")
     padded = heads
-    if isinstance(found, int):
-        padded = -(-found // _A_LOG_UNIT) * _A_LOG_UNIT
+    if isinstance(num_heads, int):
+        padded = -(-num_heads // _A_LOG_UNIT) * _A_LOG_UNIT
     return weights(rows) | {"A_log": f"F32: {padded}", "dt_bias": f"F32: {width}"}
 
 

@@ -217,17 +217,17 @@ class ColumnScaling:
     is_divided: bool
 
 
-def reads_norm(place: ModulePlace | TensorName) -> bool:
+def reads_norm(module: ModulePlace | TensorName) -> bool:
     """Return whether a module of a MoE layer reads the output of the norm before the MLP."""
-    return place.role is Role.ROUTER or (place.role in _READERS and place.projection in ("gate", "up"))
+    return module.role is Role.ROUTER or (module.role in _READERS and module.projection in ("gate", "up"))
 
 
-def column_scaling(parts: TensorName, *, family: Family) -> ColumnScaling | None:
+def column_scaling(tensor_name: TensorName, *, family: Family) -> ColumnScaling | None:
     """Return how smoothing changes an unconverted tensor of a MoE layer, None if it does not."""
-    if parts.layer is None or parts.parameter != WEIGHT:
+    if tensor_name.layer is None or tensor_name.parameter != WEIGHT:
         return None
-    if parts.module == family.mlp_norm.format(layer=parts.layer):
-        return ColumnScaling(parts.layer, is_divided=False)
-    if reads_norm(parts):
-        return ColumnScaling(parts.layer, is_divided=True)
+    if tensor_name.module == family.mlp_norm.format(layer=tensor_name.layer):
+        return ColumnScaling(tensor_name.layer, is_divided=False)
+    if reads_norm(tensor_name):
+        return ColumnScaling(tensor_name.layer, is_divided=True)
     return None

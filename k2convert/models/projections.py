@@ -79,15 +79,15 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             f"{source.folder}: this checkpoint is Quark's, whose MXFP4 is not converted. {family.source_hint}"
         )
     # NVFP4 first: its block scales are FP8 too.
-    for name, parts in names.items():
-        if parts.parameter not in _TELLING:
+    for name, tensor_name in names.items():
+        if tensor_name.parameter not in _TELLING:
             continue
         tensor = source.tensors[name]
         form = NVFP4
-        if parts.parameter == WEIGHT_PACKED and not any(
-            f"{parts.module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES
+        if tensor_name.parameter == WEIGHT_PACKED and not any(
+            f"{tensor_name.module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES
         ):
-            form = packed_form(tensor, source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}"))
+            form = packed_form(tensor, source.tensors.get(f"{tensor_name.module}.{WEIGHT_SCALE}"))
         if form == NVFP4 or (not form and known.packed_dtype != tensor.dtype):
             raise PlanError(
                 f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. There is nothing to do."
@@ -101,7 +101,7 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
         is_scale = tensor.dtype in known.scale_dtypes and name.endswith(WEIGHT_SCALE)
         if not is_scale and tensor.dtype.startswith("F8_"):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
-    if not any(parts.parameter == WEIGHT_PACKED for parts in names.values()):
+    if not any(tensor_name.parameter == WEIGHT_PACKED for tensor_name in names.values()):
         raise PlanError(
             f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} (a BF16 copy?). "
             f"{family.source_hint} ModelOpt and llm-compressor quantize BF16 models."
@@ -117,60 +117,61 @@ def find_projections(
 ) -> dict[str, Projection]:
     """Find every packed module, and the BF16 modules in `roles`, by module name; PlanError for incomplete ones."""
     modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    for name, parts in names.items():
-        modules[parts.module][parts.parameter] = source.tensors[name]
+    for name, tensor_name in names.items():
+        modules[tensor_name.module][tensor_name.parameter] = source.tensors[name]
     projections: dict[str, Projection] = {}
-    for name, parts in names.items():
-        module = parts.module
-        found = modules[module]
-        if WEIGHT_PACKED in found and module not in projections:
-            projections[module] = _packed_projection(parts, found)
-        elif parts.parameter in _PACKED_PARAMETERS and WEIGHT_PACKED not in found:
+    for name, tensor_name in names.items():
+        module = tensor_name.module
+        parameters = modules[module]
+        if WEIGHT_PACKED in parameters and module not in projections:
+            projections[module] = _packed_projection(tensor_name, parameters)
+        elif tensor_name.parameter in _PACKED_PARAMETERS and WEIGHT_PACKED not in parameters:
             raise PlanError(
-                f"{found[parts.parameter].shard}: {name}: no shard has its {WEIGHT_PACKED}. {SOURCE_REMEDY}"
+                f"{parameters[tensor_name.parameter].shard}: {name}: no shard has its {WEIGHT_PACKED}. {SOURCE_REMEDY}"
             )
-        elif parts.role in roles and parts.parameter == WEIGHT:
-            projections[module] = _bf16_projection(parts, found[WEIGHT])
+        elif tensor_name.role in roles and tensor_name.parameter == WEIGHT:
+            projections[module] = _bf16_projection(tensor_name, parameters[WEIGHT])
     return projections
 
 
-def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
+def projection_of(source: Checkpoint, tensor_name: TensorName) -> Projection:
     """Return one module of the source as a projection: packed or BF16; PlanError if it is neither."""
     parameters = (*_PACKED_PARAMETERS, WEIGHT)
-    found = {p: t for p in parameters if (t := source.tensors.get(f"{parts.module}.{p}")) is not None}
-    if WEIGHT_PACKED in found:
-        return _packed_projection(parts, found)
-    if WEIGHT not in found:
-        raise PlanError(f"{source.folder}: {parts.module}: not in the source.")
-    return _bf16_projection(parts, found[WEIGHT])
+    tensors = {p: t for p in parameters if (t := source.tensors.get(f"{tensor_name.module}.{p}")) is not None}
+    if WEIGHT_PACKED in tensors:
+        return _packed_projection(tensor_name, tensors)
+    if WEIGHT not in tensors:
+        raise PlanError(f"{source.folder}: {tensor_name.module}: not in the source.")
+    return _bf16_projection(tensor_name, tensors[WEIGHT])
 
 
 def _export(known: SourceFormat) -> str:
     return f"To convert it, {known.export}"
 
 
-def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
-    packed = found[WEIGHT_PACKED]
-    module = parts.module
+def _packed_projection(tensor_name: TensorName, tensors: dict[str, TensorInfo]) -> Projection:
+    packed = tensors[WEIGHT_PACKED]
+    module = tensor_name.module
     known = format_of(packed)
     where = f"{packed.shard}: {module}"
-    if parts.role not in CONVERTIBLE_ROLES:
+    if tensor_name.role not in CONVERTIBLE_ROLES:
         raise PlanError(
-            f"{where}: is {known.title} in the role {parts.role}; no engine loads this role in NVFP4. {_export(known)}"
+            f"{where}: is {known.title} in the role {tensor_name.role}; no engine loads this role in NVFP4. "
+            f"{_export(known)}"
         )
     for parameter in known.parameters:
-        if parameter not in found:
+        if parameter not in tensors:
             advice = SOURCE_REMEDY
             if parameter == WEIGHT_SHAPE:
                 advice = _export(known)
             raise PlanError(f"{where}.{parameter}: missing in every shard. {advice}")
-    if extra := sorted(set(found) - set(known.parameters)):
+    if extra := sorted(set(tensors) - set(known.parameters)):
         raise PlanError(
             f"{where}.{extra[0]}: not part of a symmetric {known.title} projection (asymmetric or act-order?). "
             f"{_export(known)}"
         )
-    scale = found[WEIGHT_SCALE]
-    shape = found.get(WEIGHT_SHAPE)
+    scale = tensors[WEIGHT_SCALE]
+    shape = tensors.get(WEIGHT_SHAPE)
     _expect(packed, dtypes=(known.packed_dtype,), rank=2)
     _expect(scale, dtypes=known.scale_dtypes, rank=2, advice=_export(known))
     if shape is not None:
@@ -190,12 +191,12 @@ def _packed_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Proje
     if shape is not None and shape.shape != (2,):
         raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {SOURCE_REMEDY}")
     return Projection(
-        module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns,
+        module, tensor_name.role, str(tensor_name.projection), tensor_name.sharing_key, num_rows, num_columns,
         packed=packed, scale=scale, shape=shape,
     )  # fmt: skip
 
 
-def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
+def _bf16_projection(tensor_name: TensorName, weight: TensorInfo) -> Projection:
     _expect(weight, dtypes=("BF16",), rank=2)
     num_rows, num_columns = weight.shape
     if num_columns % BLOCK_SIZE:
@@ -204,7 +205,13 @@ def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
             f"{SOURCE_REMEDY}"
         )
     return Projection(
-        parts.module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns, weight=weight
+        tensor_name.module,
+        tensor_name.role,
+        str(tensor_name.projection),
+        tensor_name.sharing_key,
+        num_rows,
+        num_columns,
+        weight=weight,
     )
 
 
@@ -250,9 +257,9 @@ def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None
 
 def find_experts(names: Iterable[TensorName]) -> Experts:
     experts: dict[int, set[int]] = defaultdict(set)
-    for parts in names:
-        if parts.expert is not None and parts.layer is not None:
-            experts[parts.layer].add(parts.expert)
+    for tensor_name in names:
+        if tensor_name.expert is not None and tensor_name.layer is not None:
+            experts[tensor_name.layer].add(tensor_name.expert)
     return experts
 
 

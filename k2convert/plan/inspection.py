@@ -72,14 +72,14 @@ def inspect_checkpoint(
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed: dict[str, str] = {}
-    for name, parts in names.items():
-        if parts.parameter == WEIGHT_PACKED:
-            scale = source.tensors.get(f"{parts.module}.{WEIGHT_SCALE}")
-            packed[parts.module] = packed_form(source.tensors[name], scale) or NVFP4
-        elif source.tensors[name].dtype == "U8" and parts.parameter == WEIGHT:
-            packed[parts.module] = NVFP4
+    for name, tensor_name in names.items():
+        if tensor_name.parameter == WEIGHT_PACKED:
+            scale = source.tensors.get(f"{tensor_name.module}.{WEIGHT_SCALE}")
+            packed[tensor_name.module] = packed_form(source.tensors[name], scale) or NVFP4
+        elif source.tensors[name].dtype == "U8" and tensor_name.parameter == WEIGHT:
+            packed[tensor_name.module] = NVFP4
     counts = family.read_architecture(source.config, str(source.folder))
-    found = find_quantization_config(source.config)
+    quantization = find_quantization_config(source.config)
     recipe = cast(str | None, family.recipe)
     named = source.config.get("architectures")
     oddities = _oddities(source, names, counts, family)
@@ -90,15 +90,15 @@ def inspect_checkpoint(
         if conversion is None:
             oddities.append(f"cannot be converted: {str(error).replace(str(source.folder), shown_as)}")
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for name, parts in names.items():
+    for name, tensor_name in names.items():
         tensor = source.tensors[name]
-        form = packed.get(parts.module)
+        form = packed.get(tensor_name.module)
         weights = math.prod(tensor.shape)
-        if form is not None and parts.parameter in _PACKED_PARAMETERS[form]:
-            weights *= _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
+        if form is not None and tensor_name.parameter in _PACKED_PARAMETERS[form]:
+            weights *= _WEIGHTS_PER_CODE[form] if tensor_name.parameter in (WEIGHT, WEIGHT_PACKED) else 0
         else:
             form = None
-        entry = sums[parts.role, form or tensor.dtype]
+        entry = sums[tensor_name.role, form or tensor.dtype]
         entry[0] += 1
         entry[1] += tensor.num_bytes
         entry[2] += weights
@@ -119,7 +119,7 @@ def inspect_checkpoint(
         mxfp4_projections=sum(form == MXFP4.title for form in packed.values()),
         nvfp4_projections=sum(form == NVFP4 for form in packed.values()),
         holdings=[Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])],
-        quantization=None if found is None else {"where": found[0], **_headline(found[1])},
+        quantization=None if quantization is None else {"where": quantization[0], **_headline(quantization[1])},
         oddities=oddities,
         recipe=recipe,
     )
@@ -147,9 +147,9 @@ def _oddities(
     if len(shapes) > 1:
         notes.append("weight_shape is " + " and ".join(f"{dtype} ({n})" for dtype, n in shapes.items()))
     apart: dict[str, set[str]] = defaultdict(set)
-    for name, parts in names.items():
-        if parts.projection is not None:
-            apart[parts.sharing_key].add(source.tensors[name].shard)
+    for name, tensor_name in names.items():
+        if tensor_name.projection is not None:
+            apart[tensor_name.sharing_key].add(source.tensors[name].shard)
     if split := sum(len(shards) > 1 for shards in apart.values()):
         notes.append(f"{split} gate/up pair(s) or projection(s) are split over several shards")
     inner = text_config(source.config)

@@ -194,8 +194,8 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     for layer in scaled_layers:
         if (name := f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
             raise PlanError(f"{source.folder}: {name}: not in the source. {SOURCE_REMEDY}")
-    for name, parts in names.items():
-        if parts.layer not in scaled_layers or (scaling := column_scaling(parts, family=family)) is None:
+    for name, tensor_name in names.items():
+        if tensor_name.layer not in scaled_layers or (scaling := column_scaling(tensor_name, family=family)) is None:
             continue
         tensor = source.tensors[name]
         columns = architecture.hidden_size
@@ -276,9 +276,9 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
         else:
             action = "copy" if step.scaling is None else "scale"
             sources = [step.tensor]
-        found = counts.setdefault(action, {**none})
-        found["source_tensors"] += len(sources)
-        found["bytes_in"] += sum(tensor.num_bytes for tensor in sources)
-        found["tensors"] += step.num_outputs
-        found["bytes_out"] += step.num_bytes
+        entry = counts.setdefault(action, {**none})
+        entry["source_tensors"] += len(sources)
+        entry["bytes_in"] += sum(tensor.num_bytes for tensor in sources)
+        entry["tensors"] += step.num_outputs
+        entry["bytes_out"] += step.num_bytes
     return counts

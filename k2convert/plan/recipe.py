@@ -269,23 +269,23 @@ def _merge(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    parts: list[str] = []
+    problems: list[str] = []
     models = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             model = models.get(str(problem["loc"][0]), Recipe)
             known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model
-            parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
+            problems.append(f"unknown key {quoted(key)}{'' if any(known in part for part in problems) else known}")
         else:
             reason = problem["msg"].removeprefix("Value error, ")
             if reason.startswith("Input should be "):
-                wanted = reason.removeprefix("Input should be ").replace("a valid ", "a ")
-                reason = f"{quoted(problem['input'])} must be {wanted}"
+                expected = reason.removeprefix("Input should be ").replace("a valid ", "a ")
+                reason = f"{quoted(problem['input'])} must be {expected}"
             if problem["type"] == "tuple_type":
                 reason = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
-            parts.append(f"{shortened(place)}: {reason}" if place else reason)
-    return "; ".join(parts[:MAX_PROBLEMS])
+            problems.append(f"{shortened(key)}: {reason}" if key else reason)
+    return "; ".join(problems[:MAX_PROBLEMS])
 
 
 def _repeated_key(node: yaml.Node | None) -> str | None:

@@ -54,9 +54,9 @@ class ReferenceQuantizer:
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
-        found = source.magnitude(name=name)
+        magnitude = source.magnitude(name=name)
         weight = self.dequantize(source)
-        return replace(found, amax=float(weight.abs().max()) if weight.numel() else 0.0)
+        return replace(magnitude, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
     def global_scale(self, magnitude: Magnitude) -> float:
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""

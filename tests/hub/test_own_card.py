@@ -16,7 +16,7 @@ from loopback_store import Entry
 from published import JOB
 
 from k2convert.hub.client import Hub
-from k2convert.hub.own_card import is_by_hand, marked, settle_card
+from k2convert.hub.own_card import card_to_commit, is_by_hand, marked
 from k2convert.hub.source_card import read_source_card
 from k2convert.report.card import render_card
 from k2convert.report.figures import collect_report
@@ -151,7 +151,7 @@ def test_every_form_of_front_matter_is_completed(server: LoopbackHub, hub: Hub, 
     made = marked(
         "---\nlicense: other\nlicense_name: x\nbase_model: a/b\nbase_model_relation: quantized\n---\n# Made\n"
     )
-    settled = settle_card(hub, made.encode(), here=card, there=None)
+    settled = card_to_commit(hub, made.encode(), here=card, there=None)
     assert settled is not None
     fields, text = parts(settled.decode())
     assert text.strip().endswith("Mine")
@@ -159,7 +159,7 @@ def test_every_form_of_front_matter_is_completed(server: LoopbackHub, hub: Hub, 
     assert ("license_name" in fields) == ("mit" not in card)
     assert fields["base_model"] == ("my/other" if "my/other" in card else "a/b")
     assert ("base_model_relation" in fields) == ("my/other" not in card)
-    again = settle_card(hub, made.encode(), here=None, there=settled.decode())
+    again = card_to_commit(hub, made.encode(), here=None, there=settled.decode())
     assert again is None, "complete: the repository's stays as it is"
 
 

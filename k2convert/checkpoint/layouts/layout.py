@@ -58,14 +58,14 @@ class CheckpointLayout:
         packed = (num_rows, num_columns // 2)
         blocks = (num_rows, num_columns // BLOCK_SIZE)
         scalar = (1,) if self.is_divisor else ()
-        found: list[tuple[str, str, tuple[int, ...], int]] = [
+        tensors: list[tuple[str, str, tuple[int, ...], int]] = [
             (self.weight, "U8", packed, packed[0] * packed[1]),
             (self.block_scale, "F8_E4M3", blocks, blocks[0] * blocks[1]),
             (self.global_scale, "F32", scalar, 4),
         ]
         if has_input_scale:
-            found.append((self.input_scale, "F32", scalar, 4))
-        return found
+            tensors.append((self.input_scale, "F32", scalar, 4))
+        return tensors
 
     def encode_scalar(self, value: float) -> bytes:
         """Return the FP32 bytes of a scale as this layout stores it; raises FormatError if FP32 cannot hold it."""

@@ -45,12 +45,12 @@ class Magnitude:
 
     def merge(self, other: Magnitude) -> Magnitude:
         """The magnitude of both tensors together."""
-        found = [e for e in (self.largest_exponent, other.largest_exponent) if e is not None]
+        exponents = [e for e in (self.largest_exponent, other.largest_exponent) if e is not None]
         return Magnitude(
             scale_max=max(self.scale_max, other.scale_max),
             amax=max(self.amax, other.amax),
             is_int4=self.is_int4 or other.is_int4,
-            largest_exponent=max(found, default=None),
+            largest_exponent=max(exponents, default=None),
         )
 
 

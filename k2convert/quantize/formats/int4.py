@@ -95,11 +95,11 @@ class Int4Weight:
 
         The product is exact in float32: q has 4 significant bits, s (divided by a power of two or not) has 8.
         """
-        found = np.empty(self.shape, dtype=np.uint16)
+        bits = np.empty(self.shape, dtype=np.uint16)
         for start, stop in row_chunks(*self.shape):
             with np.errstate(over="ignore"):
-                found[start:stop] = bf16_bits(self.rows(start, stop).values())
-        return found
+                bits[start:stop] = bf16_bits(self.rows(start, stop).values())
+        return bits
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """A view of some rows."""

@@ -37,7 +37,7 @@ _CHUNK_GROUPS: Final = 1024
 class Mxfp4Weight(Bf16Weight):
     """An MXFP4 projection: `packed` uint8 [N, K/2], `scale_bytes` uint8 [N, K/32]; FormatError if shapes do not fit."""
 
-    __slots__ = ("packed", "scale_bytes", "tally")
+    __slots__ = ("counts", "packed", "scale_bytes")
 
     def __init__(self, packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]) -> None:
         are_bytes = packed.dtype == scale_bytes.dtype == np.uint8 and packed.ndim == scale_bytes.ndim == 2
@@ -48,7 +48,7 @@ class Mxfp4Weight(Bf16Weight):
             )
         self.packed = packed
         self.scale_bytes = scale_bytes
-        self.tally: NDArray[np.int64] | None = None  # what the kernels count once, see kernels/cpu.py
+        self.counts: NDArray[np.int64] | None = None  # what the kernels count once, see kernels/cpu.py
 
     @classmethod
     def load(cls, packed: NDArray[np.uint8], scale: NDArray[np.uint8], rows: int, name: str) -> Mxfp4Weight:

@@ -61,9 +61,9 @@ def _measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
 
 def _measure_mxfp4(weight: Mxfp4Weight, *, name: str) -> Magnitude:
     check_mxfp4_scales(weight.scale_bytes, name=name)
-    tally = tally_mxfp4(weight)
-    used = np.flatnonzero(tally[:, 0])
-    amax = float(np.ldexp(np.array(E2M1_VALUES)[tally[used, 3]], used - SCALE_BIAS).max(initial=0.0))
+    counts = mxfp4_counts(weight)
+    used = np.flatnonzero(counts[:, 0])
+    amax = float(np.ldexp(np.array(E2M1_VALUES)[counts[used, 3]], used - SCALE_BIAS).max(initial=0.0))
     exponent = check_exponent(used[-1] if used.size else None, name=name)
     return Magnitude(scale_max=amax, amax=amax, is_int4=False, largest_exponent=exponent)
 
@@ -72,14 +72,14 @@ _MEASURES: Final[dict[type, Callable[..., Magnitude]]] = {Int4Weight: _measure_i
 """The formats that kernels measure."""
 
 
-def tally_mxfp4(weight: Mxfp4Weight) -> NDArray[np.int64]:
+def mxfp4_counts(weight: Mxfp4Weight) -> NDArray[np.int64]:
     """Return exact counts by scale byte, int64 [256, 4]: groups that are not empty, codes that are not zero, the sum of
     their (2v)**2, and the largest code. They are kept with the weight."""
-    if weight.tally is None:
-        tallies = np.zeros(4 * 256, dtype=np.int64)
-        _cpu.tally_mxfp4(flat(weight.packed), flat(weight.scale_bytes), tallies)
-        weight.tally = tallies.reshape(256, 4)
-    return weight.tally
+    if weight.counts is None:
+        counts = np.zeros(4 * 256, dtype=np.int64)
+        _cpu.tally_mxfp4(flat(weight.packed), flat(weight.scale_bytes), counts)
+        weight.counts = counts.reshape(256, 4)
+    return weight.counts
 
 
 @dataclass(frozen=True, slots=True)

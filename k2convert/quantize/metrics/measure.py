@@ -27,7 +27,7 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, tally_mxfp4
+from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, mxfp4_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
@@ -55,17 +55,17 @@ def measure_quantized(
 ) -> WeightMetrics:
     """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
 
-    `magnitude` is that of all tensors that share the global scale. `converted` is what the conversion found. The name
+    `magnitude` is that of all tensors that share the global scale. `converted` is what the conversion counted. The name
     decides which rows are sampled. `rule` is None if the codes are not those of one of RULES alone.
     """
     if result.shape != source.shape:
         raise FormatError(f"{name}: an NVFP4 weight {list(result.shape)} for a source {list(source.shape)}")
     if result.block_scales.size and result.block_scales.max() > MAX_BYTE:
         raise FormatError(f"{name}: an NVFP4 block scale is negative or NaN")
-    outside, found = (None, None) if converted is None else (converted.outside_normal, converted.sums)
-    if found is None:
-        found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
-    least = found.least_scale
+    outside, sums = (None, None) if converted is None else (converted.outside_normal, converted.sums)
+    if sums is None:
+        sums = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
+    least = sums.least_scale
     counts = _CAST_COUNTS.get(type(source)) if rule is not None and RULES[rule].casts_mxfp4 else None
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
@@ -73,22 +73,22 @@ def measure_quantized(
     if counts is not None:
         sampled, error, error_max = 0, 0.0, 0.0
     elif rule == "max":
-        sampled, error, error_max = result.block_scales.size, found.squared_error, found.squared_error
+        sampled, error, error_max = result.block_scales.size, sums.squared_error, sums.squared_error
     else:
         sampled, error, error_max = _sample(source, result, magnitude=magnitude, seed=zlib.crc32(name.encode()))
     return WeightMetrics(
         num_weights=2 * result.packed.size,
         num_blocks=result.block_scales.size,
-        energy=found.energy,
-        squared_error=found.squared_error,
-        num_nonzero=found.num_nonzero,
-        equal_nonzero=found.equal_nonzero,
-        equal_blocks=found.equal_blocks,
+        energy=sums.energy,
+        squared_error=sums.squared_error,
+        num_nonzero=sums.num_nonzero,
+        equal_nonzero=sums.equal_nonzero,
+        equal_blocks=sums.equal_blocks,
         num_codes=None if least is None else 2 * result.packed.size,
-        max_error_steps=found.max_error_steps,
-        recoverable_codes=found.recoverable_codes,
-        num_five_or_seven=found.num_five_or_seven,
-        num_minus_eight=found.num_minus_eight,
+        max_error_steps=sums.max_error_steps,
+        recoverable_codes=sums.recoverable_codes,
+        num_five_or_seven=sums.num_five_or_seven,
+        num_minus_eight=sums.num_minus_eight,
         blocks_outside_normal=outside,
         scale_spread_exceeded=None if least is None else int(magnitude.scale_max / least > MAX_SCALE_SPREAD),
         min_scale_byte=min(used, default=None),
@@ -144,7 +144,7 @@ def _add_up_int4(source: Int4Weight, written: _Written) -> Sums:
 def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
     """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
     packed, block_scales, block_values = written
-    tally = tally_mxfp4(source)
+    counts = mxfp4_counts(source)
     groups = source.groups()
     scales = flat(source.scale_bytes)
     codes = flat(packed).reshape(groups.shape)
@@ -153,7 +153,7 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
     exists_S = is_same.any(axis=1)
     expected = look_up(is_same.argmax(axis=1).astype(np.uint8), scales)
     is_equal = (expected == written_scales[:, 0]) & (expected == written_scales[:, 1])
-    if not exists_S[np.flatnonzero(tally[:, 0])].all():
+    if not exists_S[np.flatnonzero(counts[:, 0])].all():
         is_equal &= exists_S[scales]
     if packed is not source.packed and not np.array_equal(groups.view(np.uint64), codes.view(np.uint64)):
         is_equal &= (groups == codes).all(axis=1)
@@ -168,10 +168,10 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
         rest_counts += _cpu.measure_bf16(*arrays, block_values, 2 * codes[some].size, sums)[:3]
         errors.append(float(sums[1]))
     num_rest, equal_rest, equal_blocks = rest_counts.tolist()
-    num_nonzero = int(tally[:, 1].sum())
+    num_nonzero = int(counts[:, 1].sum())
     exact_blocks = BLOCKS_PER_GROUP * (len(groups) - others.size)
     return Sums(
-        energy=_sum(tally[:, 2] * SCALE_VALUES**2 / 4),
+        energy=_sum(counts[:, 2] * SCALE_VALUES**2 / 4),
         squared_error=_sum(np.array(errors)),
         num_nonzero=num_nonzero,
         equal_nonzero=num_nonzero - num_rest + equal_rest,
@@ -181,7 +181,7 @@ def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
 
 def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | None]:
     """Return the counts of a cast, by their fields in WeightMetrics."""
-    groups_S = tally_mxfp4(source)[:, 0]
+    groups_S = mxfp4_counts(source)[:, 0]
     steps_S = np.arange(256) - SCALE_BIAS - global_exponent(global_scale)
     used = np.flatnonzero(groups_S)
     below = int(groups_S[steps_S < SMALLEST_STEP].sum())

@@ -153,8 +153,8 @@ class MetricsSum:
             raise ValueError("no metrics to add up")
         sums = {name: math.fsum(values) for name, values in self._reals.items()}
         histogram = dict(sorted(self._histogram.items()))
-        found: dict[str, Any] = {**dict.fromkeys(_SUMMED), **self._extremes, **self._counts, **sums}
-        return WeightMetrics(**found, scale_histogram=histogram)
+        figures: dict[str, Any] = {**dict.fromkeys(_SUMMED), **self._extremes, **self._counts, **sums}
+        return WeightMetrics(**figures, scale_histogram=histogram)
 
 
 _SUMMED = tuple(field.name for field in fields(WeightMetrics) if field.name != "scale_histogram")

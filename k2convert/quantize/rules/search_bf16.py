@@ -63,8 +63,8 @@ def _best_scale_bytes(blocks_ME: NDArray[np.float64], global_scale: float) -> ND
     amax_M = weights_EM.max(axis=0)
     all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
     steps = decode_e4m3(all_bytes) * global_scale
-    found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
+    ranks = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    first_M = np.minimum(np.asarray(ranks, dtype=np.int64), len(steps) - 1)
     best_M = _search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
     in_last_octave = 2 * amax_M < 7 * steps[best_M]
     out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)

@@ -21,7 +21,7 @@ from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.hessian import damp_hessian
 from k2convert.quantize.gptq.rounding import round_gptq
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import convert, measure_magnitude, tally_mxfp4
+from k2convert.quantize.kernels.cpu import convert, measure_magnitude, mxfp4_counts
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.rules import RULES
 
@@ -87,7 +87,7 @@ def test_other_formats(driver: Path) -> None:
         for rule in ("mse", "max"):
             record(bf16_weight(weights(64, 256).bfloat16()), rule)
             record(Bf16Weight(rng.integers(0, 128, (16, 256), np.uint16) | 0x8000), rule)
-        tally_mxfp4(
+        mxfp4_counts(
             Mxfp4Weight(rng.integers(0, 256, (500, 128), np.uint8), rng.integers(0, 255, (500, 8)).astype(np.uint8))
         )
     assert {name for name, _ in calls} >= {"measure_bf16", "quantize_mse_bf16", "quantize_max_bf16", "tally_mxfp4"}
