@@ -144,12 +144,12 @@ def _size_notices(
     limit = PRO_PRIVATE_BYTES if is_pro else FREE_PRIVATE_BYTES
     if private and total > limit:
         kind = "a PRO account" if is_pro else "a free account"
-        room = f"{limit / 1e9:,.0f} GB"
+        quota = f"{limit / 1e9:,.0f} GB"
         if namespace != account.get("name"):
             kind = "an organization"
-            room = "what its plan says (free: 100 GB)"
+            quota = "what its plan says (free: 100 GB)"
         notices.append(
-            f"{total / 1e9:,.0f} GB are for a private repository; {kind} has {room} of private storage. "
+            f"{total / 1e9:,.0f} GB are for a private repository; {kind} has {quota} of private storage. "
             "If that is not enough, the Hub refuses uploads midway: use --public or a larger plan"
         )
     return notices

@@ -113,19 +113,19 @@ _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "s
 
 def settle_recipe(recipe: Recipe, *, has_text: bool = False, to_hub: bool = False) -> Recipe:
     """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it."""
-    settled: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
         if recipe.quantizer == "reference":
-            settled["rule"] = "max"
+            changes["rule"] = "max"
         elif has_text:
-            settled["rule"] = "gptq"
+            changes["rule"] = "gptq"
     if has_text and "budget" not in recipe.model_fields_set:
-        settled["budget"] = Budget(tensor_sqnr_db=_GPTQ_TENSOR_SQNR_DB)
+        changes["budget"] = Budget(tensor_sqnr_db=_GPTQ_TENSOR_SQNR_DB)
     if has_text and recipe.smoothing is None:
-        settled["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
+        changes["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
     elif not has_text and not recipe.smoothing:
-        settled["smoothing"] = None
-    recipe = recipe.model_copy(update=settled)
+        changes["smoothing"] = None
+    recipe = recipe.model_copy(update=changes)
     for is_wrong, problem in _contradictions(recipe, text=has_text, to_hub=to_hub):
         if is_wrong:
             raise RecipeError(f"recipe {recipe.name}: {problem}")

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command import RunCli, run_cli, run_here
+from command import RunCli, run_here
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.hub.client import Hub, RepoRef
@@ -67,20 +67,6 @@ def cli(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> Ru
     def run(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         done = run_here(*args, code=code, **env)
         assert TOKEN not in done.stdout + done.stderr
-        return done
-
-    return run
-
-
-@pytest.fixture
-def cli_process(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> RunCli:
-    """The command in a separate process, which reads the environment as a user's does."""
-    monkeypatch.chdir(cwd)
-
-    def run(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        done = run_cli(*args, **env)
-        assert TOKEN not in done.stdout + done.stderr
-        assert code in (None, done.returncode), done.stderr
         return done
 
     return run

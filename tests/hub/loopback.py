@@ -25,7 +25,7 @@ from loopback_store import Entry, Store
 CHUNK_BYTES = 1 << 20
 CERTIFICATE = Path(__file__).with_name("loopback.pem")
 TOKEN = "hf_LoopbackSecretThatMustNeverBeSeen"
-_RESOLVE = re.compile(r"/(?:api/resolve-cache/models/)?((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_RESOLVE = re.compile(r"/(?:api/resolve-cache/models/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class LoopbackHub:

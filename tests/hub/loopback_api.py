@@ -57,11 +57,9 @@ class Api:
                 return self._create(json.loads(body))
             if path.endswith(".git/info/lfs/objects/batch"):
                 return self._lfs_batch(json.loads(body))
-            kind, _, address = path.removeprefix("/api/").partition("/")
-            if kind not in ("models", "datasets"):
+            if not path.startswith("/api/models/"):
                 return refused(404, "NotFound", path)
-            owner, name, *rest = address.split("/")
-            owner = owner if kind == "models" else f"datasets/{owner}"
+            owner, name, *rest = path.removeprefix("/api/models/").split("/")
             repo = self.store.repos.get(f"{owner}/{name}")
             if repo is None or (repo.private and token is None):
                 return refused(401 if token is None else 404, "RepoNotFound", "Repository not found")

@@ -69,11 +69,11 @@ def test_faults_are_survived(
 
 
 @pytest.mark.slow
-def test_a_job_continued_with_less_room_keeps_to_it(
+def test_a_job_continued_with_less_disk_keeps_to_it(
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path, without_xet: None
 ) -> None:
-    """Killed with two shards to upload and two fetched; together with one more they would exceed the room."""
-    room = 7_000_000
+    """Killed with two shards to upload and two fetched; together with one more they would exceed the limit."""
+    limit = 7_000_000
     work = cwd / "k2convert-work" / "me--out"
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_hub.traffic.up = Line(1000.0)
@@ -88,12 +88,12 @@ def test_a_job_continued_with_less_room_keeps_to_it(
         (work / ".k2convert" / "shards" / f"{name}.json").unlink()
     for name in shards[2:4]:
         shutil.copy(tiny / name, work / ".k2convert" / "download")
-    assert used_bytes(cwd) < room
+    assert used_bytes(cwd) < limit
     tiny_hub.traffic.up = Line(1_500_000.0)
     with Watched(cwd) as watched:
-        cli(*JOB, "--max-disk", str(room), code=0)
+        cli(*JOB, "--max-disk", str(limit), code=0)
     assert_published(tiny_hub, local_result)
-    assert watched.most < room
+    assert watched.most < limit
 
 
 @pytest.mark.quick(1)

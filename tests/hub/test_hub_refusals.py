@@ -189,10 +189,9 @@ def test_what_a_server_says_is_printed_without_tokens(tiny_hub: LoopbackHub, cli
     assert not any(secret in errors for secret in (other, "secret", "s3cret"))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b"])
-def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli_process: RunCli, inside: str) -> None:
-    done = cli_process(*JOB, HF_TOKEN=f"hf_Part{inside}Other", code=1)
+def test_a_token_for_no_request_is_refused_unseen(tiny_hub: LoopbackHub, cli: RunCli, inside: str) -> None:
+    done = cli(*JOB, HF_TOKEN=f"hf_Part{inside}Other", code=1)
     assert "has a character that tokens never have" in done.stderr
     assert "Part" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

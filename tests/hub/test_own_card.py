@@ -151,15 +151,15 @@ def test_every_form_of_front_matter_is_completed(server: LoopbackHub, hub: Hub, 
     made = marked(
         "---\nlicense: other\nlicense_name: x\nbase_model: a/b\nbase_model_relation: quantized\n---\n# Made\n"
     )
-    settled = card_to_commit(hub, made.encode(), here=card, there=None)
-    assert settled is not None
-    fields, text = parts(settled.decode())
+    completed = card_to_commit(hub, made.encode(), here=card, there=None)
+    assert completed is not None
+    fields, text = parts(completed.decode())
     assert text.strip().endswith("Mine")
     assert fields["license"] == ("mit" if "mit" in card else "other")
     assert ("license_name" in fields) == ("mit" not in card)
     assert fields["base_model"] == ("my/other" if "my/other" in card else "a/b")
     assert ("base_model_relation" in fields) == ("my/other" not in card)
-    again = card_to_commit(hub, made.encode(), here=None, there=settled.decode())
+    again = card_to_commit(hub, made.encode(), here=None, there=completed.decode())
     assert again is None, "complete: the repository's stays as it is"
 
 

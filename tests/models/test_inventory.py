@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command import run_here, said
 
 from k2convert.check.contract.result import read_result
@@ -22,8 +21,7 @@ from k2convert.models.projections import find_experts
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
 from scripts.fixture_maker.config import k2_config, k25_config
-from scripts.fixture_maker.damage import edit_checkpoint
-from scripts.fixture_maker.folder import SmallCheckpoint
+from scripts.fixture_maker.damage import edit_tensor
 from scripts.fixture_maker.headers import k2_thinking_parts, k25_parts
 from scripts.fixture_maker.inventory import (
     K2_SHAPE,
@@ -306,51 +304,9 @@ def test_what_is_wrong_is_said_with_its_remedy(what: str) -> None:
     assert str(refused.value).endswith((".", ")"))
 
 
-def remove(name: str) -> Callable[[SmallCheckpoint], None]:
-    return lambda checkpoint: checkpoint.shards[checkpoint.shard_of(name)].__delitem__(name)
-
-
-def wrap(name: str) -> Callable[[SmallCheckpoint], None]:
-    def change(checkpoint: SmallCheckpoint) -> None:
-        members = checkpoint.shards[checkpoint.shard_of(name)]
-        members[name.replace(".weight", ".base_layer.weight")] = members.pop(name)
-
-    return change
-
-
-def widen(name: str) -> Callable[[SmallCheckpoint], None]:
-    return lambda checkpoint: checkpoint.replace(name, torch.cat([checkpoint.tensors()[name]] * 2))
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [("lm_head.weight", remove), ("model.norm.weight", wrap), ("model.layers.2.self_attn.kv_b_proj.weight", widen)],
-)
-def test_run_refuses_and_validate_fails(
-    name: str,
-    damage: Callable[[str], Callable[[SmallCheckpoint], None]],
-    tiny: Path,
-    local_result: Path,
-    tmp_path: Path,
-) -> None:
-    source = shutil.copytree(tiny, tmp_path / "source")
-    result = shutil.copytree(local_result, tmp_path / "result")
-    for folder in (source, result):
-        edit_checkpoint(folder, damage(name))
-    module = name.removesuffix(".weight")
-    for options in ((), ("--dry-run",)):
-        assert module in said(run_here("run", source, tmp_path / "out", *options, code=1).stderr)
-    assert not (tmp_path / "out").exists()
-    for options in ((), ("--source", tiny)):
-        shown = run_here("validate", result, *options, "--json", code=3)
-        rules = {rule["number"]: rule for rule in json.loads(shown.stdout)["contract"]["rules"]}
-        assert any(module in one["name"] for number in (1, 7, 8, 9) for one in rules[number]["offenders"])
-
-
 def test_evaluate_needs_every_tensor(tiny: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
-    edit_checkpoint(source, remove("model.layers.2.self_attn.kv_b_proj.weight"))
+    edit_tensor(source, "model.layers.2.self_attn.kv_b_proj.weight", lambda _: None)
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
     words = ("evaluate", source, source, "--text", tmp_path / "text.jsonl", "--out", tmp_path / "out")
     assert "kv_b_proj.weight is missing" in said(run_here(*words, code=1).stderr)

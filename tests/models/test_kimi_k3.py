@@ -40,12 +40,13 @@ def converted(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_counts_and_bytes_are_those_of_the_published_repository() -> None:
-    specs = [spec for part in k3_parts() for spec in part]
+    parts = k3_parts()
+    specs = [spec for part in parts for spec in part]
     assert len(specs) == len({spec.name for spec in specs}) == 497_220
     assert sum(spec.num_bytes for spec in specs) == 1_560_860_324_864
     dtypes = {dtype: sum(spec.dtype == dtype for spec in specs) for dtype in ("U8", "BF16", "F32")}
     assert dtypes == {"U8": 494_592, "BF16": 2_122, "F32": 506}
-    assert [len(part) for part in k3_parts()[:4]] == [23, 5_404, 5_404, 5_398]
+    assert [len(part) for part in parts[:4]] == [23, 5_404, 5_404, 5_398]
     assert k3_config(K3_SHAPE) == published_config("moonshotai/Kimi-K3")
 
 

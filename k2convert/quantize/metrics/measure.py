@@ -213,13 +213,13 @@ def _sample(source: SourceWeight, result: Nvfp4Weight, *, magnitude: Magnitude, 
     if isinstance(sample, Mxfp4Weight):
         sample = Bf16Weight(sample.bits)  # no faster way to measure groups that are not cast
     scales = result.block_scales[rows]
-    found = add_up(sample, result.packed[rows], scales, _E4M3 * result.global_scale)
+    achieved = add_up(sample, result.packed[rows], scales, _E4M3 * result.global_scale)
     by_max = convert(sample, rule="max", global_scale=max_global_scale(magnitude))
     sums = by_max.sums
     if sums is None:
         weight = by_max.weight
         sums = add_up(sample, weight.packed, weight.block_scales, _E4M3 * weight.global_scale)
-    return scales.size, found.squared_error, sums.squared_error
+    return scales.size, achieved.squared_error, sums.squared_error
 
 
 # A row for each format that is not measured by the BF16 bits of its weights.

@@ -41,7 +41,7 @@ class RuleArithmetic:
     has_power_of_two_scale: bool = False
     """Set if the global scale is always a power of two."""
     needs_text: bool = False
-    """Set if quantized weights come from a layer pass through the layers of the model. One tensor is not enough to
+    """Set if quantized weights come from a pass through the layers of the model. One tensor is not enough to
     compute them again."""
     casts_mxfp4: bool = False
     """Set if MXFP4 weights are cast: their codes are copied, and their scales relabeled."""

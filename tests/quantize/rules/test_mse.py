@@ -56,7 +56,7 @@ def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
     assert_is_best(weight, quantize_best(weight, own_scale(weight)))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     bits=st.lists(st.integers(0, 0x7C00), min_size=2, max_size=2),
