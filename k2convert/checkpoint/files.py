@@ -37,7 +37,7 @@ _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
 PIECE_BYTES: Final = 8 << 20
 MAX_SMALL_FILE_BYTES: Final = 256 << 20  # the largest of a Kimi checkpoint, the index of K3's NVFP4 form, has 130 MB
 MAX_FILES: Final = 100_000  # of a folder; links of a checkpoint could lead to a whole disk
-MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
+MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of code that recurses; real ones have ten levels
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 

@@ -54,6 +54,15 @@ class Upload:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A shard that was sent and waits for its commit."""
+
+    upload: Upload
+    operation: "CommitOperationAdd"
+    records: Mapping[str, bytes]
+
+
 class Branch:
     """The work branch of one job in one repository. Several threads may send and add, but only one may commit."""
 
@@ -64,7 +73,7 @@ class Branch:
         self.name = name
         self.head = ""
         self.on_branch: dict[str, RemoteFile] = {}
-        self._pending: list[tuple[Upload, CommitOperationAdd, dict[str, bytes]]] = []
+        self._pending: list[_Pending] = []
         self._commits: deque[float] = deque()
         self._since = 0.0
 
@@ -110,24 +119,19 @@ class Branch:
         file = self.on_branch.get(name)
         return file is not None and file.sha256 == sha256 and file.num_bytes == num_bytes
 
-    def upload(self, upload: Upload, *, records: Mapping[str, bytes], sent: Callable[[int], None] = ignore) -> None:
-        """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
-        self.add(upload, self.send(upload.name, upload.path, sha256=upload.sha256, sent=sent), records=records)
-
-    def send(
-        self, name: str, path: Path, *, sha256: str | None = None, sent: Callable[[int], None] = ignore
-    ) -> "CommitOperationAdd":
+    def send(self, upload: Upload, *, sent: Callable[[int], None] = ignore) -> "CommitOperationAdd":
         """Send one shard's bytes; pass the returned operation to `add`.
 
-        `sent` gets the bytes since its last call, negative before a retry. A known `sha256` is compared: before sending
-        for plain LFS, over Xet with the library's hash. Raises ChangedFileError if it differs, HubError.
+        `sent` gets the bytes since its last call, negative before a retry. The sha256 is compared: before sending for
+        plain LFS, over Xet with the library's hash. Raises ChangedFileError if it differs, HubError.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
         api = self.hub.api()
         position = 0
-        if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
-            raise ChangedFileError(path)
+        is_plain = constants.HF_HUB_DISABLE_XET
+        if is_plain and file_sha256(upload.path) != upload.sha256:
+            raise ChangedFileError(upload.path)
 
         def move_to(reached: int) -> None:
             nonlocal position
@@ -137,28 +141,29 @@ class Branch:
 
         def attempt() -> CommitOperationAdd:
             move_to(0)
-            operation = counted_operation(name, path, move_to)
-            if sha256 is not None and constants.HF_HUB_DISABLE_XET:
-                operation.upload_info.sha256 = bytes.fromhex(sha256)
-            with _transfer_errors(f"upload {name}"):
+            operation = counted_operation(upload.name, upload.path, move_to)
+            if is_plain:
+                operation.upload_info.sha256 = bytes.fromhex(upload.sha256)
+            with _transfer_errors(f"upload {upload.name}"):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.name)
             move_to(operation.upload_info.size)
             return operation
 
         try:
-            operation = self.hub.call(f"upload {name} to {self.repo}", attempt)
+            operation = self.hub.call(f"upload {upload.name} to {self.repo}", attempt)
         except HubError:
-            if sha256 is not None and file_sha256(path) != sha256:  # the Hub refuses such bytes
-                raise ChangedFileError(path) from None
+            if file_sha256(upload.path) != upload.sha256:  # the Hub refuses such bytes
+                raise ChangedFileError(upload.path) from None
             raise
-        if sha256 is not None and operation.upload_info.sha256.hex() != sha256:
-            raise ChangedFileError(path)
+        if operation.upload_info.sha256.hex() != upload.sha256:
+            raise ChangedFileError(upload.path)
         return operation
 
     def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
+        """Let a sent shard wait for its commit; `records` are small files to commit with it, by path in .k2convert/."""
         if not self._pending:
             self._since = time.monotonic()
-        self._pending.append((upload, operation, dict(records)))
+        self._pending.append(_Pending(upload, operation, records))
 
     def is_group_due(self) -> bool:
         """Return whether enough shards wait for a commit, or have waited long enough."""
@@ -175,10 +180,10 @@ class Branch:
             return []
         self._wait_for_the_hour()
         api = self.hub.api()
-        group = [upload for upload, _, _ in pending]
-        operations: list[Operation] = [operation for _, operation, _ in pending]
-        for _, _, records in pending:
-            operations += [CommitOperationAdd(f"{WORK_FOLDER}/{path}", data) for path, data in records.items()]
+        group = [shard.upload for shard in pending]
+        operations: list[Operation] = [shard.operation for shard in pending]
+        for shard in pending:
+            operations += [CommitOperationAdd(f"{WORK_FOLDER}/{path}", data) for path, data in shard.records.items()]
         if IGNORE_NAME in self.on_branch:  # main's: the Hub would leave out the records without a word
             operations.append(CommitOperationAdd(IGNORE_NAME, b"# nothing\n"))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name

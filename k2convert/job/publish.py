@@ -264,7 +264,8 @@ class _FolderUploads:
 
     def upload(self, name: str) -> None:
         upload = self.uploads[name]
-        self.branch.upload(upload, records={}, sent=lambda sent: self.events.transferred(uploaded=sent))
+        operation = self.branch.send(upload, sent=lambda sent: self.events.transferred(uploaded=sent))
+        self.branch.add(upload, operation, records={})
         leave_cache(upload.path)
 
     def is_group_due(self) -> bool:

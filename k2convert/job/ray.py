@@ -37,7 +37,7 @@ from k2convert.errors import (
     format_bytes,
     require_extra,
 )
-from k2convert.hub.branch import Branch, branch_name
+from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.client import Hub, bound_memory, ignore
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target
@@ -157,7 +157,9 @@ class NodeTask:
                 task.destination.mkdir()
                 record = check_for_upload(task, convert_shard(task, threads=threads))
                 branch = Branch(Hub(), self.target, branch_name(task.fingerprint))
-                branch.send(record.shard, task.destination / record.shard, sha256=record.sha256)
+                assert record.sha256 is not None  # as it is written for upload
+                path = task.destination / record.shard
+                branch.send(Upload(record.shard, path, record.sha256, record.file_bytes))
                 return record
 
 

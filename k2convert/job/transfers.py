@@ -57,6 +57,7 @@ class Uploads:
         record = self.records[name]
         if not record.is_checked or record.sha256 is None:
             raise ChangedFileError(path)
+        upload = Upload(name, path, record.sha256, record.file_bytes)
         if name in self._sent_by_node:
             operation = sent_operation(name, sha256=record.sha256, num_bytes=record.file_bytes)
         elif self.has_arrived(name):
@@ -64,11 +65,8 @@ class Uploads:
             self.events.transferred(uploaded=record.file_bytes, is_new=False)
             return
         else:
-            operation = self.branch.send(
-                name, path, sha256=record.sha256, sent=lambda sent: self.events.transferred(uploaded=sent)
-            )
+            operation = self.branch.send(upload, sent=lambda sent: self.events.transferred(uploaded=sent))
             leave_cache(path)
-        upload = Upload(name, path, record.sha256, record.file_bytes)
         self.branch.add(upload, operation, records={f"{RECORDS_FOLDER}/{name}.json": seal(record)})
 
     def adopt(self, record: ShardRecord) -> None:

@@ -39,7 +39,7 @@ def sent(hub: Hub, folder: Path) -> Branch:
     branch = opened(hub)
     for upload in uploads(folder):
         if not branch.has(upload.name, upload.sha256, upload.num_bytes):
-            branch.upload(upload, records={f"shards/{upload.name}.json": b"{}"})
+            branch.add(upload, branch.send(upload), records={f"shards/{upload.name}.json": b"{}"})
     branch.commit_group()
     return branch
 
@@ -56,7 +56,7 @@ def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = 
 def test_main_is_empty_until_the_end(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:
     first = opened(hub)
     for upload in uploads(tiny)[:2]:
-        first.upload(upload, records={})
+        first.add(upload, first.send(upload), records={})
     assert [u.name for u in first.commit_group()] == SHARDS[:2]
     assert list(server.store.repos["me/out"].files()) == [".gitattributes"]
     server.traffic.clear()
@@ -110,7 +110,7 @@ def test_a_lost_answer_to_the_last_commit_is_not_an_error(server: LoopbackHub, h
 def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
     branch = opened(hub)
     good = uploads(tiny)[0]
-    operation = branch.send(good.name, good.path)
+    operation = branch.send(good)
     branch.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
     with pytest.raises(HubError, match=r"a different sha256.*Nothing was deleted"):
         branch.commit_group()
@@ -181,7 +181,7 @@ def test_commits_per_hour_are_limited(
     monkeypatch.setattr("k2convert.hub.branch.time.sleep", waits.append)
     branch = opened(hub)
     for upload in uploads(tiny):
-        branch.upload(upload, records={})
+        branch.add(upload, branch.send(upload), records={})
         branch.commit_group()
     assert len(waits) == 1
     assert 3500 < waits[0] <= 3600
