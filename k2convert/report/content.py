@@ -6,10 +6,11 @@ A mode is how the same weights were computed in an evaluation: with which activa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from statistics import median_low
 from typing import Final
 
-from k2convert.errors import counted, shortened
+from k2convert.errors import counted, quoted, shortened
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.source_formats import NVFP4_BITS
@@ -28,7 +29,6 @@ _ROLE_NAMES: Final = {
     TOTAL: "all converted weights",
 }
 _MOST_BEFORE: Final = 60  # characters of the text before a token
-_MOST_IN_TOKEN: Final = 40
 
 
 def role_name(role: str) -> str:
@@ -170,7 +170,7 @@ def _evaluation(evaluation: Evaluation, recipe: Recipe) -> Iterator[Section]:
             cells = [_worst_token(token) for token in row.worst]
             tables.append(Table(columns, cells, words=(1, 2, 3, 4), summary=mode if tables else ""))
     if tables:
-        sentence = f"The largest KL of single tokens, {modes[0]}. ␣ is a space at the edge of a token."
+        sentence = f"The largest KL of single tokens, {modes[0]}. ␣ is a space in a token."
         yield Section("Tokens that differ most", (sentence,), tables)
 
 
@@ -217,44 +217,26 @@ def _divergence(row: EvaluationRow) -> str:
     return with_error(row.figures.divergence.mean, row.figures.divergence.standard_error)
 
 
-def _share(share: float) -> str:
-    return f"{100 * share:.2f} %"
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f} %"
 
 
 def _by_layer(rows: Sequence[tuple[str, EvaluationRow]]) -> Table:
-    num_layers = max(len(row.layers) for _, row in rows)
     columns = [name for mode, _ in rows for name in (f"error, {mode}", f"same experts, {mode}")]
-    cells = [(str(layer), *(cell for _, row in rows for cell in _layer(row, layer))) for layer in range(num_layers)]
-    return Table(("layer", *columns), cells, words=(), summary=f"Layers ({num_layers})")
-
-
-def _layer(row: EvaluationRow, number: int) -> tuple[str, str]:
-    if number >= len(row.layers):
-        return "", ""
-    layer = row.layers[number]
-    return f"{layer.relative_error:.3g}", "" if layer.routing_agreement is None else _share(layer.routing_agreement)
+    lines: list[list[str]] = []
+    for number, layers in enumerate(zip_longest(*(row.layers for _, row in rows))):
+        cells = [str(number)]
+        for layer in layers:
+            cells += ("", "") if layer is None else (f"{layer.relative_error:.3g}", _share(layer.routing_agreement))
+        lines.append(cells)
+    return Table(("layer", *columns), lines, words=(), summary=f"Layers ({len(lines)})")
 
 
 def _worst_token(token: WorstToken) -> tuple[str, ...]:
-    before = _visible(token.before[-_MOST_BEFORE:])
-    if len(token.before) > _MOST_BEFORE:
-        before = f"…{before}"
-    tokens = map(_token_text, (token.token, token.reference_token, token.model_token))
-    return (f"{token.divergence:.3g}", before, *tokens, f"{token.window:,}: {token.position:,}")
-
-
-def _token_text(text: str) -> str:
-    """Return a token, cut if it is long, with a sign for each space at its edges."""
-    shown = text[:_MOST_IN_TOKEN]
-    inner = shown.strip(" ")
-    left = len(shown) - len(shown.lstrip(" "))
-    right = len(shown) - left - len(inner)
-    return "␣" * left + _visible(inner) + "␣" * right + ("…" if len(text) > _MOST_IN_TOKEN else "")
-
-
-def _visible(text: str) -> str:
-    r"""Return text with an escape such as \n for every character that is not seen."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    """Return a row with the texts in quotes, cut and with an escape for what is not seen."""
+    tokens = [text.replace(" ", "␣") for text in (token.token, token.reference_token, token.model_token)]
+    texts = map(quoted, (token.before[-_MOST_BEFORE:], *tokens))
+    return (f"{token.divergence:.3g}", *texts, f"{token.window:,}: {token.position:,}")
 
 
 def _calibration(record: CalibrationRecord) -> Section:
@@ -385,7 +367,7 @@ def needs_section(report: Report) -> Section | None:
     states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request." if model.state_bytes else ""
     sentences = (
         f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
-        f"tensor parallelism does not divide it, decode context parallelism does.{states}",
+        f"tensor parallelism does not divide it.{states}",
         f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and {gigabytes(OVERHEAD_BYTES)} "
         "assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes other GPUs, layouts and lengths.",
     )

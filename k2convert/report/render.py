@@ -25,7 +25,7 @@ from k2convert.report.drawing import Drawing, Words, css_palette, to_png, to_svg
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table
 
-_SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
+_SPECIAL: Final = re.compile(r"[\\`*_{}\[\]<>#|~&$]")
 _FOLD: Final = re.compile(r"<details><summary>[^<>]*</summary>\s*|</details>\s*")
 """The only HTML in our Markdown."""
 
@@ -79,8 +79,9 @@ def _table(table: Table) -> str:
 
 def escape(text: str) -> str:
     """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged, in one line."""
+    entities = {"<": "&lt;", "&": "&amp;"}
     text = visible(re.sub(r"\s+", " ", text))
-    return _SPECIAL.sub(r"\\\1", text).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
+    return _SPECIAL.sub(lambda found: entities.get(found[0], f"\\{found[0]}"), text)
 
 
 def code(text: str) -> str:
