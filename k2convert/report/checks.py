@@ -1,4 +1,4 @@
-"""The document of a validation, parsed: rules, decoded weights, layers, and the comparison with a second checkpoint."""
+"""The document of a validation, parsed: the verdicts of the rules, and the sections about what was compared."""
 
 from __future__ import annotations
 
@@ -7,58 +7,60 @@ from dataclasses import dataclass
 from typing import Any
 
 from k2convert.check.layers.result import labels
-from k2convert.check.results import Offender, RuleResult, Verdict
+from k2convert.check.results import Verdict
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.wording import decibels, last_part
+from k2convert.report.wording import Section, Table, decibels, last_part
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """A validation ready to be shown. `layers` are table rows, `sentences` are about what else was compared.
+    """A validation ready to be shown.
 
-    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit.
+    has_passed   false if a rule is broken, or if a weight, a layer or the journal does not fit
+    verdicts     those of the rules of the contract, by number
     """
 
     has_passed: bool
-    rules: tuple[RuleResult, ...]
-    summary: str
-    layers: tuple[tuple[str, ...], ...]
-    hidden_states: str
-    sentences: tuple[str, ...]
+    verdicts: Mapping[int, Verdict]
+    sections: tuple[Section, ...]
 
     def numbers(self, verdict: str) -> list[int]:
         """Return the numbers of the rules with an outcome: "pass", "warn", "fail" or "skipped"."""
-        return [rule.number for rule in self.rules if rule.verdict == verdict]
+        return [number for number, found in self.verdicts.items() if found == verdict]
 
 
 def read_checks(document: Mapping[str, Any]) -> Checks:
     """Parse the document of a validation; raises MalformedFileError if it is not one."""
     try:
-        layers: Mapping[str, Any] = document["layers"] or {}
-        computed: list[Mapping[str, Any]] = layers.get("layers", [])
-        return Checks(
-            has_passed=bool(document["passed"]),
-            rules=tuple(map(_rule, document["contract"]["rules"])),
-            summary=str(document["contract"]["summary"]),
-            layers=tuple(row for layer in computed for row in _layer_rows(layer)),
-            hidden_states=last_part(layers.get("hidden_states", "")),
-            sentences=tuple(_sentences(document, computed)),
-        )
+        verdicts = {int(rule["number"]): Verdict(rule["verdict"]) for rule in document["contract"]["rules"]}
+        return Checks(bool(document["passed"]), verdicts, tuple(_sections(document)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
             f"the validation is not a document that `k2convert validate --json` prints ({quoted(error)})."
         ) from None
 
 
-def _rule(rule: Mapping[str, Any]) -> RuleResult:
-    return RuleResult(
-        number=int(rule["number"]),
-        title=str(rule["title"]),
-        verdict=Verdict(rule["verdict"]),
-        count=int(rule["count"]),
-        offenders=tuple(Offender(str(found["name"]), str(found["problem"])) for found in rule["offenders"]),
-        note=str(rule["note"]),
-    )
+def _sections(document: Mapping[str, Any]) -> Iterator[Section]:
+    rows: list[tuple[str, ...]] = []
+    offenders: list[tuple[str, ...]] = []
+    for rule in document["contract"]["rules"]:
+        number = str(int(rule["number"]))
+        count = f"{int(rule['count']):,}" if rule["count"] else ""
+        title = f"{rule['title']} ({rule['note']})" if rule["note"] else str(rule["title"])
+        rows.append((number, str(rule["verdict"]), count, title))
+        offenders += [(number, str(found["name"]), str(found["problem"])) for found in rule["offenders"]]
+    tables = [Table(("rule", "where", "problem"), offenders, words=(1, 2))] if offenders else []
+    columns = ("rule", "verdict", "count", "requirement")
+    tables.append(Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})"))
+    layers: Mapping[str, Any] = document["layers"] or {}
+    computed: list[Mapping[str, Any]] = layers.get("layers", [])
+    sentences = (str(document["contract"]["summary"]), *_sentences(document, computed))
+    yield Section("Servable contract", sentences, tables)
+    if lines := [line for layer in computed for line in _layer_rows(layer)]:
+        states = last_part(layers["hidden_states"])
+        sentence = f"Error of the output of MoE blocks against INT4 in FP32. Hidden states: {states}."
+        columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
+        yield Section("Reference layers", (sentence,), (Table(columns, lines, words=(1,)),))
 
 
 def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

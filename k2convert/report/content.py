@@ -73,7 +73,7 @@ def contract_figure(checks: Checks) -> Figure:
     rest = [f"{len(warned)} with warnings"] if warned else []
     rest += [f"{len(skipped)} not checked"] if skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
-    total = len(checks.rules)
+    total = len(checks.verdicts)
     return Figure(f"{total - len(skipped)} of {total}", "contract rules hold", detail)
 
 
@@ -129,7 +129,7 @@ def sections(report: Report) -> Iterator[Section]:
     if report.worst and report.total.squared_error > 0:
         yield _worst_tensors(report)
     if report.checks is not None:
-        yield from _contract(report.checks)
+        yield from report.checks.sections
     if (needs := needs_section(report)) is not None:
         yield needs
 
@@ -282,12 +282,10 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
         yield f"The output error: {record.measured_on}."
         return
     better = sum(not errors.is_worse for errors in held_out)
-    layers = f"{better:,} of {len(held_out):,} MoE layers"
     yield (
-        f"After the last MoE layer, the hidden states have a relative squared error of {held_out[-1].gptq_error:.3g}, "
-        f"{record.measured_on}. With rule mse in that layer it would be {held_out[-1].mse_error:.3g}. The error is at "
-        f"most that of rule mse after {layers}. It is the mean over tokens of |h - h'|² / |h|², where h are the "
-        "hidden states of the INT4 model."
+        f"The output error is at most that of rule mse after {better:,} of {len(held_out):,} MoE layers, "
+        f"{record.measured_on}. It is the mean over tokens of |h - h'|² / |h|², where h are the hidden states of the "
+        "INT4 model."
     )
     if record.warning:
         yield f"Warning: {record.warning}"
@@ -335,28 +333,6 @@ def _worst_tensors(report: Report) -> Section:
     ]
     columns = ("tensor", "SQNR", "max", "largest error, steps", "non-zero changed")
     return Section("Worst tensors", (), (Table(columns, rows),))
-
-
-def _contract(checks: Checks) -> Iterator[Section]:
-    rows = [
-        (
-            str(rule.number),
-            rule.verdict,
-            f"{rule.count:,}" if rule.count else "",
-            f"{rule.title} ({rule.note})" if rule.note else rule.title,
-        )
-        for rule in checks.rules
-    ]
-    columns = ("rule", "verdict", "count", "requirement")
-    tables = [Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})")]
-    offenders = [(str(rule.number), o.name, o.problem) for rule in checks.rules for o in rule.offenders]
-    if offenders:
-        tables.insert(0, Table(("rule", "where", "problem"), offenders, words=(1, 2)))
-    yield Section("Servable contract", (checks.summary, *checks.sentences), tables)
-    if checks.layers:
-        sentence = f"Error of the output of MoE blocks against INT4 in FP32. Hidden states: {checks.hidden_states}."
-        columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
-        yield Section("Reference layers", (sentence,), (Table(columns, checks.layers, words=(1,)),))
 
 
 def needs_section(report: Report) -> Section | None:

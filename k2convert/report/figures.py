@@ -327,7 +327,7 @@ def figures_document(report: Report) -> dict[str, Any]:
     parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
     if (checks := report.checks) is not None:
         contract = {
-            "rules": len(checks.rules),
+            "rules": len(checks.verdicts),
             "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
             "skipped": len(checks.numbers("skipped")),
             "failed": checks.numbers("fail"),

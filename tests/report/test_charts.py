@@ -1,12 +1,11 @@
 """The four charts: every figure is in them, and those of K2 and K3 are small."""
 
 import base64
-import json
 import math
 import re
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +13,13 @@ from evaluation_makers import evaluation_of
 from PIL import Image
 from report_makers import TOKENS
 
-from k2convert.records.document import seal
-from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.ledger import read_ledger
-from k2convert.report import ReportFiles, write_report
+from k2convert.report import ReportFiles
 from k2convert.report.charts import color_scale, draw_heat_maps, draw_positions, draw_tokens, ticks
 from k2convert.report.content import mode_rows
 from k2convert.report.drawing import Drawing, Line, Picture, to_svg
-from k2convert.report.figures import HeatMap
-
-NUM_WEIGHTS = 2048 * 7168
-NUM_BLOCKS = NUM_WEIGHTS // 16
+from k2convert.report.figures import HeatMap, collect_report, heat_maps
+from k2convert.report.render import render_report
 
 
 def curves(drawing: Drawing) -> list[Line]:
@@ -102,61 +97,26 @@ def test_ticks_are_round_and_few(low: float, high: float) -> None:
     assert all(float(f"{value:.2g}") == pytest.approx(value) for value in np.diff(found))
 
 
-def metrics(random: np.random.Generator, shape: list[int], layer: int) -> dict[str, Any]:
-    """A tensor as the conversion would have measured it, with a few that came out badly."""
-    sqnr = 22.6 + 0.05 * np.sin(layer / 9) + random.normal(0, 0.02) - 2.0 * (random.random() < 0.0005)
-    error = 14680.0 / 10 ** (sqnr / 10)
-    return {
-        "num_weights": NUM_WEIGHTS, "num_blocks": NUM_BLOCKS, "energy": 14680.0, "squared_error": error,
-        "num_nonzero": NUM_WEIGHTS * 7 // 8, "equal_nonzero": NUM_WEIGHTS // 64, "equal_blocks": NUM_BLOCKS // 100,
-        "num_codes": NUM_WEIGHTS, "max_error_steps": 1.1, "recoverable_codes": NUM_WEIGHTS * 19 // 20,
-        "num_five_or_seven": NUM_WEIGHTS // 9, "num_minus_eight": 0, "blocks_outside_normal": 0,
-        "scale_spread_exceeded": 0, "min_scale_byte": 80, "max_scale_byte": 79 + len(shape),
-        "scale_histogram": {str(80 + i): count for i, count in enumerate(shape)}, "sampled_blocks": NUM_BLOCKS // 64,
-        "sampled_error_achieved": error / 64, "sampled_error_max": error / 32,
-    }  # fmt: skip
-
-
-def synthetic_records(result: Path, folder: Path, *, layers: int, experts: int) -> Path:
-    """The journal of a conversion of a whole model."""
-    job = json.loads((result / ".k2convert/job.json").read_text())
-    digest = fingerprint_digest(job["fingerprint"])
-    random = np.random.default_rng(0)
-    weights = np.exp(-(((np.arange(46) - 32) / 6.0) ** 2))
-    shape = (weights / weights.sum() * NUM_BLOCKS).astype(int).tolist()
-    (folder / ".k2convert/shards").mkdir(parents=True)
-    shards: dict[str, int] = {}
-    for layer in range(1, layers + 1):
-        name = f"model-{layer:05d}-of-{layers:06d}.safetensors"
-        shards[name] = 9_800_000_000
-        projections = [
-            {
-                "module": f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj",
-                "role": "experts",
-                "global_scale": 2.0**-12,
-                "metrics": metrics(random, shape, layer),
-            }
-            for expert in range(experts)
-            for projection in ("gate", "up", "down")
-        ]
-        record = {
-            "shard": name, "fingerprint": digest, "blake3": "0", "file_bytes": shards[name], "num_tensors": 4617,
-            "source_headers": {}, "projections": projections,
-        }  # fmt: skip
-        (folder / f".k2convert/shards/{name}.json").write_bytes(seal(record))
-    (folder / ".k2convert/job.json").write_text(json.dumps(job | {"shards": shards}))
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "experts"), [(60, 384), (92, 896)], ids=["K2", "K3"])
-def test_a_whole_model_is_reported_in_less_than_a_megabyte(
-    local_result: Path, tmp_path: Path, layers: int, experts: int
-) -> None:
-    folder = synthetic_records(local_result, tmp_path / "whole", layers=layers, experts=experts)
-    files = write_report(folder=folder, out=tmp_path / "out")
-    assert [heat_map.values.shape for heat_map in files.report.maps] == [(layers, experts)] * 3
-    assert len(files.report.tensors) == 3 * layers * experts
-    assert files.page.stat().st_size < 1_000_000
-    assert files.picture.stat().st_size < 1_000_000
-    assert files.markdown.stat().st_size < 20_000
+def test_a_whole_model_is_reported_in_less_than_a_megabyte(local_result: Path, layers: int, experts: int) -> None:
+    report = collect_report(folder=local_result)
+    noise = np.random.default_rng(0).normal(0, 0.02, (layers, experts, 3))
+    tensors = tuple(
+        replace(
+            report.tensors[0],
+            module=f"model.layers.{layer + 1}.mlp.experts.{expert}.{projection}_proj",
+            layer=layer + 1,
+            expert=expert,
+            projection=projection,
+            sqnr_db=float(22.6 + 0.05 * np.sin(layer / 9) + noise[layer, expert, i]),
+        )
+        for layer in range(layers)
+        for expert in range(experts)
+        for i, projection in enumerate(("gate", "up", "down"))
+    )
+    maps = heat_maps(tensors)
+    assert [heat_map.values.shape for heat_map in maps] == [(layers, experts)] * 3
+    files = render_report(replace(report, tensors=tensors, maps=maps))
+    assert max(len(data) for data in files.values()) < 1_000_000
+    assert len(files["report.md"]) < 20_000

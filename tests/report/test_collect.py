@@ -69,22 +69,16 @@ def test_unfinished_conversion_is_reported_up_to_its_last_shard(records_only: Pa
     assert any("4 of 5 shards" in sentence for sentence in report.missing)
 
 
-def test_foreign_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_refused(records_only: Path, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither k2convert\.json nor"):
         collect_report(folder=tiny)
     with pytest.raises(CheckpointError, match="no such folder"):
         collect_report(folder=tmp_path / "nowhere")
-
-
-def test_result_without_error_is_refused(records_only: Path) -> None:
-    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
-    with pytest.raises(CheckpointError, match="--to bf16"):
-        collect_report(folder=records_only)
-
-
-def test_file_in_the_way_is_named(records_only: Path) -> None:
     with pytest.raises(DestinationError, match=r"config\.json: is a file"):
         write_report(folder=records_only, out=records_only / "config.json")
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
+    with pytest.raises(CheckpointError, match="BF16 copy"):
+        collect_report(folder=records_only)
 
 
 @pytest.mark.parametrize(

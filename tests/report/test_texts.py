@@ -98,7 +98,7 @@ def test_without_held_out_windows_no_error_is_stated(records_only: Path) -> None
     (records_only / "k2convert.json").write_bytes(encode(ledger))
     text = as_read(write_report(folder=records_only).markdown.read_text())
     assert "no held-out figure: only one window" in text
-    assert "relative squared error" not in text
+    assert "output error is at most" not in text
 
 
 def test_the_json_has_the_documents_as_they_are(evaluated: ReportFiles) -> None:
