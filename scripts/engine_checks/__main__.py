@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from k2convert.choices import Engine as EngineName
 from scripts.engine_checks.agreement import (
     BF16_WEIGHTS,
     BF16_WEIGHTS_FP4_TIES,
@@ -28,10 +29,10 @@ from scripts.engine_checks.agreement import (
     Tolerance,
     compare,
 )
-from scripts.engine_checks.deployments import PARSERS, check_commands
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
-from scripts.engine_checks.served import check_served, check_wire
+from scripts.engine_checks.questions import check_questions
+from scripts.engine_checks.served import check_served
 from scripts.engine_checks.served import report as served_report
 from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import (
@@ -50,6 +51,7 @@ from scripts.engine_checks.variants import (
 
 WINDOW = 256
 CLIENT_SECONDS = 1200
+QUESTIONED: dict[str, EngineName] = {"vllm-0.33": "vllm", "sglang": "sglang"}
 KINDS = sorted(VARIANTS, key=lambda v: (v.layout != "modelopt", v.activations != "w4a4", v.form, v.rule))
 
 
@@ -217,17 +219,13 @@ def main() -> int:
     results = list(run_all(tasks, work, request, reference, options.jobs, say))
     problems = [f"{r.title}, {r.variant.name}: {problem}" for r in results for problem in r.failed]
     problems += check_defects(engines, work, request, say)
-    for name in (engine.name for engine in engines if engine.name in PARSERS):
-        found = check_commands(name, work)
-        say(f"{name}, serve commands: {'; '.join(found) or 'ok'}")
-        problems += [f"{name}, serve commands: {problem}" for problem in found]
+    for engine in engines:
+        if engine.name in QUESTIONED:
+            found = check_questions(engine, QUESTIONED[engine.name], work)
+            say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(found[:5]) or 'ok'}")
+            problems += [f"{engine.name}: {problem}" for problem in found]
     print(report(results, tokens=evaluation.windows.numel()), flush=True)
-    names = [engine.name for engine in engines]
-    for name in (name for name in names if name in ("vllm", "sglang")):
-        found = check_wire(name, work)
-        say(f"{name}, wire format: {'; '.join(found) or 'ok'}")
-        problems += [f"{name}, wire format: {problem}" for problem in found]
-    if "vllm" in names and not options.load_only:
+    if ENGINES["vllm"] in engines and not options.load_only:
         rows, found = check_served(work, options.tokens, say)
         print(served_report(rows), end="")
         problems += [f"vllm, served: {problem}" for problem in found]

@@ -1,7 +1,7 @@
 """A model behind HTTP on the loopback interface, in the wire formats of vLLM and SGLang.
 
-The formats are those of vLLM 0.32 and SGLang 0.5.23; wire_vllm.py and wire_sglang.py compare them with the
-engines' own classes. The model is a function from token ids [T] to log-probabilities [T, vocabulary].
+The formats are those of vLLM 0.32 and SGLang 0.5.23; clients/questions.py compares them with the engines'
+own classes. The model is a function from token ids [T] to log-probabilities [T, vocabulary].
 """
 
 import json
@@ -82,44 +82,49 @@ class ModelServer:
             "data": [{"id": n, "root": f"/weights/{n}", "max_model_len": self.max_model_len} | card for n in names],
         }
 
-    def vllm_answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer of vLLM's /v1/completions."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of vLLM's /v1/completions, or of SGLang's /generate."""
+        return self._vllm_answer(request) if self.engine == "vllm" else self._sglang_answer(request)
+
+    def _vllm_answer(self, request: dict[str, Any]) -> dict[str, Any]:
         rows: list[dict[str, Any] | None] = [None]
         ids = request["prompt"]
-        count = request["prompt_logprobs"]
         for token, log_p in zip(ids[1:], self.model(ids), strict=False):
-            order = np.argsort(-log_p, kind="stable")
-            rank = {int(i): at + 1 for at, i in enumerate(order)}
+            order = np.argsort(-log_p, kind="stable").tolist()
+            row = dict.fromkeys([token, *order[: request["prompt_logprobs"]]])
             rows.append(
                 {
-                    str(i): {"logprob": float(np.float32(log_p[i])), "rank": rank[i], "decoded_token": f" w{i}"}
-                    for i in dict.fromkeys([token, *map(int, order[:count])])
+                    str(i): {"logprob": _f32(log_p[i]), "rank": order.index(i) + 1, "decoded_token": f" w{i}"}
+                    for i in row
                 }
             )
-        choice = {"index": 0, "text": " w0", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        choice |= {"token_ids": None, "prompt_logprobs": rows, "prompt_token_ids": None, "routed_experts": None}
-        details = {"prompt_tokens_details": None, "completion_tokens_details": None}
-        usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1} | details
-        rest = {"service_tier": None, "system_fingerprint": "vllm-0.32.0-74c970e5", "usage": usage}
-        rest |= {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+        unused = ("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")
+        choice = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "routed_experts"))
+        choice |= {"index": 0, "text": " w0", "finish_reason": "length", "prompt_logprobs": rows}
+        usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1}
         head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": request["model"]}
-        return head | {"choices": [choice]} | rest
+        head |= {"usage": usage | {"prompt_tokens_details": None, "completion_tokens_details": None}}
+        return head | {"choices": [choice], "system_fingerprint": "vllm-0.33.0-74c970e5"} | dict.fromkeys(unused)
 
-    def sglang_answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer of SGLang's /generate."""
+    def _sglang_answer(self, request: dict[str, Any]) -> dict[str, Any]:
         ids = request["input_ids"]
         count = request["top_logprobs_num"]
         tokens: list[Any] = [[None, ids[0], None]]
         tops: list[Any] = [None]
         for token, log_p in zip(ids[1:], self.model(ids), strict=False):
             order = np.argsort(-log_p, kind="stable")[:count]
-            tokens.append([float(np.float32(log_p[token])), token, None])
-            tops.append([[float(np.float32(log_p[i])), int(i), None] for i in order])
+            tokens.append([_f32(log_p[token]), token, None])
+            tops.append([[_f32(log_p[i]), int(i), None] for i in order])
         information = {"id": "1", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids)}
         information |= {"completion_tokens": 1, "cached_tokens": 0, "weight_version": "default", "e2e_latency": 0.1}
         logprobs = {"input_token_logprobs": tokens, "input_top_logprobs": tops}
         logprobs |= {"output_token_logprobs": [tokens[1]], "output_top_logprobs": [tops[1]]}
         return {"text": " w0", "output_ids": [0], "meta_info": information | logprobs}
+
+
+def _f32(number: float) -> float:
+    """Round a number as a server does."""
+    return float(np.float32(number))
 
 
 class Server(ThreadingHTTPServer):
@@ -138,60 +143,57 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_GET(self) -> None:
-        owner = self.server.owner
-        owner.headers.append(dict(self.headers))
         if self._is_refused():
             return
-        document = owner.listing()
-        if owner.spoil is None or not owner.spoil(self, document):
-            self.send(document if self.path.endswith("/v1/models") else {}, 200 if "models" in self.path else 404)
+        owner = self.server.owner
+        document = owner.listing() if self.path == "/v1/models" else None
+        self._answer(document)
 
     def do_POST(self) -> None:
         owner = self.server.owner
-        owner.headers.append(dict(self.headers))
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self._is_refused():
             return
         if self.path == "/tokenize":
             self.send({"tokens": owner.encode(request["prompt"])})
-            return
-        ids = request["prompt"] if owner.engine == "vllm" else request["input_ids"]
-        owner.requests.append(request)
-        if (problem := self._problem(ids, request)) is not None:
+        elif self.path != ("/v1/completions" if owner.engine == "vllm" else "/generate"):
+            self._answer(None)
+        elif (problem := self._problem(request)) is not None:
             self.send({"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}, 400)
-            return
-        is_vllm = owner.engine == "vllm"
-        if self.path.endswith("/v1/completions" if is_vllm else "/generate"):
-            document = owner.vllm_answer(request) if is_vllm else owner.sglang_answer(request)
-            if owner.spoil is None or not owner.spoil(self, document):
-                self.send(document)
         else:
+            owner.requests.append(request)
+            self._answer(owner.answer(request))
+
+    def _answer(self, document: dict[str, Any] | None) -> None:
+        """Send a document, unless the test answers otherwise; None is a path that is not there."""
+        spoil = self.server.owner.spoil
+        if document is None:
             self.send({"detail": "Not Found"}, 404)
+        elif spoil is None or not spoil(self, document):
+            self.send(document)
 
     def _is_refused(self) -> bool:
-        key = self.server.owner.key
-        is_refused = key is not None and self.headers.get("Authorization") != f"Bearer {key}"
+        owner = self.server.owner
+        owner.headers.append(dict(self.headers))
+        is_refused = owner.key is not None and self.headers.get("Authorization") != f"Bearer {owner.key}"
         if is_refused:
             self.send({"error": "Unauthorized"}, 401)
         return is_refused
 
-    def _problem(self, ids: list[int], request: dict[str, Any]) -> str | None:
+    def _problem(self, request: dict[str, Any]) -> str | None:
         """vLLM's own words for what it refuses."""
         owner = self.server.owner
         wanted = request.get("prompt_logprobs", 0)
         if wanted > owner.max_logprobs:
             return f"Requested prompt logprobs of {wanted}, which is greater than max allowed: {owner.max_logprobs}"
-        if max(ids) >= len(owner.model([0])[0]):
-            return f"Token id {max(ids)} is out of vocabulary"
-        return None
+        largest = max(request["prompt"] if owner.engine == "vllm" else request["input_ids"])
+        return f"Token id {largest} is out of vocabulary" if largest >= len(owner.model([0])[0]) else None
 
-    def send(self, document: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def send(self, document: Any, status: int = 200) -> None:
         """Send JSON, or bytes as they are."""
         data = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
-        for name, value in (
-            {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
-        ).items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

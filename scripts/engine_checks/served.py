@@ -1,18 +1,15 @@
 """compare_servers on real servers: vLLM over HTTP on a CPU, next to the KL divergence that scripts/eval computes.
 
-The source is served as BF16, and both kinds of result. And the wire formats of the tests' servers (model_server) are
-compared with the engines' own classes.
+The source is served as BF16, and both kinds of result.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -28,7 +25,6 @@ from k2convert.calibration.text import Windows, read_windows
 from scripts.compare_servers import Server, compare
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import python_of
-from scripts.engine_checks.model_server import ModelServer, markov
 from scripts.engine_checks.variants import K2, MSE, ROOT, TINY, WEIGHT_ONLY, Variant
 from scripts.evaluation import measure
 from scripts.evaluation.models import build_model, converted_mlps, source_mlps
@@ -142,18 +138,3 @@ def _convert_to_bf16(source: Path) -> None:
     command = [sys.executable, "-m", "k2convert", "run", str(TINY), str(source), "--to", "bf16", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-
-
-def check_wire(engine: str, work: Path) -> list[str]:
-    """Return where the tests' server, or a question of compare_servers, is not in the engine's format."""
-    with tempfile.TemporaryDirectory() as name, ModelServer(markov(1), engine=engine) as server:
-        Server(server.url, "", None).ask(list(range(12)), 8)
-        question = server.requests[0]
-        answer = server.vllm_answer(question) if engine == "vllm" else server.sglang_answer(question)
-        documents = Path(name) / "documents.json"
-        documents.write_text(json.dumps({"question": question, "answer": answer, "models": server.listing()}))
-        command = [str(python_of(engine, work)), "-m", f"scripts.engine_checks.clients.wire_{engine}", str(documents)]
-        done = subprocess.run(command, env=ENGINES[engine].variables(work), capture_output=True, text=True, cwd=name)
-    if done.returncode == 0:
-        return []
-    return done.stdout.split("\n") if done.stdout.strip() else [done.stderr.strip().splitlines()[-1]]

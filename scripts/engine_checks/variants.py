@@ -35,7 +35,7 @@ TENSOR_RENAMED = "tensor-renamed"
 NOT_REACHED = """
 Kimi K3 is loaded only. Its attention (KDA and MLA) and the experts' kernels with SiTU need a GPU. So does what vLLM
 makes of kv_b_proj, and what SGLang makes for Marlin (W4A16). TensorRT-LLM has no wheel for CPUs: only its function that
-reads exclude lists is run, by `python -m scripts.engine_matchers`.
+reads exclude lists is run, by `python -m scripts.engine_checks.questions`.
 """
 # What an engine says, or which check fails. SGLang skips a name that it does not know.
 FOUND_BY = {

@@ -1,6 +1,6 @@
 """The engines read one exclude list in different ways. These lists were published, or caused trouble.
 
-scripts/engine_matchers.py compares our matchers with the functions in the engines' wheels.
+`scripts/engines` compares our matchers with the engines' own functions.
 """
 
 from collections.abc import Callable
