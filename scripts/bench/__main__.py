@@ -57,18 +57,14 @@ class Bench:
         self.out = work / "out"
         self.results: dict[str, dict[str, dict[str, Any]]] = {}
 
-    def source(self, name: str, *options: object) -> Path:
+    def source(self, name: str, *options: object, dense_layers: int = 0) -> Path:
         """Make a K2-shaped checkpoint if it is missing, and return its folder."""
-        return self.fixture(name, "k2-shaped", "--dense-layers", "0", *map(str, options))
-
-    def fixture(self, name: str, maker: str, *options: str) -> Path:
-        """Make a checkpoint if it is missing, and return its folder."""
         folder = self.work / name
         if not (folder / "config.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             note(f"making {name}")
             with redirect_stdout(sys.stderr):
-                make_fixture([maker, str(folder), *options])
+                make_fixture(["k2-shaped", str(folder), "--dense-layers", str(dense_layers), *map(str, options)])
         return folder
 
     def sized(self, gigabytes: float) -> Path:
@@ -190,31 +186,12 @@ def gptq(bench: Bench, device: str) -> None:
     """Time rule `gptq` on a dense and a MoE layer of K2's size with 16 experts, on one core and on all."""
     ids = bench.work / "gptq-ids.jsonl"
     make_token_ids(ids, tokens=GPTQ_TOKENS)
-    source = bench.fixture("layer-16", "k2-shaped", "--experts", "16", "--dense-layers", "1")
+    source = bench.source("layer-16", "--experts", 16, dense_layers=1)
     text = ("--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--device", device)
     command = bench.convert(source, *text)
     label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
     one = Job(f"{label}, one core", source, command, one_core=True)
     bench.time("How long does rule gptq take?", one, Job(f"{label}, all cores", source, command))
-
-
-def whole_k3(bench: Bench) -> None:
-    """Take the peak memory of commands on a checkpoint with all of K3's 247,296 projections, narrow ones."""
-    source = bench.fixture("k3-narrow", "k3-narrow")
-    result = bench.work / "k3-narrow-nvfp4"
-    shutil.rmtree(result, ignore_errors=True)
-    convert = ["k2convert", "run", source, result]
-    commands = {
-        "run": convert,
-        "run again": convert,
-        "inspect": ["k2convert", "inspect", source],
-        "report": ["k2convert", "report", result],
-        "validate --source": ["k2convert", "validate", result, "--source", source],
-    }
-    once = Bench(bench.work, runs=1)
-    for label, command in commands.items():
-        once.time("How much memory do all projections of Kimi K3 need?", Job(label, source, command))
-    bench.results |= once.results
 
 
 def main() -> None:
@@ -223,7 +200,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's shards have 9.8")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series")
-    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run; more: gptq, k3")
+    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run; more: gptq")
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -240,8 +217,6 @@ def main() -> None:
                 growth(bench, [int(size) for size in arguments.growth.split(",")])
             case "gptq":
                 gptq(bench, arguments.device)
-            case "k3":
-                whole_k3(bench)
             case _:
                 parser.error(f"--only: no part {part}")
     shutil.rmtree(bench.out, ignore_errors=True)

@@ -32,8 +32,6 @@ from scripts.engine_checks.agreement import (
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.questions import check_questions
-from scripts.engine_checks.served import check_served
-from scripts.engine_checks.served import report as served_report
 from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import (
     FOUND_BY,
@@ -225,10 +223,6 @@ def main() -> int:
             say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(found[:5]) or 'ok'}")
             problems += [f"{engine.name}: {problem}" for problem in found]
     print(report(results, tokens=evaluation.windows.numel()), flush=True)
-    if ENGINES["vllm"] in engines and not options.load_only:
-        rows, found = check_served(work, options.tokens, say)
-        print(served_report(rows), end="")
-        problems += [f"vllm, served: {problem}" for problem in found]
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0

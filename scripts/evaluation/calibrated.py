@@ -1,7 +1,6 @@
-"""Rows of calibrated conversions: rule `gptq`, foreign text, few tokens, published calibrations.
+"""Scores conversions, calibrated ones and those of other tools, on text that did not calibrate them.
 
-Rule `gptq` is `k2convert run --calibrate`. The peers see the same windows of token ids. Nothing is evaluated on the
-text that it was calibrated on. `k2convert evaluate` scores the checkpoints; transformers' own model scores what is not
+`k2convert.evaluate` scores every checkpoint that `k2convert run` writes. transformers' own model scores what is not
 one: weights of peers, and INT4 with FP4 activations.
 
 A finished conversion in the work folder is kept, and so are the weights of a peer. Their names have the number of
@@ -38,90 +37,125 @@ from scripts.evaluation.smollm2 import make_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-TOKEN_COUNTS = (4096, 65_536)
+CALIBRATION_TOKENS = 16_384
 MODES = ("W4A16", "W4A4")
 W4A16, W4A4 = MODES
-_FIGURES = ("KL", "of mse", "99.9 %", "top-1")
+INT4 = "INT4"
+"""The row of the source's weights with FP4 activations."""
+Scores = dict[tuple[str, str], Score]
+"""The score of each row by weights and mode."""
 
 
 @dataclass(frozen=True, slots=True)
-class CalibratedSubject:
-    """A model, the text that calibrates it, the text that it is evaluated on, and the number of tokens of each.
+class Subject:
+    """A model, the text that calibrates it, and the text that it is evaluated on: its first tokens, or its last ones.
 
-    The first tokens of the text, or with `at_end` the last ones.
+    `batch` is the number of windows that transformers' model computes at once.
     """
 
     name: str
     source: Path
     calibration: Path
-    calibration_tokens: int
     text: Path
     tokens: int
     batch: int
     at_end: bool = False
 
+    def calibration_windows(self, tokens: int = CALIBRATION_TOKENS) -> Tensor:
+        """Return the first windows of the calibration text, ids int64 [W, 256]."""
+        return encode(self.source, self.calibration.read_text(encoding="utf-8"), tokens=tokens)
 
-def tiny_subject(work: Path) -> CalibratedSubject:
-    """The tests' checkpoint with its two texts."""
-    del work
-    name = "k2-tiny (7 M, DeepSeek-V3 architecture)"
-    return CalibratedSubject(name, TINY, TINY / "calibration.txt", 16_384, TINY / "eval.txt", 16_384, 16)
-
-
-def tiny_end_subject(work: Path) -> CalibratedSubject:
-    """The same on the end of the text, which is the Jargon File, where the beginning is the King James Bible."""
-    found = tiny_subject(work)
-    return replace(found, name=f"{found.name}, end of the text", at_end=True)
+    def evaluated_windows(self, tokens: int) -> Tensor:
+        """Return the windows that are scored, ids int64 [W, 256]."""
+        text = self.text.read_text(encoding="utf-8")
+        if not self.at_end:
+            return encode(self.source, text, tokens=tokens)
+        return encode(self.source, text, tokens=len(text))[-(tokens // WINDOW) :]
 
 
-def smollm2_subject(work: Path) -> CalibratedSubject:
-    """SmolLM2-135M as a K2-named mixture of experts: Emma calibrates, Persuasion evaluates."""
-    source = make_smollm2(work)
-    for title in ("Emma", "Persuasion"):
-        novel(work, title)
-    name = "SmolLM2-135M-Instruct as a K2-named MoE"
-    return CalibratedSubject(name, source, work / "emma.txt", 16_384, work / "persuasion.txt", 8_192, 4)
+def make_subject(name: str, work: Path) -> Subject:
+    """Return one of SUBJECTS; SmolLM2 and Austen's novels are downloaded into `work` when first needed."""
+    if name == "smollm2":
+        for title in ("Emma", "Persuasion"):
+            novel(work, title)
+        title = "SmolLM2-135M-Instruct as a K2-named MoE"
+        return Subject(title, make_smollm2(work), work / "emma.txt", work / "persuasion.txt", 8_192, 4)
+    tiny = Subject(
+        "k2-tiny (7 M, DeepSeek-V3 architecture)", TINY, TINY / "calibration.txt", TINY / "eval.txt", 16_384, 16
+    )
+    if name == "tiny":
+        return tiny
+    # The end of the text is the Jargon File, where the beginning is the King James Bible.
+    return replace(tiny, name=f"{tiny.name}, end of the text", at_end=True)
 
 
-CALIBRATED_SUBJECTS: dict[str, Callable[[Path], CalibratedSubject]] = {
-    "tiny": tiny_subject,
-    "tiny-end": tiny_end_subject,
-    "smollm2": smollm2_subject,
-}
+SUBJECTS = ("tiny", "tiny-end", "smollm2")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One way to convert: how the table calls it, the text that calibrates it, and the options of `k2convert run`."""
+    """One way to convert: how the table calls it, the options of `k2convert run`, and what calibrates it.
+
+    `ids` is the number of ids in the file that calibrates it, 0 for the foreign text; `tokens` of them are used, or
+    none for a data-free rule.
+    """
 
     weights: str
-    text: str | None
     options: tuple[str, ...]
-    modes: tuple[str, ...] = (W4A16, W4A4)
+    tokens: int = CALIBRATION_TOKENS
+    ids: int = CALIBRATION_TOKENS
+    modes: tuple[str, ...] = MODES
+
+    def folder(self, subject: Subject, work: Path) -> Path:
+        """Return the folder of the checkpoint, which serves both modes."""
+        name = f"{subject.source.name}-{self.weights.replace(', ', '-').replace(' ', '-')}"
+        return work / (f"{name}-{CALIBRATION_TOKENS}" if self.tokens else name)
+
+    def text_options(self, subject: Subject, work: Path) -> list[object]:
+        """Return the options of `k2convert run` that name the text, which is written if it is missing."""
+        if not self.tokens:
+            return []
+        path = foreign_text(work) if self.ids == 0 else _write_ids(subject, work, self.ids)
+        use = f"calibration={{tokens: {self.tokens}, window: {min(WINDOW, self.tokens)}}}"
+        return ["--calibrate", path, "--set", use]
 
 
 MLP = "shared experts and dense MLPs too"
-MLP_RECIPE = "kimi-k2-thinking-nvfp4-mlp"
+MLP_RECIPE = ("--recipe", "kimi-k2-thinking-nvfp4-mlp")
 NO_NORM = ("--set", "smoothing=false")
 CONVERSIONS = (
-    Conversion("max", None, ("--rule", "max")),
-    Conversion("mse", None, ("--rule", "mse")),
-    Conversion("gptq", "text", ()),
-    Conversion(f"mse, {MLP}", None, ("--recipe", MLP_RECIPE, "--rule", "mse"), (W4A16,)),
-    Conversion(f"gptq, {MLP}", "text", ("--recipe", MLP_RECIPE, *NO_NORM), (W4A16,)),
-    Conversion("gptq, no smoothing", "text", NO_NORM),
-    Conversion("gptq, foreign text", "foreign", ()),
-    Conversion("gptq, 64 tokens in all", "64", ()),
-    Conversion("gptq, 512 tokens in all", "512", ()),
-    *(Conversion(f"gptq, {count:,} tokens", str(count), ()) for count in TOKEN_COUNTS),
+    Conversion("max", ("--rule", "max"), tokens=0),
+    Conversion("mse", ("--rule", "mse"), tokens=0),
+    Conversion("gptq", ()),
+    Conversion(f"mse, {MLP}", (*MLP_RECIPE, "--rule", "mse"), tokens=0, modes=(W4A16,)),
+    Conversion(f"gptq, {MLP}", (*MLP_RECIPE, *NO_NORM), modes=(W4A16,)),
+    Conversion("gptq, no smoothing", NO_NORM),
+    Conversion("gptq, foreign text", (), ids=0),
+    Conversion("gptq, 64 tokens in all", (), tokens=64),
+    Conversion("gptq, 512 tokens in all", (), tokens=512),
+    Conversion("gptq, 4,096 tokens", (), tokens=4096, ids=4096),
+    Conversion("gptq, 65,536 tokens", (), tokens=65_536, ids=65_536),
 )
-INT4 = "INT4"
-"""The row of the source's weights with FP4 activations."""
+
+
+def foreign_text(work: Path) -> Path:
+    """Return numpy's licence text, 47 kB: nothing like a novel, and on every machine that runs this."""
+    licence = next(path for path in files("numpy") or () if path.name == "LICENSE.txt" and len(path.parts) == 3)
+    out = work / "licence.txt"
+    out.write_text(licence.read_text(encoding="utf-8"), encoding="utf-8")
+    return out
+
+
+def _write_ids(subject: Subject, work: Path, count: int) -> Path:
+    """Write the first ids of the calibration text, a window a line."""
+    path = work / f"{subject.source.name}-ids-{count}.jsonl"
+    path.write_text("".join(f"{ids}\n" for ids in subject.calibration_windows(count).tolist()), encoding="utf-8")
+    return path
 
 
 @dataclass(frozen=True, slots=True)
-class CalibratedRow:
-    """One calibrated conversion; `of_mse` is its mean KL as a share of data-free mse's in the same mode."""
+class Row:
+    """One conversion in one mode; `of_mse` is its mean KL as a share of data-free mse's in the same mode."""
 
     weights: str
     mode: str
@@ -131,7 +165,7 @@ class CalibratedRow:
 
 @dataclass(frozen=True, slots=True)
 class CalibratedEvaluation:
-    """All calibrated conversions of one model: calibrated on one text and evaluated on another one."""
+    """All conversions of one model: calibrated on one text and evaluated on another one."""
 
     model: str
     calibration: str
@@ -139,7 +173,7 @@ class CalibratedEvaluation:
     text: str
     tokens: int
     source: Score
-    rows: tuple[CalibratedRow, ...]
+    rows: tuple[Row, ...]
 
 
 def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str]:
@@ -158,85 +192,47 @@ def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str
     return [name for name in names if name == "mse" or any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def foreign_text(work: Path) -> Path:
-    """Return numpy's licence text, 47 kB: nothing like a novel, and on every machine that runs this."""
-    found = next(path for path in files("numpy") or () if path.name == "LICENSE.txt" and len(path.parts) == 3)
-    out = work / "licence.txt"
-    out.write_text(found.read_text(encoding="utf-8"), encoding="utf-8")
-    return out
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What calibrates a conversion: a file of ids or of text, and the number of tokens taken from it."""
-
-    path: Path
-    count: int
-
-    def options(self) -> list[object]:
-        """Return the options of `k2convert run`."""
-        use = f"calibration={{tokens: {self.count}, window: {min(WINDOW, self.count)}}}"
-        return ["--calibrate", self.path, "--set", use, "--quiet"]
-
-
-def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:
-    """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and more tokens."""
-    text = Tokens(_first_ids(subject, work, subject.calibration_tokens), subject.calibration_tokens)
-    tokens = {
-        "text": text,
-        "foreign": Tokens(foreign_text(work), subject.calibration_tokens),
-        "64": Tokens(text.path, 64),
-        "512": Tokens(text.path, 512),
+def evaluate_calibrated(
+    subject: Subject, work: Path, *, rows: Sequence[str], tokens: int | None = None
+) -> CalibratedEvaluation:
+    """Convert or calibrate for every row, and score each of them on the text for evaluation."""
+    folders = {c: c.folder(subject, work) for c in CONVERSIONS if c.weights in rows}
+    for conversion, folder in folders.items():
+        words = [subject.source, folder, *conversion.text_options(subject, work), *conversion.options, "--quiet"]
+        command = [sys.executable, "-m", "k2convert", "run", *map(str, words)]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    windows = subject.evaluated_windows(tokens or subject.tokens)
+    source_score, scores = _score_checkpoints(subject, work, folders, windows)
+    source = source_mlps(subject.source)
+    scales = converted_mlps(next(folder for conversion, folder in folders.items() if conversion.weights == "mse"))
+    variants = {
+        (name, mode): partial(_variant, read, scales if mode == W4A4 else None)
+        for name, read in _peers(subject, work, source, rows).items()
+        for mode in MODES
     }
-    return tokens | {str(count): Tokens(_first_ids(subject, work, count), count) for count in TOKEN_COUNTS}
+    if INT4 in rows:
+        variants[INT4, W4A4] = partial(_variant, lambda: source, scales)
+    if variants:
+        model = build_model(subject.source)
+        scores |= compare_in_turn(model, source, variants, windows, batch=subject.batch, progress=note_score)[1]
+    return CalibratedEvaluation(
+        subject.name,
+        subject.calibration.stem,
+        CALIBRATION_TOKENS,
+        f"the end of {subject.text.stem}" if subject.at_end else subject.text.stem,
+        windows.numel(),
+        source_score,
+        tuple(_rows(scores)),
+    )
 
 
-def _first_ids(subject: CalibratedSubject, work: Path, count: int) -> Path:
-    """Write the first tokens of the calibration text, a window a line."""
-    ids = work / f"{subject.source.name}-ids-{count}.jsonl"
-    windows = calibration_windows(replace(subject, calibration_tokens=count))
-    ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
-    return ids
-
-
-def _k2convert(*arguments: object) -> None:
-    command = [sys.executable, "-m", "k2convert", *map(str, arguments)]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def calibration_windows(subject: CalibratedSubject) -> Tensor:
-    """Return the first windows of the calibration text, ids int64 [W, 256]."""
-    text = subject.calibration.read_text(encoding="utf-8")
-    return encode(subject.source, text, tokens=subject.calibration_tokens)
-
-
-Loaders = dict[tuple[str, str], Callable[[], Variant]]
-"""How to read the weights of each row, by weights and mode."""
-Scores = dict[tuple[str, str], Score]
-
-
-def conversions(subject: CalibratedSubject, work: Path, rows: Sequence[str]) -> dict[str, Path]:
-    """Convert in every way that is a row; returns the folders by weights."""
-    tokens = calibration_tokens(subject, work)
-    folders = dict[str, Path]()
-    for conversion in CONVERSIONS:
-        if conversion.weights not in rows:
-            continue
-        folder = conversion_folder(subject, work, conversion.weights)
-        given: list[object] = []
-        if conversion.text is not None:
-            given = tokens[conversion.text].options()
-        _k2convert("run", subject.source, folder, *given, *conversion.options)
-        folders[conversion.weights] = folder
-    return folders
-
-
-def scores_of(
-    subject: CalibratedSubject, work: Path, folders: Mapping[str, Path], windows: Tensor
+def _score_checkpoints(
+    subject: Subject, work: Path, folders: Mapping[Conversion, Path], windows: Tensor
 ) -> tuple[Score, Scores]:
     """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; returns the source's perplexity too."""
-    ids, out = (work / f"{subject.source.name}-evaluat{ending}" for ending in ("ed.jsonl", "ion.json"))
+    ids = work / f"{subject.source.name}-evaluated.jsonl"
     ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
+    out = work / f"{subject.source.name}-evaluation.json"
     out.unlink(missing_ok=True)
     found = k2convert.evaluate(
         subject.source,
@@ -248,48 +244,36 @@ def scores_of(
         out=out,
         any_text=True,
     )
-    modes = {conversion.weights: conversion.modes for conversion in CONVERSIONS}
-    names = {folder.name: weights for weights, folder in folders.items()}
+    conversions = {folder.name: conversion for conversion, folder in folders.items()}
     scores = Scores()
     for row in found.rows:
-        weights = names[row.model.name]
+        conversion = conversions[row.model.name]
         figures = row.figures
-        if row.model.mode in modes[weights]:
-            score = Score(figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement)
-            scores[weights, row.model.mode] = score
+        if row.model.mode in conversion.modes:
+            scores[conversion.weights, row.model.mode] = Score(
+                figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement
+            )
     return Score(found.rows[0].figures.reference_perplexity), scores
 
 
-def conversion_folder(subject: CalibratedSubject, work: Path, weights: str) -> Path:
-    """Return the folder of a row's checkpoint, which serves both modes."""
-    name = f"{subject.source.name}-{weights.replace(', ', '-').replace(' ', '-')}"
-    uses_text = any(conversion.weights == weights and conversion.text for conversion in CONVERSIONS)
-    return work / (f"{name}-{subject.calibration_tokens}" if uses_text else name)
-
-
-def peers(subject: CalibratedSubject, work: Path, scales: Path, rows: Sequence[str]) -> Loaders:
-    """Calibrate with every peer that is a row; W4A4 takes the input scales of the checkpoint in `scales`."""
-    windows = calibration_windows(subject)
+def _peers(subject: Subject, work: Path, source: Mlps, rows: Sequence[str]) -> dict[str, Callable[[], Mlps]]:
+    """Calibrate with every peer that is a row; return how to read their weights."""
     reads: dict[str, Callable[[], Mlps]] = {}
     for name in (name for name in PEERS if name in rows):
-        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{subject.calibration_tokens}.pt"
+        cached = work / f"{subject.source.name}-{name.replace(' ', '-')}-{CALIBRATION_TOKENS}.pt"
         if not cached.exists():
             note(f"{subject.name}: {name}")
-            torch.save(peer_weights(subject.source, name, windows), cached)
-        reads[name] = partial(_read_peer, subject.source, cached)
+            torch.save(peer_weights(subject.source, name, subject.calibration_windows()), cached)
+        reads[name] = lambda path=cached: source | mlps_of(torch.load(path))
     if QUARK in rows and subject.source == TINY:
         reads[QUARK] = partial(quark_mlps, subject.source, work / f"{subject.source.name}-quark")
-    inputs = {W4A16: None, W4A4: scales}
-    return {(name, mode): partial(_variant, read, inputs[mode]) for name, read in reads.items() for mode in MODES}
+    return reads
 
 
-def _read_peer(source: Path, cached: Path) -> Mlps:
-    return source_mlps(source) | mlps_of(torch.load(cached))
-
-
-def _variant(read: Callable[[], Mlps], scales: Path | None) -> Variant:
+def _variant(read: Callable[[], Mlps], scales: Mlps | None) -> Variant:
+    """Return weights with the input scales of another checkpoint, or without any."""
     mlps = read()
-    return Variant(with_input_scales(mlps, converted_mlps(scales)) if scales else without_input_scales(mlps), {})
+    return Variant(with_input_scales(mlps, scales) if scales else without_input_scales(mlps), {})
 
 
 def note(text: str) -> None:
@@ -300,77 +284,37 @@ def note_score(row: tuple[str, str], score: Score) -> None:
     note(f"{', '.join(row)}: mean KL {score.kl_mean:.6f}")
 
 
-def evaluate_calibrated(
-    subject: CalibratedSubject, work: Path, *, rows: Sequence[str], tokens: int | None = None
-) -> CalibratedEvaluation:
-    """Convert or calibrate for every row, and score each of them on the text for evaluation."""
-    folders = conversions(subject, work, rows)
-    source = source_mlps(subject.source)
-    windows = evaluated_windows(subject, tokens or subject.tokens)
-    reference, scores = scores_of(subject, work, folders, windows)
-    loaders = peers(subject, work, folders["mse"], rows)
-    if INT4 in rows:
-        loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(folders["mse"])), {})
-    if loaders:
-        model = build_model(subject.source)
-        scores |= compare_in_turn(model, source, loaders, windows, batch=subject.batch, progress=note_score)[1]
-    return CalibratedEvaluation(
-        subject.name,
-        subject.calibration.stem,
-        subject.calibration_tokens,
-        f"the end of {subject.text.stem}" if subject.at_end else subject.text.stem,
-        windows.numel(),
-        reference,
-        tuple(_rows(scores)),
-    )
-
-
-def evaluated_windows(subject: CalibratedSubject, tokens: int) -> Tensor:
-    """Return the windows that are scored, ids int64 [W, 256]."""
-    text = subject.text.read_text(encoding="utf-8")
-    if not subject.at_end:
-        return encode(subject.source, text, tokens=tokens)
-    return encode(subject.source, text, tokens=len(text))[-(tokens // WINDOW) :]
-
-
-def _rows(scores: Scores) -> list[CalibratedRow]:
+def _rows(scores: Scores) -> list[Row]:
     """Return the rows, W4A16 first, each with its mean KL as a share of mse's in the same mode."""
-    rows: list[CalibratedRow] = []
-    for mode in (W4A16, W4A4):
+    rows: list[Row] = []
+    for mode in MODES:
         base = scores["mse", mode].kl_mean
-        for (weights, found), score in scores.items():
-            if found == mode:
+        for (weights, of_mode), score in scores.items():
+            if of_mode == mode:
                 assert score.kl_mean is not None
                 assert base is not None
-                rows.append(CalibratedRow(weights, mode, score.kl_mean / base, score))
+                rows.append(Row(weights, mode, score.kl_mean / base, score))
     return rows
 
 
 def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
     """Return a heading line and one table, with the figures of both modes in the row of the weights."""
-    by_weights: dict[str, dict[str, CalibratedRow]] = {}
-    for row in evaluation.rows:
-        by_weights.setdefault(row.weights, {})[row.mode] = row
-    columns = [f"{mode}: {name}" if name == _FIGURES[0] else name for mode in MODES for name in _FIGURES]
     lines = [
         f"**{evaluation.model}**, calibrated on {evaluation.calibration_tokens:,} tokens of {evaluation.calibration}, "
         f"evaluated on {evaluation.tokens:,} tokens of {evaluation.text} (perplexity of INT4: "
         f"{evaluation.source.perplexity:.2f}); divergence from the INT4 model in nats.",
         "",
-        _line(["weights", *columns]),
-        _line(["---", *["---:"] * len(columns)]),
+        "| weights |" + "".join(f" {mode}: KL | of mse | 99.9 % | top-1 |" for mode in MODES),
+        "|---|" + "---:|" * 4 * len(MODES),
     ]
-    for weights, modes in by_weights.items():
-        lines.append(_line([weights, *(cell for mode in MODES for cell in _cells(modes.get(mode)))]))
+    rows = {(row.weights, row.mode): row for row in evaluation.rows}
+    for weights in dict.fromkeys(row.weights for row in evaluation.rows):
+        lines.append(f"| {weights} |" + "".join(_cells(rows.get((weights, mode))) for mode in MODES))
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: CalibratedRow | None) -> list[str]:
+def _cells(row: Row | None) -> str:
     if row is None:
-        return [""] * len(_FIGURES)
+        return "  |" * 4
     score = row.score
-    return [f"{score.kl_mean:.5f}", f"{row.of_mse:.2f}", f"{score.kl_p999:.3f}", f"{score.top1_agreement:.3f}"]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f" {score.kl_mean:.5f} | {row.of_mse:.2f} | {score.kl_p999:.3f} | {score.top1_agreement:.3f} |"

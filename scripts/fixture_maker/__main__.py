@@ -28,7 +28,6 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "k3-tiny": k3.make_k3_tiny,
     "k3-edges": k3.make_k3_edges,
     "k3-headers": k3.make_k3_headers,
-    "k3-narrow": k3.make_k3_narrow,
 }
 
 

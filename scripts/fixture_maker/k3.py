@@ -6,19 +6,17 @@ whole one are those of the published repository, which the tests check.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from scripts.fixture_maker.config import K25_SIDECARS, published_config, write_sidecars
 from scripts.fixture_maker.folder import SmallCheckpoint, write_small
 from scripts.fixture_maker.inventory import GROUP_SIZE, TensorSpec
-from scripts.fixture_maker.shards import shard_name, write_checkpoint, write_sparse, write_streamed
+from scripts.fixture_maker.shards import shard_name, write_checkpoint, write_sparse
 
 _PREFIX = "language_model.model"
 _A_LOG_UNIT = 128  # A_log is padded with zeros to a multiple of it
@@ -80,8 +78,6 @@ TINY_SHAPE = K3Shape(
     vision_blocks=2,
     vision_positions=8,
 )
-
-NARROW_SHAPE = replace(TINY_SHAPE, hidden=256, inner=32, experts=K3_SHAPE.experts, layers=93, mla=K3_SHAPE.mla)
 
 
 def _weights(stem: str, sizes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> Iterator[TensorSpec]:
@@ -210,28 +206,13 @@ def k3_config(shape: K3Shape) -> dict[str, Any]:
 
 def make_k3_headers(out: Path) -> Path:
     """Write Kimi-K3 as headers and sparse data: 96 shards, 497,220 tensors, 1,560,860,324,864 tensor bytes."""
-    return _write(out, K3_SHAPE, lambda path, specs: write_sparse(path, specs, {}))
-
-
-def make_k3_narrow(out: Path) -> Path:
-    """Write Kimi-K3's 93 layers of 896 experts as narrow matrices: all 247,296 projections in 1.3 GB."""
-    rng = np.random.default_rng(0)
-    nibbles = rng.integers(0, 256, 1 << 22, dtype=np.uint8)
-    scales = rng.integers(112, 124, 1 << 22, dtype=np.uint8)
-    numbers = 0.02 * rng.standard_normal(1 << 18, dtype=np.float32)
-    bf16 = torch.from_numpy(numbers).bfloat16().view(torch.uint8).numpy()
-
-    def values(spec: TensorSpec) -> Iterator[bytes | memoryview]:
-        noise = {"F32": numbers.view(np.uint8), "BF16": bf16}.get(spec.dtype, nibbles)
-        noise = scales if spec.name.endswith(".weight_scale") else noise
-        begin = 4 * (zlib.crc32(spec.name.encode()) % ((noise.size - spec.num_bytes) // 4))
-        yield noise[begin : begin + spec.num_bytes].data
-
-    return _write(out, NARROW_SHAPE, lambda path, specs: write_streamed(path, specs, values))
-
-
-def _write(out: Path, shape: K3Shape, write_shard: Callable[[Path, list[TensorSpec]], None]) -> Path:
-    return write_checkpoint(out, k3_parts(shape), write_shard, config=k3_config(shape), sidecars=SIDECARS)
+    return write_checkpoint(
+        out,
+        k3_parts(K3_SHAPE),
+        lambda path, specs: write_sparse(path, specs, {}),
+        config=k3_config(K3_SHAPE),
+        sidecars=SIDECARS,
+    )
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:

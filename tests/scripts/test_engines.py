@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from k2convert.calibration.text import read_windows
 from k2convert.check.library_decoders import agrees, create_decoder
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
@@ -20,7 +19,6 @@ from scripts.engine_checks.clients.outcome import Outcome
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import QUARK, STEPS
 from scripts.engine_checks.k25 import wrap_k25
-from scripts.engine_checks.served import true_divergence
 from scripts.engine_checks.variants import (
     BANK_MISSING,
     FOUND_BY,
@@ -161,10 +159,3 @@ def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
     assert (result.title, result.num_checks, result.failed) == ("SGLang 1", 2, ("two: wrong",))
     out = run_client(task, tmp_path / "no-environments", tmp_path / "request.json")
     assert "the client stopped" in read_result(task, out, None).failed[0]
-
-
-def test_the_kl_that_a_server_is_compared_with_is_that_of_its_checkpoint(
-    tiny: Path, converted: dict[Variant, Path]
-) -> None:
-    windows = read_windows([tiny / "eval.txt"], tokenizer=tiny, vocab_size=2048, tokens=128, window=128, seed=0)
-    assert 0.0005 < true_divergence(converted[W4A16], windows) < 0.005

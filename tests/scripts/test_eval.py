@@ -4,20 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import convert
 
 pytest.importorskip("transformers")
 
-from k2convert.check.layers.check import check_layers
-from k2convert.check.layers.result import Variant
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
-from k2convert.plan.recipe import Budget
 from scripts.evaluation import smollm2
-from scripts.evaluation.capture import capture
 from scripts.evaluation.measure import encode
 from scripts.evaluation.models import build_model, source_mlps
+from scripts.fixture_maker import edges
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,26 +50,6 @@ def linear_weights(stem: str, mlp: Mlp) -> dict[str, torch.Tensor]:
     return {f"{stem}.{name}.weight": projection.weight.decode() for name, projection in parts.items()}
 
 
-def test_captured_states_serve_the_layer_check(trained: Path, tmp_path: Path) -> None:
-    windows = encode(trained, (trained / "eval.txt").read_text(), tokens=512)
-    path = capture(trained, windows, tmp_path / "states.safetensors")
-    converted = convert(trained, tmp_path / "k2-tiny-mse", rule="mse")
-    report = check_layers(
-        source=open_checkpoint(trained),
-        converted=open_checkpoint(converted),
-        layers=(1, 2, 3),
-        hidden_states=path,
-        budget=Budget(),
-    )
-    assert report.passed
-    for layer in report.layers:
-        ours = layer.error(Variant.CONVERTED)
-        usual = layer.error(Variant.MAX)
-        assert ours is not None
-        assert usual is not None
-        assert ours.sqnr_db > usual.sqnr_db + 2
-
-
 def test_slices_of_an_mlp_add_up_to_it() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"gate_proj": (512, 64), "up_proj": (512, 64), "down_proj": (64, 512)}
@@ -93,7 +69,5 @@ def test_slices_of_an_mlp_add_up_to_it() -> None:
 
 
 def unpack(pieces: dict[str, torch.Tensor], module: str) -> torch.Tensor:
-    packed = pieces[f"{module}.weight_packed"].view(torch.uint8)
-    scales = pieces[f"{module}.weight_scale"].float()
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).float() - 8
-    return (codes.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2)
+    codes = edges.unpack(pieces[f"{module}.weight_packed"]).float()
+    return (codes.unflatten(-1, (-1, 32)) * pieces[f"{module}.weight_scale"].float()[..., None]).flatten(-2)

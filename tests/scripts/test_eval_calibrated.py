@@ -1,4 +1,4 @@
-"""The evaluation of calibrated conversions: scaled norms and routers are used, and the rows keep their promises."""
+"""The evaluation of calibrated conversions: each row has the text that its name says, and the known figures."""
 
 import json
 from concurrent.futures import ProcessPoolExecutor
@@ -10,51 +10,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from k2convert.forward.moe import Mlp
-from k2convert.forward.weights import DenseWeight, LinearLayer
 from scripts.engine_checks.clients.files import sqnr_db
 from scripts.evaluation.calibrated import (
-    CALIBRATED_SUBJECTS,
+    CONVERSIONS,
     W4A4,
     W4A16,
     calibrated_markdown,
-    calibration_tokens,
-    calibration_windows,
     chosen_rows,
     evaluate_calibrated,
+    make_subject,
 )
-from scripts.evaluation.measure import Variant, compare_in_turn, encode
-from scripts.evaluation.models import build_model, scaled_tensors, source_mlps
+from scripts.evaluation.models import source_mlps
 from scripts.evaluation.peers import PEERS, QUARK, peer_weights
-
-
-def halved(layer: LinearLayer) -> LinearLayer:
-    return LinearLayer(DenseWeight(layer.weight.decode() / 2))
-
-
-def test_scaled_norms_and_routers_are_those_of_the_row(tiny: Path) -> None:
-    source = source_mlps(tiny)
-    tensors = scaled_tensors(tiny)
-    assert len(tensors) == 6  # a norm and a router in each of the three MoE layers
-    scaled = {name: tensor * 2 if "norm" in name else tensor / 2 for name, tensor in tensors.items()}
-    mlps = {
-        name: Mlp(halved(mlp.gate), halved(mlp.up), mlp.down) if "expert" in name else mlp
-        for name, mlp in source.items()
-    }
-    windows = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
-    rows = {
-        ("both", ""): lambda: Variant(mlps, scaled),
-        ("weights alone", ""): lambda: Variant(mlps, {}),
-        ("neither", ""): lambda: Variant(source, {}),
-    }
-    seen: list[tuple[str, str]] = []
-    reference, scores = compare_in_turn(
-        build_model(tiny), source, rows, windows, batch=1, progress=lambda row, _: seen.append(row)
-    )
-    assert scores["both", ""].perplexity == reference.perplexity
-    assert scores["both", ""].kl_mean == scores["neither", ""].kl_mean == 0
-    assert (scores["weights alone", ""].kl_mean or 0) > 0.1
-    assert seen == list(rows)
 
 
 def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None:
@@ -67,21 +34,22 @@ def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None
 
 
 def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
-    subject = CALIBRATED_SUBJECTS["tiny"](tmp_path)
-    tokens = calibration_tokens(subject, tmp_path)
-    lines = tokens["text"].path.read_text().splitlines()
-    assert torch.equal(torch.tensor([json.loads(line) for line in lines]), calibration_windows(subject))
-    assert tokens["512"].options()[:2] == ["--calibrate", tokens["text"].path]
-    assert tokens["512"].options()[2:4] == ["--set", "calibration={tokens: 512, window: 256}"]
-    assert tokens["64"].options()[2:4] == ["--set", "calibration={tokens: 64, window: 64}"]
-    assert tokens["foreign"].options()[:2] == ["--calibrate", tmp_path / "licence.txt"]
+    subject = make_subject("tiny", tmp_path)
+    options = {c.weights: c.text_options(subject, tmp_path) for c in CONVERSIONS}
+    assert options["mse"] == []
+    _, path, *use = options["gptq"]
+    assert use == ["--set", "calibration={tokens: 16384, window: 256}"]
+    lines = Path(str(path)).read_text().splitlines()
+    assert torch.equal(torch.tensor([json.loads(line) for line in lines]), subject.calibration_windows())
+    assert options["gptq, 64 tokens in all"] == ["--calibrate", path, "--set", "calibration={tokens: 64, window: 64}"]
+    assert options["gptq, foreign text"][:2] == ["--calibrate", tmp_path / "licence.txt"]
 
 
 @pytest.mark.slow
 def test_figures_of_the_tiny_checkpoint_are_the_known_ones(tmp_path: Path) -> None:
     """Four windows of it; the whole text gives 0.00249 and 0.00156."""
     rows = chosen_rows(["max", "mse", "INT4"], with_peers=False)
-    found = evaluate_calibrated(CALIBRATED_SUBJECTS["tiny"](tmp_path), tmp_path, rows=rows, tokens=1024)
+    found = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows, tokens=1024)
     scores = {(row.weights, row.mode): row.score for row in found.rows}
     kl = {row: score.kl_mean or 0.0 for row, score in scores.items()}
     assert found.source.perplexity == pytest.approx(14.09, abs=0.01)
@@ -99,7 +67,7 @@ def test_figures_of_the_tiny_checkpoint_are_the_known_ones(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_figures_on_the_whole_text_are_those_of_an_independent_converter(tmp_path: Path) -> None:
     rows = chosen_rows(["max", "mse"], with_peers=False)
-    found = evaluate_calibrated(CALIBRATED_SUBJECTS["tiny"](tmp_path), tmp_path, rows=rows)
+    found = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
     scores = {(row.weights, row.mode): row.score for row in found.rows}
     assert found.source.perplexity == pytest.approx(19.21, abs=5e-3)
     for rule, kl, top1 in (("max", 0.00249, 0.964), ("mse", 0.00156, 0.975)):
@@ -110,7 +78,7 @@ def test_figures_on_the_whole_text_are_those_of_an_independent_converter(tmp_pat
 @pytest.mark.slow
 def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: Path) -> None:
     rows = chosen_rows(None, with_peers=False)
-    found = evaluate_calibrated(CALIBRATED_SUBJECTS["tiny"](tmp_path), tmp_path, rows=rows)
+    found = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
     share = {(row.weights, row.mode): row.of_mse for row in found.rows}
     assert share["gptq", W4A16] < 0.70
     assert share["max", W4A16] > 1.3
@@ -121,7 +89,7 @@ def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_quantize_only_the_routed_experts_of_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
-    windows = calibration_windows(CALIBRATED_SUBJECTS["tiny"](tmp_path))[:2]
+    windows = make_subject("tiny", tmp_path).calibration_windows()[:2]
     # llm-compressor moves a tensor to the device `meta`, which torch refuses where shadow_device.py was imported.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         weights = pool.submit(peer_weights, tiny, name, windows).result()
