@@ -5,13 +5,21 @@ from pathlib import Path
 import pytest
 from structure import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 37_000, "tests": 29_200, "scripts": 7_700}
-"""The most lines of code. A commit that raises one names what it deletes, or why nothing can go."""
+BUDGET = {"k2convert": 35_900, "tests": 28_300, "scripts": 6_700}
+"""Lines of code. The test allows 3 % more, so that a small change does not fail for its size."""
+
+FOLLOW = "a reader follows too many files or calls: put the code where its caller is"
 
 
-@pytest.mark.parametrize("subpackage", BUDGET)
-def test_code_stays_within_its_budget(subpackage: str) -> None:
-    assert num_lines(ROOT / subpackage) <= BUDGET[subpackage]
+@pytest.mark.parametrize("folder", BUDGET)
+def test_code_stays_within_its_budget(folder: str) -> None:
+    lines = num_lines(ROOT / folder)
+    over = lines - round(1.03 * BUDGET[folder])
+    assert over <= 0, (
+        f"{folder}/ has {lines:,} lines of code, {over} more than 3 % above its budget of {BUDGET[folder]:,}. Delete "
+        "as many: what repeats, what only one caller passes, what nobody uses (CONTRIBUTING.md, Lines of code). If the "
+        "change is worth its lines, raise BUDGET in tests/test_structure.py and say in the commit why."
+    )
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +31,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dict[str, list[str]]]) -> None:
     _, found = converted
-    assert len(found["entered"]) <= 50, found["entered"]
-    assert len(found["loaded"]) <= 88, found["loaded"]
+    assert len(found["entered"]) <= 50, f"{FOLLOW}: {found['entered']}"
+    assert len(found["loaded"]) <= 88, f"import inside the function that needs it: {found['loaded']}"
     assert not {"torch", "ray"} & set(found["loaded"]), "importing one takes seconds, and memory"
     unused = ("calibration", "evaluation", "fit", "forward", "report", "check")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
@@ -32,14 +40,14 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
 
 def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
     found = frames("run", TINY, tmp_path / "out", "--quiet")
-    assert len(found) <= 15, found
+    assert len(found) <= 15, f"{FOLLOW}: {found}"
     names = [name for frame in found if (name := frame.split()[-1].split(".")[-1]).startswith("_")]
     assert len(set(names)) == len(names), "each has a name of its own"
 
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
     found = traced("validate", converted[0], "--source", TINY, "--quiet")
-    assert len(found["entered"]) <= 53, found["entered"]
+    assert len(found["entered"]) <= 53, f"{FOLLOW}: {found['entered']}"
     assert "torch" not in found["loaded"]
 
 
@@ -47,4 +55,4 @@ def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, di
 def test_a_run_that_calibrates_enters_few_files(cut: Path, text: Path, tmp_path: Path) -> None:
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
     found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
-    assert len(found["entered"]) <= 80, found["entered"]
+    assert len(found["entered"]) <= 80, f"{FOLLOW}: {found['entered']}"

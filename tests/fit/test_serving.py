@@ -245,7 +245,7 @@ def test_documented_commands_are_the_functions() -> None:
     assert same == blocks
     for engine, block in (("vllm", vllm_draft), ("sglang", sglang_draft)):
         words = tuple(shlex.split(block.replace("\\\n", "")))
-        assert list(problems(words[len(PROGRAMS[engine]) :], recorded(engine)["options"])) == []
+        assert list(problems(words[len(PROGRAMS[engine]) :], recorded(engine))) == []
 
 
 def serve_blocks(page: Path) -> list[str]:
