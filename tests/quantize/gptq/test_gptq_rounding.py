@@ -119,7 +119,7 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
         assert losses(target, codes, matrix).sum() < share * mse
 
 
-def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
+def test_an_even_hessian_is_close_to_mse(kernel: RoundingKernel) -> None:
     source, target = bf16_source(64, 160)
     even = identity_hessian(160, device="cpu")
     found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.matrix)
