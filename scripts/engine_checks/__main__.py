@@ -24,8 +24,7 @@ from scripts.engine_checks.agreement import (
     FLOAT32,
     FP4_TIES,
     NEW_TOKENS,
-    Evaluation,
-    Expected,
+    Reference,
     Tolerance,
     compare,
 )
@@ -70,25 +69,6 @@ class Task:
         return self.engine.computes and self.variant.form != K3
 
 
-class Reference:
-    """Logits of scripts/eval, computed when first needed. Both forms have the same language model."""
-
-    def __init__(self, evaluation: Evaluation, checkpoints: Path) -> None:
-        self.evaluation = evaluation
-        self.source = evaluation.source()
-        self._checkpoints = checkpoints
-        self._known: dict[tuple[Variant, bool], Expected] = {}
-
-    def expected(self, task: Task) -> Expected:
-        """Return what scripts/eval computes for a task's checkpoint."""
-        ignored = task.engine.ignores_input_scales
-        variant = replace(task.variant, form=K2)
-        if (variant, ignored) not in self._known:
-            folder = self._checkpoints / variant.name
-            self._known[variant, ignored] = self.evaluation.converted(folder, ignore_input_scales=ignored)
-        return self._known[variant, ignored]
-
-
 def tolerance(task: Task) -> Tolerance:
     """Return how far the engine may be from scripts/eval, by what is rounded."""
     fp4 = task.variant.activations != WEIGHT_ONLY and not task.engine.ignores_input_scales
@@ -122,12 +102,14 @@ def read_result(task: Task, out: Path, reference: Reference | None) -> Result:
     agreement = None
     if reference is not None and task.computes:
         tensors = load_file(out / "logits.safetensors")
+        # K2.5 has the same language model as K2.
+        folder = out.parents[2] / "checkpoints" / replace(task.variant, form=K2).name
         agreement = compare(
             tensors["logits"],
             tensors.get("greedy"),
-            expected=reference.expected(task),
+            expected=reference.expected(folder, task.engine.ignores_input_scales),
             source=reference.source,
-            windows=reference.evaluation.windows,
+            windows=reference.windows,
         )
         problems = agreement.problems(tolerance(task))
         num_checks += 3 if agreement.same_text is None else 4
@@ -208,11 +190,11 @@ def main() -> int:
     for variant in VARIANTS:
         convert(variant, work / "checkpoints")
     torch.set_num_threads(options.jobs)
-    evaluation = Evaluation(options.tokens)
+    reference = None if options.load_only else Reference(options.tokens)
     request = work / "request.json"
-    windows = [] if options.load_only else evaluation.windows.tolist()
-    request.write_text(json.dumps({"windows": windows, "prompt": evaluation.prompt, "new_tokens": NEW_TOKENS}))
-    reference = None if options.load_only else Reference(evaluation, work / "checkpoints")
+    windows = reference.windows.tolist() if reference else []
+    prompt = reference.prompt if reference else []
+    request.write_text(json.dumps({"windows": windows, "prompt": prompt, "new_tokens": NEW_TOKENS}))
     tasks = [Task(engine, variant) for engine in engines for variant in KINDS if engine.reads(variant)]
     results = list(run_all(tasks, work, request, reference, options.jobs, say))
     problems = [f"{r.title}, {r.variant.name}: {problem}" for r in results for problem in r.failed]
@@ -222,7 +204,7 @@ def main() -> int:
             found = check_questions(engine, QUESTIONED[engine.name], work)
             say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(found[:5]) or 'ok'}")
             problems += [f"{engine.name}: {problem}" for problem in found]
-    print(report(results, tokens=evaluation.windows.numel()), flush=True)
+    print(report(results, tokens=options.tokens // WINDOW * WINDOW), flush=True)
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -9,6 +9,7 @@ BF16 numbers). Tolerances are a few times what was found on the tiny checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -82,8 +83,11 @@ class Expected:
     greedy: list[int]
 
 
-class Evaluation:
-    """scripts/eval's model of the tiny checkpoint, on the first `tokens` tokens of its held-out text."""
+class Reference:
+    """scripts/eval's model of the tiny checkpoint, on the first `tokens` tokens of its held-out text.
+
+    `expected` gives what it computes for a converted checkpoint of K2, each time the same object.
+    """
 
     def __init__(self, tokens: int) -> None:
         from tokenizers import Tokenizer
@@ -91,13 +95,10 @@ class Evaluation:
         self.windows = encode(TINY, (TINY / "eval.txt").read_text(encoding="utf-8"), tokens=tokens)
         self.prompt: list[int] = Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(PROMPT).ids
         self._model: EvaluatedModel = build_model(TINY)
+        self.source = self._compute(source_mlps(TINY))
+        self.expected = cache(self._expected)
 
-    def source(self) -> Expected:
-        """Return the INT4 source's logits and text."""
-        return self._compute(source_mlps(TINY))
-
-    def converted(self, folder: Path, *, ignore_input_scales: bool) -> Expected:
-        """Return a converted checkpoint's logits and text."""
+    def _expected(self, folder: Path, ignore_input_scales: bool) -> Expected:
         mlps = converted_mlps(folder)
         return self._compute(without_input_scales(mlps) if ignore_input_scales else mlps)
 

@@ -9,17 +9,10 @@ from itertools import groupby
 from scripts.engine_checks.agreement import Agreement
 from scripts.engine_checks.variants import K2, MSE, RULES, Variant
 
-_COLUMNS = (
-    "engine",
-    "layout",
-    "activations",
-    "checkpoints",
-    "checks",
-    "perplexity",
-    "by scripts/eval",
-    "KL, mse",
-    "KL, max",
-    "greedy text",
+_HEAD = (
+    "| engine | layout | activations | checkpoints | checks "
+    "| perplexity | by scripts/eval | KL, mse | KL, max | greedy text |",
+    "|---|---|---|" + "---:|" * 7,
 )
 
 
@@ -37,9 +30,9 @@ class Result:
 
 def markdown(results: Iterable[Result]) -> str:
     """Return the table; lines are in the order in which engines first appear."""
-    lines = [_line(_COLUMNS), _line(("---", "---", "---", *["---:"] * 7))]
+    lines = list(_HEAD)
     for _, group in groupby(results, key=_row):
-        lines.append(_line(_cells(list(group))))
+        lines.append(f"| {' | '.join(_cells(list(group)))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +63,3 @@ def _cells(group: list[Result]) -> tuple[str, ...]:
 
 def _largest(values: list[float]) -> str:
     return f"{max(values):.1e}" if values else ""
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -59,10 +59,6 @@ class Variant:
     def name(self) -> str:
         return "-".join((self.form, self.layout, self.activations, self.rule)).lower()
 
-    @property
-    def is_compressed_tensors(self) -> bool:
-        return self.layout == COMPRESSED_TENSORS
-
 
 VARIANTS = tuple(
     Variant(form, layout, activations, rule)
