@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from scripts.engine_checks.model_server import VOCABULARY, Handler, Model, Model
 WINDOW = 40
 KEY = "sk-a1B2c3D4e5F6g7H8"
 Serve = Callable[..., ModelServer]
-Run = Callable[..., "Done"]
+Run = Callable[..., CompletedProcess[str]]
 Document = dict[str, Any]
 
 
@@ -43,20 +43,11 @@ def ids(tmp_path: Path) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Exit code and output of the script."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the script in this process; the environment has no keys but those that are passed."""
 
-    def done(*arguments: object, **keys: str) -> Done:
+    def done(*arguments: object, **keys: str) -> CompletedProcess[str]:
         with monkeypatch.context() as patch:
             for name in KEYS:
                 patch.delenv(name, raising=False)
@@ -64,12 +55,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
                 patch.setenv(name, key)
             words = [*map(str, arguments), "--window", str(WINDOW), "--top-k", "32"]
             patch.setattr("sys.argv", ["compare_servers.py", *words])
-            return Done(main(), *capsys.readouterr())
+            return CompletedProcess(words, main(), *capsys.readouterr())
 
     return done
 
 
-def figures(done: Done) -> dict[str, float]:
+def figures(done: CompletedProcess[str]) -> dict[str, float]:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -96,14 +87,10 @@ def test_the_bound_is_below_the_divergence_and_reaches_it_with_the_whole_vocabul
         assert bounds == [0, 0, 0, 0]
 
 
-def test_a_token_of_one_server_only_goes_into_the_bucket_of_both() -> None:
-    p = np.log([0.5, 0.3, 0.1, 0.1])
-    q = np.log([0.1, 0.1, 0.5, 0.3])
-    found = lower_bound(top(p, 0, 2), top(q, 0, 2))
-    assert found == pytest.approx(0.5 * np.log(5) + 0.5 * np.log(0.5 / 0.9), rel=1e-6)
-
-
-def test_a_certain_token_leaves_only_rounding_to_the_bucket() -> None:
+def test_the_bucket_has_the_tokens_of_one_server_only_and_no_rounding() -> None:
+    p, q = (np.log(x) for x in ([0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.5, 0.3]))
+    expected = 0.5 * np.log(5) + 0.5 * np.log(0.5 / 0.9)
+    assert lower_bound(top(p, 0, 2), top(q, 0, 2)) == pytest.approx(expected, rel=1e-6)
     p, q = (np.log(np.array([1 - 3 * rest, rest, rest, rest])) for rest in (1e-9, 1e-12))
     assert 0 <= lower_bound(top(p, 0, 2), top(q, 0, 2)) <= (np.exp(p) * (p - q)).sum() + 1e-7
 

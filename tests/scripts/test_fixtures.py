@@ -21,14 +21,26 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["tiny", "k25", "split", "reap", "i64", "minus8", "zeros", "subnormal", "wide", "k2_shaped"]
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path) -> Tensors:
+    return tensors_of(tiny)
+
+
+def tensors_of(folder: Path) -> Tensors:
     """Load every tensor of a small checkpoint with the safetensors library."""
     return read_small(folder).tensors()
 
 
-def codes_of(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+def codes_of(tensors: Tensors, module: str) -> torch.Tensor:
     """Unpack a projection's codes with compressed-tensors."""
     return unpack(tensors[f"{module}.weight_packed"])
+
+
+def scales_of(tensors: Tensors, module: str) -> torch.Tensor:
+    return tensors[f"{module}.weight_scale"]
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -69,10 +81,9 @@ def test_streamed_shard_equals_the_file_of_the_library(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
+def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path, whole: Tensors) -> None:
     wrapped = tensors_of(k25)
-    by_max = tensors_of(tiny)
-    assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in by_max.items())
+    assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in whole.items())
     others = {name for name in wrapped if not name.startswith("language_model.")}
     assert {name.split(".")[0] for name in others} == {"vision_tower", "mm_projector"}
     assert wrapped["vision_tower.patch_embed.proj.weight"].ndim == 4
@@ -82,9 +93,8 @@ def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
     assert config["text_config"].items() >= json.loads((tiny / "config.json").read_text()).items()
 
 
-def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) -> None:
+def test_split_scatters_partners_and_changes_no_tensor(split: Path, whole: Tensors) -> None:
     scattered = tensors_of(split)
-    whole = tensors_of(tiny)
     assert scattered.keys() == whole.keys()
     assert all(same(scattered[name], whole[name]) for name in whole)
     where = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
@@ -97,9 +107,8 @@ def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) 
         assert where[one] != where[other]
 
 
-def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path) -> None:
+def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, whole: Tensors) -> None:
     pruned = tensors_of(reap)
-    whole = tensors_of(tiny)
     for layer in (1, 2, 3):
         router, rows = (tensors[f"model.layers.{layer}.mlp.gate.weight"] for tensors in (pruned, whole))
         kept = [next(i for i in range(16) if torch.equal(rows[i], row)) for row in router]
@@ -115,61 +124,56 @@ def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path)
     assert not any(".experts.10." in name for name in pruned)
 
 
-def test_i64_changes_only_the_dtype_of_shapes(i64: Path, tiny: Path) -> None:
+def test_i64_changes_only_the_dtype_of_shapes(i64: Path, whole: Tensors) -> None:
     changed = tensors_of(i64)
-    by_max = tensors_of(tiny)
-    for name, tensor in by_max.items():
+    for name, tensor in whole.items():
         assert same(changed[name], tensor.long() if name.endswith("weight_shape") else tensor)
 
 
-def test_minus8_has_many_codes_that_training_never_gives(minus8: Path, tiny: Path) -> None:
-    planted = tensors_of(minus8)
-    by_max = tensors_of(tiny)
+def test_minus8_has_many_codes_that_training_never_gives(minus8: Path, whole: Tensors) -> None:
     module = experts(2, 3, "up")
-    assert (codes_of(by_max, module) == -8).sum() == 0
-    codes = codes_of(planted, module)
+    assert (codes_of(whole, module) == -8).sum() == 0
+    codes = codes_of(tensors_of(minus8), module)
     assert (codes[3] == -8).all()
     assert 0.005 < (codes == -8).double().mean() < 0.03
-    kept = codes != -8
-    assert torch.equal(codes[kept], codes_of(by_max, module)[kept])
+    others = codes != -8
+    assert torch.equal(codes[others], codes_of(whole, module)[others])
 
 
 def test_zeros_has_zeros_of_every_kind(zeros: Path) -> None:
     tensors = tensors_of(zeros)
-
-    def scales(module: str) -> torch.Tensor:
-        return tensors[f"{module}.weight_scale"]
-
     blocks = codes_of(tensors, experts(1, 0, "down")).unflatten(1, (-1, 16))
     assert 0.05 < (blocks == 0).all(2).double().mean() < 0.2
     module = experts(1, 1, "down")
     groups_zero = (codes_of(tensors, module).unflatten(1, (-1, 32)) == 0).all(2)
-    assert (scales(module) == 0)[groups_zero].any()
-    assert (scales(module) == 0)[~groups_zero].any()
-    assert scales(module).view(torch.int16).min() == -(2**15), "the bits of -0"
-    assert not scales(experts(1, 2, "gate")).any()
-    assert codes_of(tensors, experts(1, 2, "gate")).any()
-    assert scales(experts(1, 2, "up")).all()
-    assert not codes_of(tensors, experts(1, 3, "down")).any()
-    assert scales(experts(1, 3, "down")).all()
-    assert not codes_of(tensors, experts(1, 4, "up")).any()
-    assert not scales(experts(1, 4, "up")).any()
+    assert (scales_of(tensors, module) == 0)[groups_zero].any()
+    assert (scales_of(tensors, module) == 0)[~groups_zero].any()
+    assert scales_of(tensors, module).view(torch.int16).min() == -(2**15), "the bits of -0"
+    for expert, kind, codes, scales in (
+        (2, "gate", True, False),
+        (2, "up", True, True),
+        (3, "down", False, True),
+        (4, "up", False, False),
+    ):
+        module = experts(1, expert, kind)
+        assert bool(codes_of(tensors, module).any()) == codes
+        assert scales_of(tensors, module).bool().all() if scales else not scales_of(tensors, module).any()
 
 
 def test_subnormal_and_wide_scales_are_finite_and_far_from_ordinary(subnormal: Path, wide: Path) -> None:
     tensors = tensors_of(subnormal)
     smallest_normal = torch.finfo(torch.bfloat16).tiny
-    every = tensors[f"{experts(1, 0, 'gate')}.weight_scale"].float()
+    every = scales_of(tensors, experts(1, 0, "gate")).float()
     assert ((every > 0) & (every < smallest_normal)).all()
     assert every[0, 0] == 2.0**-133
-    some = tensors[f"{experts(1, 2, 'gate')}.weight_scale"].float() < smallest_normal
+    some = scales_of(tensors, experts(1, 2, "gate")).float() < smallest_normal
     assert 0.02 < some.double().mean() < 0.3
     tensors = tensors_of(wide)
-    spread = tensors[f"{experts(1, 0, 'down')}.weight_scale"].float()
+    spread = scales_of(tensors, experts(1, 0, "down")).float()
     assert spread.max() / spread.min() > 2**20
-    gate, up = (tensors[f"{experts(1, 2, kind)}.weight_scale"].float().max() for kind in ("gate", "up"))
+    gate, up = (scales_of(tensors, experts(1, 2, kind)).float().max() for kind in ("gate", "up"))
     assert gate / up > 2**13
-    assert tensors[f"{experts(1, 3, 'up')}.weight_scale"].max() == 2.0**100
+    assert scales_of(tensors, experts(1, 3, "up")).max() == 2.0**100
 
 
 def test_k2_shaped_values_look_like_quantization_aware_training(k2_shaped: Path) -> None:
