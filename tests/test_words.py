@@ -35,8 +35,6 @@ HONEST = (
     "os.walk",
     "walk_folder",
     '"walk": 3',  # a job of release 0.3 has this key
-    "imatrix_mse",  # observers of llm-compressor
-    "nvfp4_expanded_imatrix",
     '"curvature"',  # a message of the compiled module
 )
 """Other meanings of these words; one that nothing uses any more leaves the list."""

@@ -68,18 +68,15 @@ def linear_network(source: Path, mlps: Mlps) -> Any:
     return model.network
 
 
-def _llm_compressor(network: Any, windows: Tensor, *, gptq: bool = False, observer: str | None = None) -> None:
-    """NVFP4A16, with an observer or its default one."""
+def _llm_compressor(network: Any, windows: Tensor) -> None:
+    """NVFP4A16 by GPTQ."""
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    modifier = GPTQModifier if gptq else QuantizationModifier
-    options: dict[str, Any] = {"weight_observer": observer} if observer else {}
-    recipe = modifier(scheme="NVFP4A16", targets=[_ROUTED], **options)
+    recipe = GPTQModifier(scheme="NVFP4A16", targets=[_ROUTED])
     rows = [{"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)} for ids in windows]
     with TemporaryDirectory() as folder:  # the tool reads the model's config from the disk
         network.config.save_pretrained(folder)
@@ -135,9 +132,7 @@ def _static_blockwise_fp4_fake_quant(
 
 QUARK = "Quark 0.13"
 PEERS: dict[str, Callable[[Any, Tensor], None]] = {
-    "llm-compressor imatrix_mse": partial(_llm_compressor, observer="imatrix_mse"),
-    "llm-compressor nvfp4_expanded_imatrix": partial(_llm_compressor, observer="nvfp4_expanded_imatrix"),
-    "llm-compressor GPTQ": partial(_llm_compressor, gptq=True),
+    "llm-compressor GPTQ": _llm_compressor,
     "ModelOpt mse": partial(_modelopt, method="mse"),
     "ModelOpt local_hessian": partial(_modelopt, method="local_hessian"),
 }
