@@ -1,6 +1,7 @@
 """Figures of the structure: files that a command enters, modules that it loads, its frames, lines of code.
 
     python tests/structure.py            prints all of them as a table
+    python tests/structure.py --lines    counts the lines only
 
 A file is entered when a function of it runs. A module is loaded when it is imported. Frames are the package's functions
 that are active when a kernel is called: those of its thread, and those that were active where the thread got its work.
@@ -189,7 +190,11 @@ def num_options() -> int:
 
 
 def main() -> None:
-    """Print every figure."""
+    """Print every figure, or only the lines of code."""
+    if sys.argv[1:] == ["--lines"]:
+        for folder in ("k2convert", "tests", "scripts"):
+            sys.stdout.write(f"{num_lines(ROOT / folder):7,}  lines of {folder}/\n")
+        return
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         text = out / "text.txt"
