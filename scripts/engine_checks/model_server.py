@@ -48,10 +48,8 @@ class ModelServer:
 
     model: Model
     engine: str = "vllm"
-    name: str = "served"
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = ("served",)
     max_logprobs: int = 64
-    max_model_len: int = 4096
     key: str | None = None
     spoil: Spoil | None = None
     encode: Callable[[str], list[int]] = lambda text: [int(word[1:]) for word in text.split()]
@@ -75,12 +73,9 @@ class ModelServer:
 
     def listing(self) -> dict[str, Any]:
         """The answer of /v1/models."""
-        names = self.models or (self.name,)
         card = {"object": "model", "created": int(time.time()), "owned_by": self.engine, "parent": None}
-        return {
-            "object": "list",
-            "data": [{"id": n, "root": f"/weights/{n}", "max_model_len": self.max_model_len} | card for n in names],
-        }
+        cards = [{"id": n, "root": f"/weights/{n}", "max_model_len": 4096} | card for n in self.models]
+        return {"object": "list", "data": cards}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions, or of SGLang's /generate."""

@@ -45,22 +45,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What the driver asks for: ids of whole windows, and a prompt to continue by `new_tokens` tokens."""
+class Arguments:
+    """What the driver asks of a client: ids of whole windows, and a prompt to continue by `new_tokens` tokens."""
 
+    checkpoint: Path
+    out: Path
+    as_released: bool
     windows: list[list[int]]
     prompt: list[int]
     new_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of every client."""
-
-    checkpoint: Path
-    request: Request
-    out: Path
-    as_released: bool
 
 
 def read_arguments(description: str | None) -> Arguments:
@@ -72,8 +65,8 @@ def read_arguments(description: str | None) -> Arguments:
     parser.add_argument("--as-released", action="store_true", help="do not repair a known defect of the engine")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    request = Request(**json.loads(options.request.read_text(encoding="utf-8")))
-    return Arguments(options.checkpoint, request, options.out, options.as_released)
+    request = json.loads(options.request.read_text(encoding="utf-8"))
+    return Arguments(options.checkpoint, options.out, options.as_released, **request)
 
 
 def save_logits(folder: Path, logits: list[torch.Tensor], greedy: list[int] | None = None) -> None:

@@ -37,21 +37,21 @@ def main() -> int:
     outcome.note(f"compressed-tensors {compressed_tensors.__version__}")
     model, report = load(files)
     if arguments.as_released:
-        if arguments.request.windows:
-            save_logits(arguments.out, logits(model, arguments.request.windows))
+        if arguments.windows:
+            save_logits(arguments.out, logits(model, arguments.windows))
         return outcome.save(arguments.out)
     for kind in KINDS:
         found = [key for key in report[kind] if not (IS_FUSED and key.endswith("input_global_scale"))]
         outcome.check(f"no {kind.replace('_', ' ')}", not found, ", ".join(found[:4]))
     check_weights(model, files, outcome)
-    if not arguments.request.windows:
+    if not arguments.windows:
         return outcome.save(arguments.out)
-    found = logits(model, arguments.request.windows)
+    found = logits(model, arguments.windows)
     reference = plain_model(files, model)
-    expected = logits(reference, arguments.request.windows)
+    expected = logits(reference, arguments.windows)
     divergence = max(kl_divergence(p, q) for p, q in zip(expected, found, strict=True))
     outcome.check("logits equal those of plain torch", divergence == 0, f"KL {divergence:.3g}")
-    save_logits(arguments.out, found, greedy(model, arguments.request.prompt, arguments.request.new_tokens))
+    save_logits(arguments.out, found, greedy(model, arguments.prompt, arguments.new_tokens))
     return outcome.save(arguments.out)
 
 

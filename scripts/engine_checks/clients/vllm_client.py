@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.engine_checks.clients import vllm_on_cpu
 from scripts.engine_checks.clients.files import Checkpoint, sqnr_db
-from scripts.engine_checks.clients.outcome import Outcome, Request, read_arguments, save_logits
+from scripts.engine_checks.clients.outcome import Arguments, Outcome, read_arguments, save_logits
 from scripts.engine_checks.clients.plain import moe
 
 LONGEST = 288  # tokens: a window, its continuation and some room; vLLM warms up with as many
@@ -43,9 +43,9 @@ def main() -> int:
     for experts in fused_experts(loading, files):
         check_weights(experts, files, outcome)
         check_kernel_formats(experts, files, outcome)
-    if arguments.request.windows and not files.is_k3:
+    if arguments.windows and not files.is_k3:
         blocks = _record_blocks(model, files)
-        logits, greedy = compute(engine, model, arguments.request, files.config["vocab_size"])
+        logits, greedy = compute(engine, model, arguments, files.config["vocab_size"])
         _check_blocks(blocks, files, outcome)
         save_logits(arguments.out, logits, greedy)
     return outcome.save(arguments.out)
@@ -89,7 +89,7 @@ def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:
     return kept
 
 
-def compute(engine: Any, model: Any, request: Request, vocabulary: int) -> tuple[list[Any], list[int]]:
+def compute(engine: Any, model: Any, request: Arguments, vocabulary: int) -> tuple[list[Any], list[int]]:
     """Return the logits f32 [T, vocabulary] of every window, and the ids that continue the prompt greedily."""
     import torch
     from vllm import SamplingParams, TokensPrompt
