@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
 from types import TracebackType
@@ -112,8 +113,13 @@ def is_zero(data: Bytes) -> bool:
     return not (data[:PAGE_BYTES].any() or data.any())
 
 
-_Opened = tuple[int, int | None, PageCache | None]
-"""The descriptor of a shard, its O_DIRECT descriptor, and its cached pages; None for what the filesystem refuses."""
+@dataclass(frozen=True, slots=True)
+class _OpenShard:
+    """The descriptors of a shard, one of them with O_DIRECT, and its cached pages; None if the filesystem refuses."""
+
+    descriptor: int
+    direct: int | None = None
+    cache: PageCache | None = None
 
 
 class ShardReader:
@@ -121,7 +127,7 @@ class ShardReader:
 
     def __init__(self, locate: Callable[[str], Path]) -> None:
         self._locate = locate
-        self._files: dict[str, _Opened] = {}
+        self._files: dict[str, _OpenShard] = {}
         self._descriptors: list[int] = []
         self._is_closed = False
         self._lock = Lock()
@@ -136,13 +142,14 @@ class ShardReader:
         if begin == end:
             return _NOTHING
         try:
-            descriptor, direct, cache = self._open(tensor.shard)
+            file = self._open(tensor.shard)
+            descriptor = file.descriptor
             first = begin - begin % PAGE_BYTES
             pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
             position = begin
             unit = 1
-            if direct is not None and cache is not None and not cache.holds_most(begin, end):
-                descriptor = direct
+            if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
+                descriptor = file.direct
                 unit = PAGE_BYTES
             while position < end:
                 start = position - position % unit
@@ -169,7 +176,7 @@ class ShardReader:
             return data
         return data.copy()
 
-    def _open(self, shard: str) -> _Opened:
+    def _open(self, shard: str) -> _OpenShard:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the reader is closed")
@@ -252,7 +259,7 @@ class FileHash:
         self._thread.join()
 
 
-def _open_file(path: Path, descriptors: list[int]) -> _Opened:
+def _open_file(path: Path, descriptors: list[int]) -> _OpenShard:
     """Open a file; its descriptors are in the list as soon as they exist."""
     descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     buffered = descriptors[-1]
@@ -260,8 +267,8 @@ def _open_file(path: Path, descriptors: list[int]) -> _Opened:
     try:
         cache = PageCache(buffered)
     except (OSError, ValueError):
-        return buffered, None, None
-    return buffered, _open_direct(path, descriptors), cache
+        return _OpenShard(buffered)
+    return _OpenShard(buffered, _open_direct(path, descriptors), cache)
 
 
 def _open_direct(path: Path, descriptors: list[int]) -> int | None:

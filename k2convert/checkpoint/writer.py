@@ -83,7 +83,7 @@ class ShardWriter:
         with writing(self._path):
             self._flush()
             while self._pending:
-                self._settle()
+                self._wait_for_oldest()
             if self._position != self._num_bytes:
                 raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
             os.fsync(self._descriptor)
@@ -112,9 +112,9 @@ class ShardWriter:
         self._current = (self._current + 1) % NUM_STAGING
         while len(self._pending) >= NUM_STAGING:
             with writing(self._path):
-                self._settle()
+                self._wait_for_oldest()
 
-    def _settle(self) -> None:
+    def _wait_for_oldest(self) -> None:
         for done in self._pending.popleft():
             done.result()
 

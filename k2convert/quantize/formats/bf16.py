@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.nvfp4 import row_chunks
+from k2convert.quantize.formats.nvfp4 import row_slices
 
 _NAN_BITS: Final = 0x7FC0
 _INFINITY_BITS: Final = 0x7F80
@@ -67,7 +67,6 @@ class SourceWeight(Protocol):
     def bits(self) -> NDArray[np.uint16]: ...
     @property
     def channel_exponents(self) -> NDArray[np.int8] | None: ...
-    def rows(self, start: int, stop: int) -> SourceWeight: ...
     def select(self, rows: slice) -> SourceWeight: ...
     def values(self) -> NDArray[np.float32]: ...
     def magnitude(self, *, name: str = "weight") -> Magnitude: ...
@@ -100,10 +99,6 @@ class Bf16Weight:
     def channel_exponents(self) -> None:
         """Exponents are in the numbers."""
         return None
-
-    def rows(self, start: int, stop: int) -> Bf16Weight:
-        """A view of some rows."""
-        return self.select(slice(start, stop))
 
     def select(self, rows: slice) -> Bf16Weight:
         """A view of the rows of a slice."""
@@ -165,14 +160,14 @@ def check_channel_exponents(exponents: NDArray[np.int8], columns: int) -> None:
 def scale_bits(bits: NDArray[np.uint16], exponents: NDArray[np.int8], *, name: str) -> NDArray[np.uint16]:
     """Return BF16 bits times 2**exponents, which broadcast to them; FormatError if a number would not be exact."""
     scaled = np.empty_like(bits)
-    rows = np.broadcast_to(exponents, bits.shape).reshape(-1, *bits.shape[-1:])
-    source = bits.reshape(rows.shape)
-    target = scaled.reshape(rows.shape)
-    for start, stop in row_chunks(*rows.shape):
+    exponents = np.broadcast_to(exponents, bits.shape).reshape(-1, *bits.shape[-1:])
+    source = bits.reshape(exponents.shape)
+    target = scaled.reshape(exponents.shape)
+    for rows in row_slices(*exponents.shape):
         # Exact in float32, which has room for sixteen times the largest BF16 number's bits below the smallest.
-        wide = scale_fp32(bf16_values(source[start:stop]), rows[start:stop], name=name).view(np.uint32)
+        wide = scale_fp32(bf16_values(source[rows]), exponents[rows], name=name).view(np.uint32)
         _require_exact((wide & np.uint32(0xFFFF)) == 0, name)
-        target[start:stop] = (wide >> np.uint32(16)).astype(np.uint16)
+        target[rows] = (wide >> np.uint32(16)).astype(np.uint16)
     return scaled
 
 

@@ -29,7 +29,7 @@ from k2convert.quantize.formats.bf16 import (
     round_to_bf16,
     scale_bits,
 )
-from k2convert.quantize.formats.nvfp4 import row_chunks, unpack_nibbles
+from k2convert.quantize.formats.nvfp4 import row_slices, unpack_nibbles
 
 MAX_MAGNITUDE: Final = 8
 NUM_MAGNITUDES: Final = MAX_MAGNITUDE + 1
@@ -96,14 +96,10 @@ class Int4Weight:
         The product is exact in float32: q has 4 significant bits, s (divided by a power of two or not) has 8.
         """
         bits = np.empty(self.shape, dtype=np.uint16)
-        for start, stop in row_chunks(*self.shape):
+        for rows in row_slices(*self.shape):
             with np.errstate(over="ignore"):
-                bits[start:stop] = bf16_bits(self.rows(start, stop).values())
+                bits[rows] = bf16_bits(self.select(rows).values())
         return bits
-
-    def rows(self, start: int, stop: int) -> Int4Weight:
-        """A view of some rows."""
-        return self.select(slice(start, stop))
 
     def select(self, rows: slice | NDArray[np.bool_]) -> Int4Weight:
         """The rows of a slice, as a view, or those that are marked."""
@@ -125,11 +121,11 @@ class Int4Weight:
         check_int4_scales(self.scale_bits, name=name)
         scale_max = 0.0
         amax = 0.0
-        for start, stop in row_chunks(*self.shape):
-            chunk = self.rows(start, stop)
+        for rows in row_slices(*self.shape):
+            chunk = self.select(rows)
             if self.channel_exponents is None:
                 # BF16 rounding is monotone, so the largest |q| of a group gives the group's largest rounded product.
-                codes_NGE = unpack_int4(chunk.packed).reshape(stop - start, -1, GROUP_SIZE)
+                codes_NGE = unpack_int4(chunk.packed).reshape(chunk.shape[0], -1, GROUP_SIZE)
                 scales = np.abs(chunk.scales)
                 largest = np.abs(codes_NGE).max(axis=-1, initial=0) * scales
             else:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, Bf16Weight, Magnitude, bf16_bits, bf16_values, describe
-from k2convert.quantize.formats.nvfp4 import E2M1_MAX, decode_e2m1, row_chunks
+from k2convert.quantize.formats.nvfp4 import E2M1_MAX, decode_e2m1, row_slices
 
 SCALE_BIAS: Final = 127
 NAN_BYTE: Final = 255
@@ -60,8 +60,8 @@ class Mxfp4Weight(Bf16Weight):
     def bits(self) -> NDArray[np.uint16]:
         """The exact BF16 bits of every weight, uint16 [N, K], decoded now."""
         decoded = np.empty(self.shape, dtype=np.uint16)
-        for start, stop in row_chunks(*self.shape):
-            decoded[start:stop] = decode_mxfp4(self.packed[start:stop], self.scale_bytes[start:stop])
+        for rows in row_slices(*self.shape):
+            decoded[rows] = decode_mxfp4(self.packed[rows], self.scale_bytes[rows])
         return decoded
 
     @property

@@ -127,11 +127,11 @@ CHUNK_ELEMENTS: Final = 1 << 20
 BLOCKS_PER_GROUP: Final = GROUP_SIZE // BLOCK_SIZE
 
 
-def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) over the rows, about CHUNK_ELEMENTS weights at a time."""
+def row_slices(rows: int, columns: int) -> Iterator[slice]:
+    """Yield slices of the rows, of about CHUNK_ELEMENTS weights."""
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+        yield slice(start, min(rows, start + step))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,27 +161,23 @@ class Nvfp4Weight:
         """(N, K) of the weight."""
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def rows(self, start: int, stop: int) -> Nvfp4Weight:
-        """A view of some rows."""
-        return Nvfp4Weight(self.packed[start:stop], self.block_scales[start:stop], self.global_scale)
-
 
 def quantize_rows(
     shape: tuple[int, int],
     global_scale: float,
-    quantize: Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+    quantize: Callable[[slice], tuple[NDArray[np.uint8], NDArray[np.uint8]]],
 ) -> Nvfp4Weight:
     """Return a weight [N, K], made a few rows at a time.
 
-    `quantize` returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M] of the blocks of the rows from start to stop.
+    `quantize` returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M] of the blocks of some rows.
     """
     rows, columns = shape
     packed = np.empty((rows, columns // 2), dtype=np.uint8)
     block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
-    for start, stop in row_chunks(rows, columns):
-        nibbles, scale_bytes = quantize(start, stop)
-        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
-        block_scales[start:stop] = scale_bytes.reshape(stop - start, -1)
+    for some in row_slices(rows, columns):
+        nibbles, scale_bytes = quantize(some)
+        packed[some] = pack_nibbles(nibbles.reshape(-1, columns))
+        block_scales[some] = scale_bytes.reshape(-1, columns // BLOCK_SIZE)
     return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
 
 

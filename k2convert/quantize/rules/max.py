@@ -50,8 +50,8 @@ def max_global_scale(magnitude: Magnitude) -> float:
 def quantize_max(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
     """Quantize a weight with `max` arithmetic, in bounded memory."""
 
-    def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        blocks_ME = bf16_values(weight.rows(start, stop).bits).reshape(-1, BLOCK_SIZE)
+    def quantize(rows: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        blocks_ME = bf16_values(weight.select(rows).bits).reshape(-1, BLOCK_SIZE)
         block_bytes = max_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
         return max_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
 

@@ -48,8 +48,8 @@ def quantize_bf16(weight: SourceWeight, exponent: int) -> Nvfp4Weight:
     """Quantize the BF16 bits of a weight [N, K] with the best scale of every block for g = 2**exponent."""
     global_scale = 2.0**exponent
 
-    def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        blocks_ME = bf16_values(weight.rows(start, stop).bits).astype(np.float64).reshape(-1, BLOCK_SIZE)
+    def quantize(rows: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        blocks_ME = bf16_values(weight.select(rows).bits).astype(np.float64).reshape(-1, BLOCK_SIZE)
         scale_bytes_M = _best_scale_bytes(blocks_ME, global_scale)
         codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
         return codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0)), scale_bytes_M

@@ -93,9 +93,7 @@ _SATURATED_STEP: Final = 2.0**-60
 
 def quantize_int4(weight: Int4Weight, exponent: int) -> Nvfp4Weight:
     """Quantize an INT4 weight without channel exponents with g = 2**exponent, in bounded memory."""
-    return quantize_rows(
-        weight.shape, 2.0**exponent, lambda start, stop: _quantize_chunk(weight.rows(start, stop), exponent)
-    )
+    return quantize_rows(weight.shape, 2.0**exponent, lambda rows: _quantize_chunk(weight.select(rows), exponent))
 
 
 def _quantize_chunk(weight: Int4Weight, exponent: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -53,7 +53,7 @@ def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
     g = own_scale(weight, rule)
 
     def rows(cut: tuple[int, int]) -> np.ndarray:
-        part = convert(weight.rows(*cut), rule=rule, global_scale=g).weight
+        part = convert(weight.select(slice(*cut)), rule=rule, global_scale=g).weight
         return np.concatenate([part.packed, part.block_scales], axis=1)
 
     with ThreadPoolExecutor(4) as pool:
