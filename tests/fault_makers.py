@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k2convert.calibration.channels import Calibration
+from k2convert.calibration.layer_files import Calibration
 from k2convert.check import shards
 from k2convert.check.contract import result as contract_result
 from k2convert.checkpoint import header

@@ -46,7 +46,6 @@ OWNERS = {
         "evaluation/comparison.py",
         "evaluation/streamed.py",
         "job/resources.py",
-        "calibration/accumulate.py",
         "calibration/smoothing.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_pass.py",

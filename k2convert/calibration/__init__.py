@@ -1,12 +1,11 @@
 """Calibration: the experts are converted with gptq in one pass over the layers, on a text.
 
-tokenizers, chat              a source's own tokenizer and chat template, in processes of their own
+tokenizers, chat              a source's own tokenizer and chat template, in process
 text                          texts and token ids as windows
 plan                          a calibration, planned from headers and text
-accumulate, smoothing         the smoothing exponents of a layer, and what they are chosen by
+smoothing                     the smoothing exponents of a layer, and what they are chosen by
 gptq_pass, gptq_layer         rule `gptq`: both streams, layer by layer, and one layer's MLPs
-layer_files                   what a layer pass keeps of each layer
+layer_files                   what a layer pass keeps of each layer, and what a shard needs of it
 conversion                    the layer pass, next to the pipeline of a job
-channels                      what a shard needs of the layers that are done
 memory                        counted before it starts
 """

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator, token_weights
 from k2convert.calibration.gptq_layer import LayerConverter, MlpWeights
 from k2convert.calibration.layer_files import CODES, RESIDUAL, LayerResult, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
+from k2convert.calibration.smoothing import LayerAccumulator, token_weights
 from k2convert.calibration.text import held_out, is_varied
 from k2convert.choices import RoleName
 from k2convert.errors import CalibrationError

@@ -1,4 +1,4 @@
-"""The files of the layers that rule gptq converts: what was decided, and the quantized weights.
+"""The layers that rule gptq has converted: what was decided, the quantized weights, and what a shard needs of them.
 
     layer-003.json               what was decided in layer 3 (LayerResult): the claim that it is done
     codes-003.safetensors        its quantized weights, until every shard that needs them is recorded
@@ -8,6 +8,9 @@
     residual-004.safetensors      what the converted model lacks of the hidden states that layer 4 reads
 
 Each is complete or absent, and its blake3 is kept by the work folder (forward/work.py), which checks it.
+
+Smoothing multiplies channel j of the input of gate and up by 2^a_j and divides what reads it. It is exact, or an error
+that names the tensor.
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ from threading import Lock
 from typing import Any, Final
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.header import TensorInfo, encode_header, read_header
 from k2convert.checkpoint.names import CALIBRATION_WORK, WORK_FOLDER, WORK_SUFFIX
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import CheckpointError
+from k2convert.errors import CalibrationError, CheckpointError, FormatError
 from k2convert.forward.work import HIDDEN, WorkFolder
 from k2convert.models import locate_module
+from k2convert.models.names import ColumnScaling, reads_norm
+from k2convert.models.projections import Projection
+from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits, scale_fp32
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.document import Count, Exponent, encode, read_document
@@ -43,6 +50,7 @@ _PACKED = "packed"
 _SCALES = "block_scales"
 _GLOBAL = "global_scale"
 _FP32_BYTES: Final = 4
+_REMEDY: Final = "Convert again in a new folder with --set smoothing=false."
 
 Write = Callable[[str, Nvfp4Weight], None]
 """Appends one projection, by the name of its module."""
@@ -126,12 +134,14 @@ def writing_quantized_layers(
         writer.commit(accept=partial(record, path))
 
 
-class LayerFiles:
-    """What was decided in the layers that are done so far. Thread-safe."""
+class Calibration:
+    """The layers that are converted so far. Thread-safe; a context manager, which closes files."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
-        self._read = lru_cache(_OPEN_LAYERS)(partial(read_layer, work))
+        self._decided = lru_cache(_OPEN_LAYERS)(partial(read_layer, work))
+        self._open: dict[int, tuple[Mapping[str, TensorInfo], ShardReader]] = {}
+        self._lock = Lock()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -140,19 +150,10 @@ class LayerFiles:
 
     def exponents(self, layer: int) -> NDArray[np.int8] | None:
         """Return the smoothing exponents int8 [K] of a layer that is done, None without; raises CheckpointError."""
-        return self._read(layer).smoothing()
+        return self._decided(layer).smoothing()
 
-
-class QuantizedLayers:
-    """The converted experts of the layers that are done so far. Thread-safe; a context manager, which closes files."""
-
-    def __init__(self, work: WorkFolder) -> None:
-        self._work = work
-        self._open: dict[int, tuple[Mapping[str, TensorInfo], ShardReader]] = {}
-        self._lock = Lock()
-
-    def read(self, module: str) -> Nvfp4Weight:
-        """Return a converted projection; raises CheckpointError if its layer is not there or damaged."""
+    def converted(self, module: str) -> Nvfp4Weight:
+        """Return the quantized weight of a module; raises CheckpointError if its layer is not there or damaged."""
         place = locate_module(module)
         assert place is not None
         assert place.layer is not None
@@ -171,14 +172,53 @@ class QuantizedLayers:
             float(reader.read(scalar).view(np.float32)[0]),
         )
 
+    def quantized_weight(self, projection: Projection, *, shape: tuple[int, int], global_scale: float) -> Nvfp4Weight:
+        """Return the quantized weight of a projection [N, K].
+
+        Raises CalibrationError if it is not of this weight: `global_scale` is what the rule gives.
+        """
+        weight = self.converted(projection.module)
+        if (weight.shape, weight.global_scale) != (shape, global_scale):
+            raise CalibrationError(
+                f"{projection.where}: the quantized weight is {list(weight.shape)} with global scale "
+                f"{weight.global_scale!r}, but the source needs {list(shape)} with {global_scale!r}. The source "
+                "changed: start again in a different folder."
+            )
+        return weight
+
+    def scaled_weight(self, weight: SourceWeight, projection: Projection) -> SourceWeight:
+        """Return a projection's weight [N, K] with the columns that smoothing divides; raises CalibrationError."""
+        place = locate_module(projection.module)
+        assert place is not None
+        assert place.layer is not None
+        exponents = self.exponents(place.layer) if reads_norm(place) else None
+        if exponents is None:
+            return weight
+        with _exactly():
+            return weight.divide_columns(exponents, name=projection.where)
+
+    def scaled_copy(self, data: Bytes, tensor: TensorInfo, scaling: ColumnScaling) -> Bytes:
+        """Return whole rows of a BF16 or FP32 tensor [.., K] with scaled columns; raises CalibrationError."""
+        exponents = self.exponents(scaling.layer)
+        if exponents is None:
+            return data
+        steps = -exponents if scaling.is_divided else exponents
+        name = f"{tensor.shard}: {tensor.name}"
+        with _exactly():
+            if tensor.dtype == "BF16":
+                bits = data.view(np.uint16).reshape(-1, exponents.size)
+                return scale_bits(bits, steps, name=name).reshape(-1).view(np.uint8)
+            values = data.view(np.float32).reshape(-1, exponents.size)
+            return scale_fp32(values, steps, name=name).reshape(-1).view(np.uint8)
+
     def drop(self, layer: int) -> None:
-        """Close and remove a layer's codes. No shard may need them any more."""
+        """Close and remove a layer's quantized weights. No shard may need them any more."""
         with self._lock:
             if layer in self._open:
                 self._open.pop(layer)[1].close()
         drop_quantized(self._work, layer)
 
-    def __enter__(self) -> QuantizedLayers:
+    def __enter__(self) -> Calibration:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -186,3 +226,22 @@ class QuantizedLayers:
             for _tensors, reader in self._open.values():
                 reader.close()
             self._open.clear()
+
+
+@contextmanager
+def _exactly() -> Generator[None]:
+    try:
+        yield
+    except FormatError as error:
+        raise CalibrationError(f"{error} {_REMEDY}") from None
+
+
+def digest_of_exponents(exponents: Mapping[int, NDArray[np.int8]]) -> str | None:
+    """Return the blake3 of the smoothing exponents int8 [K] by layer, in order, without layers of zeros, or None."""
+    digest = blake3()
+    is_scaled = False
+    for layer, values in sorted(exponents.items()):
+        if values.any():
+            digest.update(f"{layer}\0".encode() + values.astype(np.int8).tobytes())
+            is_scaled = True
+    return digest.hexdigest() if is_scaled else None

@@ -21,7 +21,7 @@ from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import ProjectionRecord, ShardFindings, ShardRecord, doubt_of, summarize
 
 if TYPE_CHECKING:
-    from k2convert.calibration.channels import Calibration
+    from k2convert.calibration.layer_files import Calibration
 
 _REMEDY: Final = (
     "The shard was not uploaded. Run the same command again: the shard is converted again. If this happens twice, "

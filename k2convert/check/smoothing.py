@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from k2convert.calibration.channels import digest_of_exponents
+from k2convert.calibration.layer_files import digest_of_exponents
 from k2convert.check.contract.result import Result
 from k2convert.check.remote import Shards
 from k2convert.check.results import Offender

@@ -40,7 +40,7 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.lock import lock_destination, share_destination
 
 if TYPE_CHECKING:
-    from k2convert.calibration.conversion import OpenPass, RunningPass
+    from k2convert.calibration.conversion import PassBesideJob
     from k2convert.check.results import ValidationReport
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
@@ -259,7 +259,7 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
     return items, to_upload
 
 
-def _extent(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None") -> Extent:
+def _extent(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | None") -> Extent:
     job = run.job
     names = {item.name for item in run.mine}
     left = {item.name for item in run.items}
@@ -285,7 +285,7 @@ def _extent(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None")
 
 
 @contextmanager
-def _stages(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None") -> Generator[Stages]:
+def _stages(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | None") -> Generator[Stages]:
     job = run.job
     limits = run.job.limits
     remote = job.source.remote if cluster is None else None
@@ -295,13 +295,13 @@ def _stages(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None")
 
         fetch = partial(fetch_shard, job, remote, stop=run.stop, events=run.events)
         sweep_downloads(job, run.items, run.to_upload)
-    running_pass = nullcontext()
+    running = nullcontext()
     if layer_pass is not None:
-        running_pass = layer_pass.running(room=limits.layer_room, stop=run.stop, events=run.events)
-    with resources.open_threads(limits.workers) as threads, running_pass as running:
+        running = layer_pass.running(room=limits.layer_room, stop=run.stop, events=run.events)
+    with resources.open_threads(limits.workers) as threads, running:
         yield Stages(
             fetch=fetch,
-            convert=partial(_here, run, threads, running) if cluster is None else partial(_on_node, run, cluster),
+            convert=partial(_here, run, threads, layer_pass) if cluster is None else partial(_on_node, run, cluster),
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
@@ -309,7 +309,7 @@ def _stages(run: _Run, layer_pass: "OpenPass | None", cluster: "Cluster | None")
         )
 
 
-def _here(run: _Run, threads: resources.Threads, layer_pass: "RunningPass | None", item: Item) -> None:
+def _here(run: _Run, threads: resources.Threads, layer_pass: "PassBesideJob | None", item: Item) -> None:
     job = run.job
     calibration = None if layer_pass is None else layer_pass.wait_for(item.name)
     task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)

@@ -35,7 +35,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import ProjectionRecord, ShardRecord, is_weight
 
 if TYPE_CHECKING:
-    from k2convert.calibration.channels import Calibration
+    from k2convert.calibration.layer_files import Calibration
     from k2convert.job.prepare import Job
 
 COPY_BYTES: Final = 16 << 20

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from k2convert.calibration.gptq_layer import MlpWeights, SourceProjection
 from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
 from k2convert.calibration.layer_files import (
+    Calibration,
     LayerResult,
-    QuantizedLayers,
     conversion_work,
     drop_quantized,
     read_layer,
@@ -134,7 +134,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
     work = tiny_pass
     exponents = read_layer(work, layer).smoothing()
     factors = np.ones(layer_pass.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
-    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(work) as codes:
         decoder = DecoderLayer(reader, layer)
         hidden = states(work.path("hidden", layer))
         exact = decoder.run(hidden).flatten(0, 1)
@@ -143,7 +143,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
         scaled = x * torch.as_tensor(factors.astype(np.float32))
         for expert in range(routing.scores.shape[1]):
             tokens, p = routing.tokens_of(expert)
-            found = [codes.read(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
+            found = [codes.converted(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
             assert found[0].global_scale == found[1].global_scale
             mlp = Mlp(*map(decoded, found))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
@@ -253,13 +253,13 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
     text = windows_of(tiny, tokens=1024, window=64)
     ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
     work = passed(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), smoothing=False)
-    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(work) as codes:
         hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
         after, x, routing = DecoderLayer(reader, 1).attend(hidden)
         errors = [0.0, 0.0]
         for expert in range(16):
             sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
-            found = [codes.read(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            found = [codes.converted(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
             mse = [quantize_best(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
             tokens, p = routing.tokens_of(expert)
             expected = Mlp(*(LinearLayer(exact_weight(source)) for source in sources))(x[tokens])
@@ -306,14 +306,14 @@ def test_shared_experts_and_the_dense_mlp_give_more_of_the_source_than_rule_mse(
         assert decided(work, layer).shared_down is not None
     assert decided(work, 0).held_out.inherited_error == 0, "nothing is converted before the dense layer"
     assert len(decided(work, 0).down_ridges) == 0
-    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(work) as codes:
         hidden = states(work.path("hidden", 1))
         exact = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(planned(tiny, tiny_ids).ids[order(8)])))
         torch.testing.assert_close(exact.bfloat16().float(), hidden)
         after, x, _ = DecoderLayer(reader, 0).attend(
             embed(reader, torch.as_tensor(planned(tiny, tiny_ids).ids[order(8)]))
         )
-        dense = Mlp(*(decoded(codes.read(f"model.layers.0.mlp.{kind}_proj")) for kind in KINDS))
+        dense = Mlp(*(decoded(codes.converted(f"model.layers.0.mlp.{kind}_proj")) for kind in KINDS))
         lacking = exact.flatten(0, 1) - after - dense(x)
         residual = states(work.path("residual", 1)).flatten(0, 1)
         torch.testing.assert_close(lacking, residual, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
@@ -325,9 +325,9 @@ def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tm
     found = list[dict[str, Nvfp4Weight]]()
     for number, roles in enumerate((("experts",), ("experts", "shared_experts"))):
         work = passed(conversion_work(tmp_path / str(number)), planned(cut, ids), smoothing=False, roles=roles)
-        with QuantizedLayers(work) as codes:
+        with Calibration(work) as codes:
             names = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(4)]
-            found.append({name: codes.read(name) for name in names})
+            found.append({name: codes.converted(name) for name in names})
     for name, weight in found[0].items():
         np.testing.assert_array_equal(weight.packed, found[1][name].packed)
 
@@ -338,10 +338,10 @@ def order(count: int) -> NDArray[np.int64]:
 
 
 def test_global_scales_are_those_of_rule_mse(tiny_pass: WorkFolder, tiny: Path) -> None:
-    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(tiny_pass) as codes:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(tiny_pass) as codes:
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
-        assert codes.read(module).global_scale == mse_global_scale(source.magnitude(name=module))
+        assert codes.converted(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
 @pytest.mark.slow
@@ -363,12 +363,12 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
     assert here.damping == there.damping
     assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)
     assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=0.02)
-    with QuantizedLayers(works[0]) as cpu, QuantizedLayers(works[1]) as torch_codes:
+    with Calibration(works[0]) as cpu, Calibration(works[1]) as torch_codes:
         for expert in range(4):
             for kind in KINDS:
                 module = f"model.layers.1.mlp.experts.{expert}.{kind}_proj"
-                mine = cpu.read(module)
-                other = torch_codes.read(module)
+                mine = cpu.converted(module)
+                other = torch_codes.converted(module)
                 assert mine.global_scale == other.global_scale
                 assert (mine.packed == other.packed).mean() > 0.9
 

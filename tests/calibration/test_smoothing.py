@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator
 from k2convert.calibration.smoothing import (
     SAMPLED_TOKENS,
+    LayerAccumulator,
     Proxy,
     descend,
     exactly_scalable,

@@ -46,7 +46,7 @@ from fault_makers import (
     zero,
 )
 
-from k2convert.calibration.channels import Calibration
+from k2convert.calibration.layer_files import Calibration
 from k2convert.calibration.plan import PassText
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint

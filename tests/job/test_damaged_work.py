@@ -8,7 +8,7 @@ from command import run, run_here
 from damaged_files import DAMAGES, damage_file, damaged_weight
 from results import contents
 
-from k2convert.calibration.layer_files import QuantizedLayers, conversion_work
+from k2convert.calibration.layer_files import Calibration, conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 
@@ -80,9 +80,9 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
 def test_codes_that_are_damaged_while_the_run_converts_are_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
     name = "codes-001.safetensors"
     work = conversion_work(Path(shutil.copytree(stopped[name], tmp_path / "out")))
-    with QuantizedLayers(work) as codes:
-        assert codes.read(EXPERT).packed.size > 0
+    with Calibration(work) as codes:
+        assert codes.converted(EXPERT).packed.size > 0
     damage_file(work.path("codes", 1), "zeros", foreign=work.folder)
     says = rf"{name}: damaged\. Repeat the command: what was in the file is computed again\."
-    with QuantizedLayers(work) as codes, pytest.raises(CheckpointError, match=says):
-        codes.read(EXPERT)
+    with Calibration(work) as codes, pytest.raises(CheckpointError, match=says):
+        codes.converted(EXPERT)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from k2convert.calibration.channels import Calibration
-from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers, conversion_work
+from k2convert.calibration.layer_files import Calibration, conversion_work
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
+from k2convert.forward.work import WorkFolder
 from k2convert.job.prepare import choose_recipe
 from k2convert.models.projections import load_projection
 from k2convert.plan.plan import CopyStep, Plan, plan_conversion
@@ -88,10 +88,11 @@ def forward(tiny: Path) -> Forward:
     return run
 
 
-class RandomExponents(LayerFiles):
+class RandomExponents(Calibration):
     """Exponents -4..4 that no layer pass chose."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, work: WorkFolder, columns: int) -> None:
+        super().__init__(work)
         self._columns = columns
 
     def exponents(self, layer: int) -> Any:
@@ -102,7 +103,7 @@ class RandomExponents(LayerFiles):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_and_routing_are_equal(dtype: torch.dtype, tiny: Path, tmp_path: Path, forward: Forward) -> None:
     source = open_checkpoint(tiny)
-    calibration = Calibration(RandomExponents(source.config["hidden_size"]), QuantizedLayers(conversion_work(tmp_path)))
+    calibration = RandomExponents(conversion_work(tmp_path), source.config["hidden_size"])
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}), scaled_layers=LAYERS)
     before = unquantized(tiny, plan, None)
     after = unquantized(tiny, plan, calibration)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conversions import plan_job, text_of
 
-from k2convert.calibration.channels import Calibration
+from k2convert.calibration.layer_files import Calibration
 from k2convert.errors import CalibrationError, RecipeError
 from k2convert.job.run import execute
 from k2convert.plan.recipe import build_recipe, settle_recipe

@@ -27,7 +27,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import Ledger, find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.channels import Calibration
+    from k2convert.calibration.layer_files import Calibration
 
 T = TypeVar("T")
 
