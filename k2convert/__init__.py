@@ -12,8 +12,9 @@ The package from the ground up. A subpackage imports itself and what is above it
     plan        recipe, plan, exclude list, inspection
     fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
+    text        texts as windows of token ids
     forward     one forward pass, and the layer pass: the loop over the layers of a model
-    calibration texts, and the conversion with gptq
+    calibration the conversion with gptq
     check       the servable contract, weight error, reference layers
     evaluation  the whole model, layer by layer
     report      the report as page, Markdown and picture, and the model card

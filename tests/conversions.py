@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from k2convert.calibration.plan import PassText
-from k2convert.calibration.text import read_windows
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.layer_pass import PassText
 from k2convert.hub.client import Hub
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, JobOptions, choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.plan.recipe import settle_recipe
 from k2convert.records.fingerprint import Source
+from k2convert.text.windows import read_windows
 
 
 def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> PassText:

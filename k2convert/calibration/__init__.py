@@ -1,7 +1,5 @@
 """Calibration: the experts are converted with gptq in one pass over the layers, on a text.
 
-tokenizers, chat              a source's own tokenizer and chat template, in process
-text                          texts and token ids as windows
 plan                          a calibration, planned from headers and text
 smoothing                     the smoothing exponents of a layer, and what they are chosen by
 gptq_pass, gptq_layer         rule `gptq`: both streams, layer by layer, and one layer's MLPs

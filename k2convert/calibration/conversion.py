@@ -170,14 +170,14 @@ class PassBesideJob:
     def _run(self, room: int, events: Events) -> None:
         from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
 
-        layer_pass = self.plan.layer_pass
-        with layer_pass.opened(self.first, room=room, events=events, stop=self._stop) as layers:
+        planned = self.plan.layer_pass
+        with planned.opened(self.first, chunk=self._chunk, room=room, events=events, stop=self._stop) as layer_pass:
 
             @contextmanager
             def around(layer: int) -> Generator[Checkpoint]:
                 with self._changed:  # few converted layers wait on the disk
                     self._wait(lambda: all(need.last >= layer - AHEAD for need in self._needs.values()))
-                with layers(layer) as checkpoint:
+                with layer_pass.shards.around(layer) as checkpoint:
                     self._check_stop()
                     yield checkpoint
 
@@ -187,8 +187,7 @@ class PassBesideJob:
                 roles=self._recipe.roles,
                 check_stop=self._check_stop,
             )
-            loop = layer_pass.layer_pass(self._chunk, around)
-            gptq_pass(loop, options, self._work, save=self._save, events=events)
+            gptq_pass(layer_pass, around, options, save=self._save, events=events)
 
     def _save(self, layer: int, result: LayerResult) -> None:
         write_layer(self._work, layer, result)

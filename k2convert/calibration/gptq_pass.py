@@ -29,13 +29,13 @@ from k2convert.calibration.gptq_layer import LayerConverter, MlpWeights
 from k2convert.calibration.layer_files import CODES, RESIDUAL, LayerResult, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.smoothing import LayerAccumulator, token_weights
-from k2convert.calibration.text import held_out, is_varied
 from k2convert.choices import RoleName
 from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver
-from k2convert.forward.layer_pass import Layer, LayerLoop, each_layer, finite_windows
+from k2convert.forward.layer_pass import LayerPass
+from k2convert.forward.layers import Around, Layer, each_layer, finite_windows
 from k2convert.forward.moe import Routing, shared_module
-from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
+from k2convert.forward.work import HIDDEN, HiddenStates
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.device_kernel import check_device
@@ -43,6 +43,7 @@ from k2convert.quantize.gptq.hessian import CheckStop, Team
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import Events
+from k2convert.text.windows import held_out, is_varied
 
 Save = Callable[[int, LayerResult], None]
 """Declares a layer done, by its number."""
@@ -62,34 +63,38 @@ class GptqOptions:
 
 
 @torch.no_grad()
-def gptq_pass(layer_pass: LayerLoop, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
+def gptq_pass(layer_pass: LayerPass, around: Around, options: GptqOptions, *, save: Save, events: Events) -> None:
     """Convert the layers that are not done, in order; `save` declares one done.
 
     Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be
     dropped, what `check_stop` raises, and what reading and writing raise.
     """
-    for device in layer_pass.devices:
+    text = layer_pass.text
+    for device in text.devices:
         if device != "cpu":
             check_device(device)
-    order = np.argsort(held_out(layer_pass.ids.shape[0]), kind="stable")
-    passed = each_layer(replace(layer_pass, ids=layer_pass.ids[order]), work, events=events)
-    with closing(passed) as layers, Team(layer_pass.workers, options.check_stop) as team:
+    windows = replace(text.windows, ids=text.windows.ids[np.argsort(held_out(len(text.windows.ids)), kind="stable")])
+    ordered = replace(layer_pass, text=replace(text, windows=windows))
+    with (
+        closing(each_layer(ordered, around, events=events)) as layers,
+        Team(text.threads, options.check_stop) as team,
+    ):
         for layer in layers:
-            result = _LayerConversion(layer, options, work, events, team).run()
+            result = _LayerConversion(layer, options, events, team).run()
             save(layer.number, replace(result, dropped=layer.dropped))
 
 
 class _LayerConversion:
     """One layer of the layer pass."""
 
-    def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events, team: Team) -> None:
+    def __init__(self, layer: Layer, options: GptqOptions, events: Events, team: Team) -> None:
         self._layer = layer
         self._options = options
-        self._work = work
         self._events = events
         self._layer_pass = layer.layer_pass
         self._decoder = layer.decoder
-        self._scratch = Scratch(work.folder, self._layer_pass.devices[0])
+        self._work = layer.layer_pass.work
+        self._scratch = Scratch(self._work.folder, self._layer_pass.text.devices[0])
         self._held_out = int(held_out(self._layer_pass.shape[0]).sum())
         self._num_fitted = self._layer_pass.shape[0] - self._held_out
         self._team = team
@@ -114,7 +119,7 @@ class _LayerConversion:
         kept = np.zeros(self._layer_pass.shape[0], dtype=np.bool_)
         layer_pass = self._layer_pass
         collected = _CollectedTokens(
-            layer_pass.ids.size, layer_pass.hidden_size, layer_pass.devices[0], self._scratch, self._team
+            layer_pass.ids.size, layer_pass.hidden_size, layer_pass.text.devices[0], self._scratch, self._team
         )
         with self._layer.writing() as write:
             for first, states, converted in self._chunks():
@@ -205,9 +210,9 @@ class _LayerConversion:
         with writing_quantized_layers(path, weights.shapes(), record=record) as write:
             converter = LayerConverter(
                 weights=weights,
-                devices=self._layer_pass.devices,
+                devices=self._layer_pass.text.devices,
                 scratch=self._scratch,
-                workers=self._layer_pass.workers,
+                workers=self._layer_pass.text.threads,
                 team=self._team,
                 is_varied=self._is_varied,
                 write=write,

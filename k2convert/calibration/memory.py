@@ -15,17 +15,17 @@ from typing import Any, Final
 
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.smoothing import SAMPLED_TOKENS, STEPS
-from k2convert.calibration.text import experts_per_token
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
-from k2convert.forward.layer_pass import DENSE_TOKENS
+from k2convert.forward.layer_pass import DENSE_TOKENS, PassSize
 from k2convert.machine import POOL_BYTES
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
 from k2convert.quantize.gptq.hessian import SMALL
 from k2convert.quantize.gptq.rounding import DAMPINGS
+from k2convert.text.windows import experts_per_token
 
 CUDA_BYTES: Final = 3 << 30
 """Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
@@ -37,41 +37,6 @@ _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three form
 _CUDA_EXPERT_FLOATS: Final = 10  # K2 on an H200: 62 GB counted, 51 GB measured
 _COPIES: Final = 3  # of an expert's tokens, while it is in work
 _MAPPED_COPIES: Final = 8  # with those that are files
-
-
-@dataclass(frozen=True, slots=True)
-class PassSize:
-    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
-
-    `workers` threads compute.
-    """
-
-    num_windows: int
-    window: int
-    chunk: int
-    devices: tuple[str, ...]
-    workers: int
-    num_layers: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.num_windows * self.window
-
-    @property
-    def chunk_windows(self) -> int:
-        """The windows of a chunk: fewer if there are no more."""
-        return min(self.chunk, self.num_windows)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens of a chunk."""
-        return self.chunk_windows * self.window
-
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the CPU computes."""
-        return self.devices == ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from k2convert.records.journal import Journal, check_finished
 from k2convert.records.ledger import ProjectionRecord, ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.text import Windows
+    from k2convert.text.windows import Windows
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 

@@ -88,8 +88,8 @@ def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
 
 def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
     document = text_document(plan.layer_pass.text) | {
-        "reference": plain(plan.models[0].model),
-        "models": [plain(planned.model) for planned in plan.models[1:]],
+        "reference": plain(plan.models[0]),
+        "models": [plain(model) for model in plan.models[1:]],
         "layers": plan.layer_pass.num_layers,
         "finished_layers": min(plan.layer_pass.num_finished, plan.layer_pass.num_layers),
         "bytes_read": plan.bytes_read,

@@ -20,8 +20,9 @@ from k2convert.models import read_architecture
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, LayerPass, PassText
+    from k2convert.calibration.plan import CalibrationPlan
     from k2convert.evaluation.streamed import EvaluationPlan
+    from k2convert.forward.layer_pass import LayerPass, PassText
 
 TIME_NOTE: Final = (
     "time: the first layer will say how long the others take. For a table of machines: k2convert guide calibrate"
@@ -178,7 +179,7 @@ def show_start(plan: CalibrationPlan) -> None:
 def _default_line(plan: CalibrationPlan) -> str | None:
     if not plan.layer_pass.text.by_default:
         return None
-    from k2convert.calibration.text import TOKENS_PER_INPUT, experts_per_token
+    from k2convert.text.windows import TOKENS_PER_INPUT, experts_per_token
 
     inputs = plan.architecture.moe_intermediate_size
     tokens = plan.layer_pass.text.windows.tokens
@@ -198,7 +199,7 @@ def fewest_tokens(layers: Mapping[int, Sequence[int]]) -> tuple[int, int]:
 
 def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]], *, option: str) -> str:
     """Return how many tokens the median expert got, in a line; if they are few, with what to give for `option`."""
-    from k2convert.calibration.text import TOKENS_PER_INPUT
+    from k2convert.text.windows import TOKENS_PER_INPUT
 
     layer, got = fewest_tokens(layers)
     inputs = plan.architecture.moe_intermediate_size

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from k2convert.forward.decoder import BlockObserver
-from k2convert.forward.layer_pass import Layer, finite_windows
+from k2convert.forward.layers import Layer, finite_windows
 from k2convert.forward.moe import Routing
 from k2convert.forward.work import HIDDEN
 from k2convert.models import detect_family
@@ -69,7 +69,7 @@ class LayerComparison:
         numbers = self._expert_numbers(layer)
         shape = layer.layer_pass.shape
         after = layer.number + 1
-        with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
+        with layer.layer_pass.work.reading(HIDDEN, after, shape) as read, layer.writing() as write:
             for first, (states,) in layer.chunks():
                 reference = read(first, first + states.shape[0])
                 kept = np.flatnonzero(finite_windows(reference))

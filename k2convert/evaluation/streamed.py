@@ -13,6 +13,7 @@ that, so an interrupted evaluation gives the same bytes.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -23,8 +24,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from k2convert import __version__
-from k2convert.calibration.memory import Memory, ModelSizes, PassSize, layer_costs, pass_memory, read_sizes
-from k2convert.calibration.plan import LayerPass
+from k2convert.calibration.memory import Memory, ModelSizes, layer_costs, pass_memory, read_sizes
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
@@ -33,8 +33,8 @@ from k2convert.evaluation.comparison import LayerComparison, kept_windows, layer
 from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, score_tokens
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
-from k2convert.forward.decoder import Rounding
-from k2convert.forward.layer_pass import LayerLoop, PassModel, Progress, each_layer
+from k2convert.forward.layer_pass import LayerPass, PassModel, PassSize
+from k2convert.forward.layers import Progress, each_layer
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HIDDEN
 from k2convert.records.command import JobCommand
@@ -46,17 +46,24 @@ _SCORE_BYTES: Final = 25  # of a token and a model, in the file of the head
 _SLACK_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
-    """A model of an evaluation: as the document has it, and the number of its checkpoint."""
-
-    model: EvaluatedModel
-    checkpoint: int
-
-
 def stream_of(number: int) -> str:
     """Return the name of a model's stream of hidden states; the reference is model 0."""
     return f"{HIDDEN}-{number}" if number else HIDDEN
+
+
+def pass_models(models: Sequence[Sequence[EvaluatedModel]], places: Sequence[str]) -> tuple[PassModel, ...]:
+    """Return the models of the pass: those of each checkpoint, the reference's first. `places` are for messages."""
+    numbered = enumerate((number, model) for number, own in enumerate(models) for model in own)
+    return tuple(
+        PassModel(
+            stream=stream_of(index),
+            checkpoint=number,
+            fp4_activations=model.activations == "w4a4",
+            fp8_cache=model.kv_cache == "fp8",
+            name=places[number] if index else "",
+        )
+        for index, (number, model) in numbered
+    )
 
 
 def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
@@ -85,7 +92,7 @@ class EvaluationPlan:
 
     layer_pass: LayerPass
     checkpoints: tuple[EvaluatedCheckpoint, ...]
-    models: tuple[PlannedModel, ...]
+    models: tuple[EvaluatedModel, ...]
     inputs: tuple[Inputs, ...]
     outputs: tuple[Output, ...]
     replaces: bool = False
@@ -96,7 +103,7 @@ class EvaluationPlan:
         heads = len(self.checkpoints)
         parts = self.layer_pass.shards.parts
         sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
-        modes = [sum(planned.checkpoint == number for planned in self.models) for number in range(heads)]
+        modes = [sum(model.checkpoint == number for model in self.layer_pass.models) for number in range(heads)]
         windows, length = self.layer_pass.text.windows.ids.shape
         tiles = -(-windows // max(1, TILE_TOKENS // length))
         layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
@@ -120,13 +127,13 @@ class EvaluationPlan:
     def made(self) -> Made:
         """Return what the rows are made from."""
         text = self.layer_pass.text.windows.described()
-        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0].model, text, ())
+        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0], text, ())
         reference, *others = self.inputs
         origins: dict[str, Origin] = {}
         for one, inputs in zip(self.checkpoints[1:], others, strict=True):
             place = one.place if one.source.local is None else str(one.source.local.resolve())
             origins[one.name] = origin_of(place, reference, inputs)
-        return Made(document, reference, origins, tuple(planned.model for planned in self.models[1:]))
+        return Made(document, reference, origins, self.models[1:])
 
     def finished(self) -> Evaluation | None:
         """Return the evaluation if the files that it writes have it already, made from the same files and text.
@@ -139,7 +146,8 @@ class EvaluationPlan:
         for output in self.outputs:
             holding, _ = read_earlier(output, made, replaces=self.replaces)
             found = {row_key(row.model): row for row in holding}
-            wanted = [planned.model for planned in self.models[1:] if planned.checkpoint in output.checkpoints]
+            models = zip(self.models, self.layer_pass.models, strict=True)
+            wanted = [model for model, own in models if own.checkpoint in output.checkpoints and own.checkpoint]
             is_whole = is_whole and all(row_key(model) in found for model in wanted)
             rows |= found
         wanted = [row_key(model) for model in made.models]
@@ -172,16 +180,6 @@ def evaluate(
     K2ConvertError.
     """
     with plan.layer_pass.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as layer_pass:
-        models = tuple(
-            PassModel(
-                stream=stream_of(number),
-                checkpoint=planned.checkpoint,
-                rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
-                name=plan.checkpoints[planned.checkpoint].place if number else "",
-            )
-            for number, planned in enumerate(plan.models)
-        )
-        layer_pass = replace(layer_pass, models=models, keeps_last=True)
         _compare_layers(plan, layer_pass, events)
         if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
             _score(plan, layer_pass, events)
@@ -195,10 +193,10 @@ def evaluate(
     return found
 
 
-def _compare_layers(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
+def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
     """Run every model through the layers that are not done, and declare each layer done."""
     comparison = LayerComparison(0, 0)
-    with closing(each_layer(layer_pass, plan.layer_pass.work, events=events)) as layers:
+    with closing(each_layer(layer_pass, layer_pass.shards.around, events=events)) as layers:
         for layer in layers:
             number = layer_pass.models.index(layer.model)
             if number == 0:
@@ -210,7 +208,7 @@ def _compare_layers(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events)
                 plan.layer_pass.work.write(plan.layer_pass.work.claim(layer.number), comparison.encode())
 
 
-def _score(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
+def _score(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
     """Score the tokens of every model after the last layer, and declare that done."""
     work = plan.layer_pass.work
     last = layer_pass.num_layers
@@ -221,7 +219,7 @@ def _score(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
     with ExitStack() as stack:
         heads: list[Head] = []
         for number in range(layer_pass.num_checkpoints):
-            checkpoint = stack.enter_context(layer_pass.around(last * layer_pass.num_checkpoints + number))
+            checkpoint = stack.enter_context(layer_pass.shards.around(last * layer_pass.num_checkpoints + number))
             heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
         reads = [stack.enter_context(work.reading(model.stream, last, layer_pass.shape)) for model in layer_pass.models]
         step = max(1, TILE_TOKENS // length)
@@ -233,7 +231,7 @@ def _score(plan: EvaluationPlan, layer_pass: LayerLoop, events: Events) -> None:
                 states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
                 targets = torch.as_tensor(layer_pass.ids[start:stop, 1:][chosen]).flatten()
                 scored = score_tokens(
-                    heads, of_models, states, targets, devices=layer_pass.devices, workers=layer_pass.workers
+                    heads, of_models, states, targets, devices=layer_pass.text.devices, workers=layer_pass.text.threads
                 )
                 found.append({name: array.reshape(len(array), chosen.sum(), -1) for name, array in scored.items()})
             progress.reach(stop * length)
@@ -262,7 +260,7 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     ids = plan.layer_pass.text.windows.ids
     windows = np.flatnonzero(kept)
     rows: list[EvaluationRow] = []
-    for number, planned in enumerate(plan.models[1:], start=1):
+    for number, model in enumerate(plan.models[1:], start=1):
         figures = summarize(
             TokenScores(
                 divergence=scores["divergence"][number],
@@ -276,12 +274,12 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
             scores["divergence"][number], ids[kept], windows, likeliest[0], likeliest[number], decode=decode
         )
         compared = tuple(layer_figures(arrays, number, kept) for arrays in layers)
-        rows.append(EvaluationRow(planned.model, figures, compared, worst))
+        rows.append(EvaluationRow(model, figures, compared, worst))
     return Evaluation(
         format=FORMAT,
         kind=KIND,
         tool_version=__version__,
-        reference=plan.models[0].model,
+        reference=plan.models[0],
         text=replace(plan.layer_pass.text.windows.described(), dropped=int(np.count_nonzero(~kept))),
         rows=tuple(rows),
         verdicts=compare_models(rows),

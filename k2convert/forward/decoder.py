@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -70,17 +70,6 @@ class BlockObserver(Protocol):
         """The hidden states f32 [T, K] after the layer, residual included."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """Rounding of what is no weight: `activations` that NVFP4 weights multiply to FP4, the `kv_cache` to E4M3."""
-
-    activations: bool = False
-    kv_cache: bool = False
-
-
-EXACT: Final = Rounding()
-
-
 def embed(reader: WeightReader, ids: Tensor) -> Tensor:
     """Return the embeddings f32 [W, T, K] of token ids int64 [W, T]; reads only their rows.
 
@@ -124,11 +113,14 @@ class DecoderLayer:
         layer: int,
         devices: tuple[str, ...] = ("cpu",),
         workers: int = 1,
-        rounding: Rounding = EXACT,
+        *,
+        fp4_inputs: bool = False,
+        fp8_cache: bool = False,
     ) -> None:
         """Read all of layer number `layer` but its MLPs; CheckpointError if it cannot be computed.
 
-        Windows and experts are dealt out to `devices`; the first one holds what is whole.
+        Windows and experts are assigned to `devices` in turn; the first one holds what is whole. With `fp4_inputs`, the
+        inputs of NVFP4 weights are rounded to FP4, with `fp8_cache` what a KV cache holds to E4M3.
         """
         checkpoint = reader.checkpoint
         family = detect_family(checkpoint)
@@ -140,8 +132,8 @@ class DecoderLayer:
         self._workers = workers
         self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
         self._mlp = f"{stem}.mlp"
-        self._attentions = [Attention(reader, stem, device=on, fp8_cache=rounding.kv_cache) for on in devices]
-        self._fp4_inputs = rounding.activations
+        self._attentions = [Attention(reader, stem, device=on, fp8_cache=fp8_cache) for on in devices]
+        self._fp4_inputs = fp4_inputs
         is_moe = layer in architecture.moe_layers
         if not is_moe and devices[0] == "cpu":
             self._piece_tokens = DENSE_PIECE_TOKENS

@@ -1,102 +1,152 @@
-"""The layer pass: the one loop over the layers of a model, one layer at a time, some windows of a text at a time.
+"""A pass over the layers of one or more models, planned from headers and text. The loop itself is layers.py.
 
-    embedding -> layer 0 -> hidden states -> layer 1 -> ...
-                    |                           |
-                 observer                    observer
-
-The caller gets each layer, runs its chunks under an observer of its own (decoder.BlockObserver), and declares it done.
-A layer may have several streams of hidden states: those of the source's model, and of one that is made on the way. The
-streams are the only state between layers. They are on disk (work.py), so that a layer pass can be interrupted and
-resumed.
-
-Several models can be compared in one layer pass. Each layer is then yielded once for each model, one after the other,
-so that only one of them is in memory.
-
-Memory: the hidden states of one chunk of windows, one expert, and what the observer keeps. A dense MLP is as wide as
-all experts of a token together, so on the CPU its layer computes fewer windows at a time. A window with a value that is
-not finite in the first model is dropped: nothing of it is counted in the layer where that happens, nor in later ones.
+It depends on what `job` says, needs `disk_needed` bytes of disk at a time, and goes on where an earlier run stopped.
+Rule `gptq` is a pass of one model beside a conversion (calibration/conversion.py), an evaluation one of several models
+(evaluation/streamed.py).
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final, Protocol
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from threading import Event
+from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, CheckpointError
-from k2convert.forward.decoder import EXACT, BlockObserver, DecoderLayer, Rounding, embed
-from k2convert.forward.moe import Routing
-from k2convert.forward.weights import WeightReader
-from k2convert.forward.work import HIDDEN, HiddenStates, ReadStates, WriteStates
-from k2convert.records.events import Events
+from k2convert.errors import check_disk
+from k2convert.forward.layer_shards import LayerShards
+from k2convert.forward.work import HIDDEN, PassJob, WorkFolder
+from k2convert.records.command import JobCommand, keep_command
+from k2convert.records.events import Events, Extent, Phase
+from k2convert.text.windows import Windows
 
-MAX_DROPPED: Final = 0.1
-"""The share of dropped windows above which a layer pass stops."""
+PASS_VERSION: Final = 4  # to be raised when a layer pass makes different bytes of the same input
 
 DENSE_TOKENS: Final = 2048
 """Tokens of a dense layer that a CPU computes at a time. It reads their weights once however few they are."""
 
 
-class States(Protocol):
-    """Where a layer pass keeps hidden states between layers, and which layers are done: a work folder, or memory."""
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
 
-    def num_finished(self) -> int:
-        """Return how many layers are done."""
-        ...
+    `workers` threads compute.
+    """
 
-    def sweep(self, first: int) -> None:
-        """Remove the hidden states that no layer from `first` on reads."""
+    num_windows: int
+    window: int
+    chunk: int
+    devices: tuple[str, ...]
+    workers: int
+    num_layers: int
 
-    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> AbstractContextManager[ReadStates]:
-        """Yield a function that reads windows of what a layer reads."""
-        ...
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.num_windows * self.window
 
-    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> AbstractContextManager[WriteStates]:
-        """Yield a function that appends windows to what a layer will read."""
-        ...
+    @property
+    def chunk_windows(self) -> int:
+        """The windows of a chunk: fewer if there are no more."""
+        return min(self.chunk, self.num_windows)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk."""
+        return self.chunk_windows * self.window
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the CPU computes."""
+        return self.devices == ("cpu",)
+
+
+@dataclass(frozen=True, slots=True)
+class PassText:
+    """Text of a layer pass, and how this machine goes over it.
+
+    `chunk` windows are computed at a time, unless an earlier run of the same job decided otherwise, on `devices`, by
+    `threads` threads. With `by_default`, nobody asked for the number of tokens.
+    """
+
+    windows: Windows
+    chunk: int
+    devices: tuple[str, ...]
+    threads: int
+    by_default: bool = False
+
+    def identity(self, device: str) -> dict[str, Any]:
+        """Return what the results depend on, field by field, as the fingerprint has it."""
+        return {
+            "layer_pass": PASS_VERSION,
+            "texts": ", ".join(f"{name} ({digest})" for name, digest in self.windows.texts),
+            "tokens": self.windows.tokens,
+            "window": self.windows.window,
+            "seed": self.windows.seed,
+            "token_ids": self.windows.digest,
+            "device": device,
+            "torch": version("torch"),
+        }
+
+    def size(self, num_layers: int) -> PassSize:
+        """Return the size of a pass over the last `num_layers` layers."""
+        windows, length = self.windows.ids.shape
+        return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
+
+    def windows_at_once(self, *, dense: bool) -> int:
+        """Return how many windows of a layer are computed at a time."""
+        if dense and self.devices[0] == "cpu":
+            return min(self.chunk, max(1, DENSE_TOKENS // self.windows.ids.shape[1]))
+        return self.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class PassModel:
-    """A model of a layer pass: its stream of hidden states, the number of its checkpoint, and what it rounds.
+    """A model of a pass: its stream of hidden states, the number of its checkpoint, and what it rounds to fewer bits.
 
     `name` is for messages; the first model, which the others are compared with, has none.
     """
 
     stream: str = HIDDEN
     checkpoint: int = 0
-    rounding: Rounding = EXACT
+    fp4_activations: bool = False
+    fp8_cache: bool = False
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLoop:
-    """Models and windows of a layer pass.
+class LayerPass:
+    """A planned pass. Nothing has been written yet.
 
-    `ids` are the tokens, int64 [windows, tokens]. `chunk` windows are computed at a time. `around` makes the context in
-    which a layer can be read, and gives the checkpoint to read it from; its argument counts the checkpoints of the
-    first layer, then those of the second, and so on. `models` are ordered by their checkpoints. With `keeps_last`, what
-    the last layer gives is kept too.
+    `models` are ordered by their checkpoints. `shards` are read in the order of their parts: each layer of every
+    checkpoint, then the head of every checkpoint if there are heads, all at once. `disk_bytes` is the space for the
+    files of the pass, without what is fetched. `disk_allowed` is what may be used in all; next to a conversion, the
+    conversion knows that.
     """
 
-    ids: NDArray[np.int64]
+    text: PassText
     num_layers: int
     hidden_size: int
-    chunk: int
-    devices: tuple[str, ...]
-    workers: int
-    around: Callable[[int], AbstractContextManager[Checkpoint]]
+    work: WorkFolder
+    job: PassJob
+    shards: LayerShards
     models: tuple[PassModel, ...] = (PassModel(),)
-    keeps_last: bool = False
+    disk_bytes: int = 0
+    disk_allowed: int = 0
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens, int64 [windows, tokens]."""
+        return self.text.windows.ids
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the hidden states: windows, tokens, hidden."""
+        return (self.ids.shape[0], self.ids.shape[1], self.hidden_size)
 
     @property
     def num_checkpoints(self) -> int:
@@ -104,187 +154,89 @@ class LayerLoop:
         return self.models[-1].checkpoint + 1
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of the hidden states: windows, tokens, hidden."""
-        return (self.ids.shape[0], self.ids.shape[1], self.hidden_size)
-
-    def windows_at_once(self, *, dense: bool) -> int:
-        """Return how many windows of a layer are computed at a time."""
-        if dense and self.devices[0] == "cpu":
-            return min(self.chunk, max(1, DENSE_TOKENS // self.ids.shape[1]))
-        return self.chunk
-
-
-def each_layer(layer_pass: LayerLoop, states: States, *, events: Events) -> Generator[Layer]:
-    """Yield the layers that are not done, in order; the caller runs each and makes `states` count it as done.
-
-    Its body needs torch.no_grad(). Raises what reading and writing raise.
-    """
-    torch.set_num_threads(1)  # the workers are the threads: sums do not depend on how many there are
-    first = states.num_finished()
-    states.sweep(first)
-    for number in range(first, layer_pass.num_layers):
-        for place, models in groupby(layer_pass.models, key=lambda model: model.checkpoint):
-            step = number * layer_pass.num_checkpoints + place
-            with layer_pass.around(step) as source, closing(WeightReader(source)) as reader:
-                for model in models:
-                    layer = Layer(layer_pass, states, reader, number, events, model)
-                    with layer.opened:
-                        yield layer
-                    del layer.decoder
-                    gc.collect()  # its parts refer to each other: at the width of K2 the peak is 0.7 GB less with this
-        states.sweep(number + 1)
-
-
-class Layer:
-    """One layer of one model of a layer pass. Its decoder is gone when the next one is yielded."""
-
-    def __init__(
-        self, layer_pass: LayerLoop, states: States, reader: WeightReader, number: int, events: Events, model: PassModel
-    ) -> None:
-        self.layer_pass = layer_pass
-        self.states = states
-        self.reader = reader
-        self.number = number
-        self.model = model
-        self.decoder = DecoderLayer(reader, number, layer_pass.devices, layer_pass.workers, model.rounding)
-        self.progress = Progress(events)
-        self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
-        self.dropped = 0
+    def num_steps(self) -> int:
+        """The layers, and one more for the heads if there are any."""
+        return len(self.shards.parts) // self.num_checkpoints
 
     @property
-    def is_last(self) -> bool:
-        """Return whether no layer reads what this one gives."""
-        return self.number + 1 == self.layer_pass.num_layers
+    def num_finished(self) -> int:
+        """Return how many layers an earlier run of this job has done; the heads count as one."""
+        return self.work.num_finished(self.job)
+
+    @property
+    def fetched(self) -> tuple[int, ...]:
+        """The bytes that are fetched for each part."""
+        return tuple(part.num_bytes for part in self.shards.parts)
+
+    @property
+    def fetch_sizes(self) -> tuple[int, int]:
+        """The space that fetched parts may get: for two at a time, so that one is fetched ahead, or the least."""
+        fetched = self.fetched
+        following = (*fetched[1:], 0)
+        ample = max(one + other for one, other in zip(fetched, following, strict=True))
+        return ample, max(*fetched, sum(fetched[-self.num_checkpoints :]))
+
+    @property
+    def disk_needed(self) -> int:
+        """The least disk that the pass needs at a time."""
+        return self.disk_bytes + self.fetch_sizes[-1]
+
+    def check_room(self) -> None:
+        """Refuse a pass that cannot finish for lack of disk; raises DiskFullError with both numbers."""
+        advice = "Free some space"
+        if any(self.fetched):
+            advice = "Allow more with --max-disk, or free some space"
+        check_disk(
+            f"{self.work.folder}: the {self.work.purpose}",
+            needed=self.disk_needed,
+            allowed=self.disk_allowed,
+            remedy=f"{advice}, or use fewer tokens.",
+        )
+
+    def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
+        """Return the extent of the pass if the layers before `first` are done: its own, and all that is downloaded."""
+        unit = len(self.models) * self.ids.size
+        phases = dict[Phase, tuple[int, int]]()
+        if any(self.fetched):
+            total, done = others.get("download", (0, 0))
+            phases["download"] = (total + sum(self.fetched), done + sum(self.fetched[: first * self.num_checkpoints]))
+        phase: Phase = "calibrate" if self.work.purpose == "calibration" else "evaluate"
+        phases[phase] = (self.num_steps * unit, first * unit)
+        return phases
+
+    def extent(self, first: int, *, layer_costs: tuple[float, ...]) -> Extent:
+        """Return the extent of a pass on its own."""
+        return Extent(self.phases(first, {}), layer_tokens=len(self.models) * self.ids.size, layer_costs=layer_costs)
 
     @contextmanager
-    def reading(self, stream: str) -> Generator[ReadStates]:
-        """Yield a function that reads windows [first, stop) of a stream; the first layer reads the embedding."""
-        if self.number == 0:
-            ids = self.layer_pass.ids
-            yield lambda first, stop: embed(self.reader, torch.as_tensor(ids[first:stop])).numpy()
-            return
-        with self.states.reading(stream, self.number, self.layer_pass.shape) as read:
-            yield read
+    def opened(
+        self, first: int, *, chunk: int, room: int, events: Events, stop: Event | None = None
+    ) -> Generator[LayerPass]:
+        """Yield the pass as it runs, `chunk` windows at a time; fetches parts into `room` during the block."""
+        shards = replace(self.shards, room=room, events=events, stop=stop or Event())
+        with shards.opened(first * self.num_checkpoints):
+            yield replace(self, shards=shards, text=replace(self.text, chunk=chunk))
 
     @contextmanager
-    def writing(self, stream: str | None = None) -> Generator[WriteStates]:
-        """Yield a function that keeps what the layer gives: of its model, or of another stream.
+    def resumed(
+        self, *, command: JobCommand | None, layer_costs: tuple[float, ...], events: Events
+    ) -> Generator[LayerPass]:
+        """Lock the work folder and yield the pass as it runs, begun or resumed. `command` is what the user typed.
 
-        What the last layer gives is not kept, unless the layer pass asks for it.
+        Raises DiskFullError without space, ResumeError in the folder of a different pass.
         """
-        if self.is_last and not self.layer_pass.keeps_last:
-            yield lambda _: None
-            return
-        with self.states.writing(stream or self.model.stream, self.number + 1, self.layer_pass.shape) as write:
-            yield write
-
-    def chunks(self, streams: tuple[str, ...] = (), *, apart: int = 0) -> Iterator[tuple[int, list[HiddenStates]]]:
-        """Yield the number of each chunk's first window, and what the layer reads of the model's or of several streams.
-
-        No chunk has windows of both kinds: the last `apart` ones, and the others.
-        """
-        num_windows = self.layer_pass.shape[0]
-        border = num_windows - apart
-        step = self.layer_pass.windows_at_once(dense=self.decoder.is_dense)
-        with self.opened as opened:
-            read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
-            for first in (*range(0, border, step), *range(border, num_windows, step)):
-                stop = min(first + step, border if first < border else num_windows)
-                yield first, [found(first, stop) for found in read]
-
-    def run(self, first: int, states: HiddenStates, observer: BlockObserver) -> None:
-        """Replace the hidden states of a chunk by those after the layer; `first` is the number of its first window.
-
-        Dropped windows become NaN. If a window turns out to be not finite, the others are computed again without it.
-        Raises CalibrationError if more than a tenth of all windows has to be dropped, and CheckpointError if a window
-        of another model than the first is not finite.
-        """
-        begin = first * self.layer_pass.shape[1]
-        kept = finite_windows(states)
-        while kept.any():
-            inputs = torch.as_tensor(states if kept.all() else states[kept])
-            watched = _Watched(observer, self.progress, begin, states.shape[1], inputs.shape[0])
-            try:
-                result = self.decoder.run(inputs, watched)
-            except _NotFiniteError as error:
-                if self.model.name:
-                    raise CheckpointError(
-                        f"{self.model.name}: layer {self.number}: the hidden states are not finite where those of the "
-                        "reference are. The weights of this layer or an earlier one are damaged, or its activations do "
-                        "not fit its input scales. Leave this checkpoint out, or repair it."
-                    ) from None
-                kept[np.flatnonzero(kept)[error.windows]] = False
-            else:
-                states[kept] = result.cpu().numpy()
-                break
-        states[~kept] = np.nan
-        self.dropped += int(np.count_nonzero(~kept))
-        if self.dropped > MAX_DROPPED * self.layer_pass.shape[0]:
-            raise CalibrationError(
-                f"layer {self.number}: the hidden states of {self.dropped:,} of {self.layer_pass.shape[0]:,} windows "
-                "are not finite. The weights of this layer or an earlier one are damaged. Download the source again."
-            )
-
-
-def finite_windows(states: HiddenStates) -> NDArray[np.bool_]:
-    """Return which windows of hidden states are finite, bool [windows]."""
-    return np.asarray(np.isfinite(states).all(axis=(1, 2)))
-
-
-class _NotFiniteError(Exception):
-    """Some windows are not finite after the layer: their places among those computed, int64."""
-
-    def __init__(self, windows: NDArray[np.int64]) -> None:
-        super().__init__()
-        self.windows = windows
-
-
-@dataclass(slots=True)
-class Progress:
-    """Reports the tokens of a layer as they are computed. A chunk that is computed again reports nothing twice.
-
-    The last ones are reported when the layer is done. `share` is how much one token counts.
-    """
-
-    events: Events
-    share: float = 1.0
-    reported: int = 0
-
-    def reach(self, tokens: int) -> None:
-        """Report that this many tokens are computed."""
-        tokens = int(tokens * self.share)
-        if tokens > self.reported:
-            self.events.tokens_computed(tokens - self.reported)
-            self.reported = tokens
-
-
-@dataclass(slots=True)
-class _Watched:
-    """Passes a layer's reports to the observer, unless a window is not finite; reports progress."""
-
-    observer: BlockObserver
-    progress: Progress
-    begin: int
-    window: int
-    num_windows: int
-    num_experts: int = 1
-
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        self.num_experts = 1 if routing is None else routing.scores.shape[1]
-        self.observer.block(x_TK, routing)
-
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        self.observer.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
-        if expert is not None:
-            tokens = self.num_windows * self.window * (expert + 1) // (self.num_experts + 1)
-            self.progress.reach(self.begin + tokens)
-
-    def output(self, h_TK: Tensor) -> None:
-        windows = h_TK.view(self.num_windows, -1)
-        is_finite = np.array([bool(windows[number].isfinite().all()) for number in range(self.num_windows)])
-        if not is_finite.all():
-            raise _NotFiniteError(np.flatnonzero(~is_finite))
-        self.observer.output(h_TK)
+        self.check_room()
+        work = self.work
+        with work.locked(events=events) as keep:
+            was_begun = work.job() is not None
+            begun = work.begin(self.job, events=events)
+            if command is not None:
+                keep_command(work.folder, command)
+            first = work.resume(num_layers=self.num_steps, also={}, events=events)
+            if was_begun:
+                done = min(first, self.num_layers)
+                events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
+            room = self.disk_allowed - self.disk_bytes
+            with self.opened(first, chunk=begun.chunk, room=room, events=events) as running:
+                events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
+                yield running

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibration.plan import LayerPass, PassText
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
@@ -27,6 +26,7 @@ from k2convert.evaluation.checkpoints import (
     modes_of,
 )
 from k2convert.evaluation.kept import check_text as check_earlier_text
+from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.hub.source import resolve_source
@@ -45,7 +45,7 @@ from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_d
 if TYPE_CHECKING:
     from k2convert.evaluation.kept import Inputs
     from k2convert.evaluation.scores import Decode
-    from k2convert.evaluation.streamed import EvaluationPlan, PlannedModel
+    from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.forward.layer_shards import LayerPart
     from k2convert.forward.work import WorkFolder
 
@@ -179,11 +179,12 @@ def plan_evaluation(
     there than the options allow.
     """
     from k2convert.evaluation.kept import Output
-    from k2convert.evaluation.streamed import EvaluationPlan, states_bytes
+    from k2convert.evaluation.streamed import EvaluationPlan, pass_models, states_bytes
     from k2convert.forward.layer_shards import LayerShards
     from k2convert.forward.work import PassJob
 
-    models = _models(found, options)
+    by_checkpoint = [_models(one, options, is_reference=one is found[0]) for one in found]
+    models = tuple(model for own in by_checkpoint for model in own)
     inputs = tuple(one.inputs() for one in found)
     work = _work(work_folder, len(models))
     uses_hub = any(one.source.remote is not None for one in found)
@@ -196,12 +197,11 @@ def plan_evaluation(
             num_layers=architecture.num_layers,
             hidden_size=architecture.hidden_size,
             work=work,
-            job=PassJob(_identity(found, models, inputs, text, device_name(text.devices)), text.chunk, {}),
+            job=PassJob(_identity(found, by_checkpoint, inputs, text, device_name(text.devices)), text.chunk, {}),
             shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
+            models=pass_models(by_checkpoint, [one.place for one in found]),
             disk_bytes=states_bytes(text.windows.ids.size, architecture.hidden_size, models=len(models)),
             disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=options.max_disk),
-            num_checkpoints=len(found),
-            num_models=len(models),
         ),
         checkpoints=found,
         models=models,
@@ -214,36 +214,33 @@ def plan_evaluation(
     )
 
 
-def _models(found: Sequence[EvaluatedCheckpoint], options: EvaluationOptions) -> "tuple[PlannedModel, ...]":
-    """Return the models: the reference as its config declares it, and every checkpoint in its modes."""
-    from k2convert.evaluation.streamed import PlannedModel
-
-    planned: list[PlannedModel] = []
-    for number, one in enumerate(found):
-        weights = weights_digest(one.checkpoint, one.ledger)
-        config = file_digest(one.checkpoint.folder / CONFIG_NAME)
-        if number == 0:
-            activations = modes_of(one.checkpoint, None)[0]
-            planned.append(PlannedModel(EvaluatedModel(one.name, weights, activations, config=config), 0))
-            continue
-        for mode in modes_of(one.checkpoint, options.activations):
-            planned.append(PlannedModel(EvaluatedModel(one.name, weights, mode, options.kv_cache, config), number))
-    return tuple(planned)
+def _models(one: EvaluatedCheckpoint, options: EvaluationOptions, *, is_reference: bool) -> list[EvaluatedModel]:
+    """Return the models of a checkpoint: in each of its modes; the reference as its config declares it."""
+    weights = weights_digest(one.checkpoint, one.ledger)
+    config = file_digest(one.checkpoint.folder / CONFIG_NAME)
+    if is_reference:
+        return [EvaluatedModel(one.name, weights, modes_of(one.checkpoint, None)[0], config=config)]
+    modes = modes_of(one.checkpoint, options.activations)
+    return [EvaluatedModel(one.name, weights, mode, options.kv_cache, config) for mode in modes]
 
 
 def _identity(
     found: Sequence[EvaluatedCheckpoint],
-    models: "Sequence[PlannedModel]",
+    models: Sequence[Sequence[EvaluatedModel]],
     inputs: "Sequence[Inputs]",
     text: PassText,
     device: str,
 ) -> JsonObject:
     """Return everything that the figures depend on, field by field, as a refused resume names it."""
-    modes = [(found[planned.checkpoint].place, planned.model) for planned in models]
+    modes = [
+        f"{one.place} {model.activations or ''}".strip()
+        for one, own in zip(found, models, strict=True)
+        for model in own
+    ]
     identity: JsonObject = {
         "arithmetic": ARITHMETIC,
-        "models": ", ".join(f"{place} {model.activations or ''}".strip() for place, model in modes),
-        "kv_cache": models[-1].model.kv_cache,
+        "models": ", ".join(modes),
+        "kv_cache": models[-1][-1].kv_cache,
         "layers": read_architecture(found[0].checkpoint).num_layers,
         **text.identity(device),
     }
@@ -276,7 +273,7 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
 
 def find_decoder(plan: "EvaluationPlan") -> "Decode | None":
     """Return what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
-    from k2convert.calibration.tokenizers import open_tokenizer
+    from k2convert.text.tokenizers import open_tokenizer
 
     try:
         return open_tokenizer(plan.checkpoints[0].checkpoint.folder).decode

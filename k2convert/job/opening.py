@@ -21,9 +21,9 @@ from k2convert.records.fingerprint import Source
 from k2convert.records.ledger import TOTAL, find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import PassText
-    from k2convert.calibration.text import Windows
+    from k2convert.forward.layer_pass import PassText
     from k2convert.plan.inspection import Inspection
+    from k2convert.text.windows import Windows
 
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4
@@ -50,7 +50,7 @@ def text_files(files: Sequence[str | PathLike[str]], *, device: Device, rounds: 
 def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "PassText":
     """Read the text of a layer pass with the source's tokenizer, and token ids; raises CalibrationError."""
     from k2convert.calibration.memory import read_sizes
-    from k2convert.calibration.plan import PassText
+    from k2convert.forward.layer_pass import PassText
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in (*([text.note] if text.note else []), *windows.notes):
@@ -67,7 +67,7 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "PassT
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
     """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
-    from k2convert.calibration.text import default_tokens, read_windows  # a run without a text needs no tokenizers
+    from k2convert.text.windows import default_tokens, read_windows  # a run without a text needs no tokenizers
 
     window = min(use.window, max_positions(source.config) or use.window)
     return read_windows(

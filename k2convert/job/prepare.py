@@ -48,7 +48,8 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan, PassText
+    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.forward.layer_pass import PassText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
@@ -221,7 +222,7 @@ def _plan_limits(
     shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
     layer_room = 0
     if calibration is not None:
-        ample, least = calibration.layer_pass.layer_rooms
+        ample, least = calibration.layer_pass.fetch_sizes
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
     memory = available_memory()

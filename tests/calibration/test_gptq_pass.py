@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from k2convert.calibration.layer_files import (
     write_layer,
 )
 from k2convert.calibration.layer_tokens import Scratch
-from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import RoleName
 from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.layer_pass import LayerLoop
+from k2convert.forward.layer_pass import LayerPass, PassText
+from k2convert.forward.layer_shards import LayerPart, LayerShards
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.forward.work import PassJob, WorkFolder
@@ -41,6 +41,7 @@ from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.search_int4 import mse_global_scale
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import SILENT
+from k2convert.text.windows import Windows, held_out, read_windows
 
 Ids = NDArray[np.int64]
 KINDS = ("gate", "up", "down")
@@ -51,23 +52,28 @@ def windows_of(source: Path, *, tokens: int, window: int) -> Ids:
     return read_windows([text], tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0).ids
 
 
-def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> LayerLoop:
+def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> LayerPass:
     checkpoint = open_checkpoint(source)
     architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(source))
-    return LayerLoop(
-        ids=ids,
-        num_layers=num_layers or architecture.num_layers,
+    layers = num_layers or architecture.num_layers
+    work = conversion_work(Path("unused"))
+    return LayerPass(
+        text=PassText(Windows(ids, (), (), ids.size, ids.shape[1], 0), chunk, ("cpu",), workers),
+        num_layers=layers,
         hidden_size=architecture.hidden_size,
-        chunk=chunk,
-        devices=("cpu",),
-        workers=workers,
-        around=lambda _: nullcontext(checkpoint),
+        work=work,
+        job=PassJob({}, chunk, {}),
+        shards=LayerShards([LayerPart(checkpoint, None, {})] * layers, work.downloads, 0, SILENT),
     )
+
+
+def on(devices: tuple[str, ...], layer_pass: LayerPass) -> LayerPass:
+    return replace(layer_pass, text=replace(layer_pass.text, devices=devices))
 
 
 def passed(
     work: WorkFolder,
-    layer_pass: LayerLoop,
+    layer_pass: LayerPass,
     *,
     smoothing: bool = True,
     roles: tuple[RoleName, ...] = ("experts",),
@@ -84,7 +90,7 @@ def passed(
         write_layer(work, layer, result)
 
     options = GptqOptions(0, smoothing, roles, check_stop)
-    gptq_pass(layer_pass, options, work, save=save, events=SILENT)
+    gptq_pass(replace(layer_pass, work=work), layer_pass.shards.around, options, save=save, events=SILENT)
     return work
 
 
@@ -286,7 +292,7 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
     layer_pass = planned(cut, windows_of(cut, tokens=512, window=64))
     found = list[dict[str, bytes]]()
     for number, devices in enumerate((("cpu:0",), ("cpu:0", "cpu:1"))):
-        found.append(files_of(passed(conversion_work(tmp_path / str(number)), replace(layer_pass, devices=devices))))
+        found.append(files_of(passed(conversion_work(tmp_path / str(number)), on(devices, layer_pass))))
     assert found[0] == found[1]
     assert {"gate_proj 0 cpu:0", "gate_proj 1 cpu:1", "gate_proj 2 cpu:0", "up_proj 3 cpu:1"} <= set(used)
 
@@ -354,10 +360,7 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
     if device != "cpu:0":
         from tests.forward import shadow_device  # noqa: F401
     layer_pass = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
-    works = [
-        passed(conversion_work(tmp_path / str(n)), replace(layer_pass, devices=(d,)))
-        for n, d in enumerate(("cpu", device))
-    ]
+    works = [passed(conversion_work(tmp_path / str(n)), on((d,), layer_pass)) for n, d in enumerate(("cpu", device))]
     here, there = (decided(work, 1) for work in works)
     assert here.damping is not None
     assert here.damping == there.damping
@@ -386,5 +389,5 @@ def test_a_device_that_rounds_otherwise_is_refused_before_a_weight_is_written(
     layer_pass = planned(cut, windows_of(cut, tokens=512, window=64))
     work = conversion_work(tmp_path)
     with pytest.raises(PlanError, match=r"cpu:0: rule gptq rounds .* Use --device cpu"):
-        passed(work, replace(layer_pass, devices=("cpu:0",)))
+        passed(work, on(("cpu:0",), layer_pass))
     assert not list(work.folder.rglob("*codes*"))

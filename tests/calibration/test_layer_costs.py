@@ -1,6 +1,5 @@
 """How much work each layer of a pass is, and how much of it is computed at once."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,8 @@ import pytest
 
 from k2convert.calibration.memory import PassSize, layer_costs, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.layer_pass import DENSE_TOKENS, LayerLoop
+from k2convert.forward.layer_pass import DENSE_TOKENS, PassText
+from k2convert.text.windows import Windows
 
 
 def test_a_layer_with_experts_is_more_work_than_a_dense_one_above_all_by_rule_gptq(tiny: Path) -> None:
@@ -34,6 +34,6 @@ def test_a_layer_with_experts_is_more_work_than_a_dense_one_above_all_by_rule_gp
 )
 def test_a_dense_layer_takes_fewer_windows_at_one_time(window: int, chunk: int, device: str, windows: int) -> None:
     ids = np.zeros((16, window), dtype=np.int64)
-    found = LayerLoop(ids, 2, 256, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
+    found = PassText(Windows(ids, (), (), ids.size, window, 0), chunk, (device,), 2)
     assert found.windows_at_once(dense=True) == windows
     assert found.windows_at_once(dense=False) == chunk

@@ -47,10 +47,10 @@ from fault_makers import (
 )
 
 from k2convert.calibration.layer_files import Calibration
-from k2convert.calibration.plan import PassText
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError
+from k2convert.forward.layer_pass import PassText
 from k2convert.job.run import execute
 from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight

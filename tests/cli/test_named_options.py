@@ -45,10 +45,10 @@ OTHERS = {
 VERBS = {
     **{f"cli/{verb}.py": {verb} for verb in OWN},
     "calibration/": {"run"},
-    "calibration/text.py": {"run", "evaluate"},
     "evaluation/": {"evaluate"},
     "fit/": {"fit"},
     "plan/": {"run"},
+    "text/": {"run", "evaluate"},
 }
 """The verbs whose options a file or a subpackage may name. What its messages suggest to run is another command."""
 NEXT = {

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,20 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command import assert_refused, run_here, said
 from conversions import convert
 from damaged_files import NAN, damage_file, plant
 
 import k2convert
+from k2convert.check.layers.check import check_layers
+from k2convert.check.layers.result import Variant
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.evaluation.streamed import evaluate as do_evaluation
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.weights import WeightReader
 from k2convert.hub.client import Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation
 from k2convert.job.opening import TextFiles
-from k2convert.plan.recipe import TextUse
+from k2convert.plan.recipe import Budget, TextUse
 from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import find_ledger, weights_digest
+from k2convert.text.windows import Windows
 from scripts.fixture_maker.damage import edit_config, edit_json
 from scripts.fixture_maker.folder import read_small, write_small
 from tests.job.crash_runs import crash
@@ -59,6 +66,36 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
             replace(plan, layer_pass=replace(layer_pass, job=replace(layer_pass.job, chunk=chunk), text=other))
         )
     return out.read_bytes()
+
+
+def test_a_layer_alone_has_the_error_that_it_has_in_the_evaluation(
+    cut: Path, result: Path, ids: Path, tmp_path: Path
+) -> None:
+    """No layer before the first MoE layer is converted, so in both ways it reads the same hidden states.
+
+    An evaluation divides by the energy of the layer's output, `validate --layers` by that of what its MLP adds. The
+    sums are FP32 in one, FP64 in the other.
+    """
+    source, converted = open_checkpoint(cut), open_checkpoint(result)
+    tokens = np.load(ids)
+    windows = Windows(tokens, (), (), tokens.size, tokens.shape[1], 0)
+    (alone,) = check_layers(
+        source=source, converted=converted, layers=(1,), hidden_states=windows, budget=Budget()
+    ).layers
+    with closing(WeightReader(source)) as reader:
+        hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(tokens)))
+        layer = DecoderLayer(reader, 1)
+        before = layer.attend(hidden)[0]
+        after = layer.run(hidden).flatten(0, 1)
+    share = float((after - before).double().square().sum() / after.double().square().sum())
+    out = tmp_path / "both.json"
+    evaluate(cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", out, code=0)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["model"]["activations"] for row in rows] == ["w4a16", "w4a4"]
+    for row, variant in zip(rows, (Variant.CONVERTED, Variant.CONVERTED_W4A4), strict=True):
+        assert row["layers"][0]["relative_error"] == 0
+        expected = share * 10 ** (-alone.error(variant).sqnr_db / 10)
+        assert row["layers"][1]["relative_error"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

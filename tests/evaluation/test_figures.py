@@ -17,7 +17,7 @@ import k2convert
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.evaluation.head import Head
 from k2convert.evaluation.scores import summarize
-from k2convert.forward.decoder import DecoderLayer, Rounding, embed
+from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader
 from k2convert.records.evaluation import Evaluation, EvaluationRow, Figures
 from scripts.evaluation.measure import Variant, compare_in_turn
@@ -121,13 +121,13 @@ def assert_same(found: Figures, expected: Figures, activations: str | None) -> N
     assert found.left_top5 == pytest.approx(expected.left_top5, abs=changed)
 
 
-def streamed_logits(folder: Path, ids: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+def streamed_logits(folder: Path, ids: torch.Tensor, *, fp4_inputs: bool) -> torch.Tensor:
     """Logits f32 [W, T, V] of a checkpoint through the layers and the head of this package."""
     checkpoint = open_checkpoint(folder)
     reader = WeightReader(checkpoint)
     states = embed(reader, ids)
     for layer in range(checkpoint.config["num_hidden_layers"]):
-        states = DecoderLayer(reader, layer, rounding=rounding).run(states)
+        states = DecoderLayer(reader, layer, fp4_inputs=fp4_inputs).run(states)
     head = Head(reader)
     logits = head.rows(0, head.vocabulary).linear(head.normed(states.flatten(0, 1)))
     reader.close()
@@ -141,7 +141,7 @@ def test_logits_of_every_window_are_those_of_transformers(
 ) -> None:
     folder = trained if kind == "source" else results[kind]
     for w4a4 in (False, True) if kind not in ("source", "bf16") else (False,):
-        ours = streamed_logits(folder, tokens(ids), Rounding(activations=w4a4))
+        ours = streamed_logits(folder, tokens(ids), fp4_inputs=w4a4)
         theirs = logits_of(folder, tokens(ids), w4a4=w4a4)
         distance = (ours - theirs).abs()
         # FP4 turns float noise into a step where a value is at a border, so a few tokens may differ by more.
@@ -150,7 +150,7 @@ def test_logits_of_every_window_are_those_of_transformers(
 
 
 def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> None:
-    ours = streamed_logits(tiny, tokens(ids), Rounding())
+    ours = streamed_logits(tiny, tokens(ids), fp4_inputs=False)
     theirs = logits_of(tiny, tokens(ids))
     assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 

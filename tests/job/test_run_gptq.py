@@ -13,13 +13,14 @@ from damaged_files import damaged_weight
 from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.calibration.plan import PassText, ShardNeeds, shard_needs, waiting_bytes
-from k2convert.calibration.text import held_out, read_windows
+from k2convert.calibration.plan import ShardNeeds, shard_needs, waiting_bytes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
+from k2convert.forward.layer_pass import PassText
 from k2convert.job.prepare import Job, check_room
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
+from k2convert.text.windows import held_out, read_windows
 
 SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
 
@@ -141,7 +142,7 @@ def test_another_text_or_option_is_refused_by_name(
     check("window was 64, now 32", "--set", "calibration.window=32")
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
-    monkeypatch.setattr("k2convert.calibration.plan.PASS_VERSION", 1)
+    monkeypatch.setattr("k2convert.forward.layer_pass.PASS_VERSION", 1)
     check("layer_pass was 4, now 1")
 
 

@@ -1,23 +1,25 @@
-"""Reference layers: a MoE block computed from the source's INT4 weights and from the converted bytes.
+"""Reference layers: MoE blocks of two checkpoints in isolation, computed from the same hidden states.
 
-The router, every routed expert and the shared experts are computed in FP32 on the same hidden states, once with the
-source's exact q * s and once for each variant: the converted weights, the same on FP4 activations, the weights that
-`max` gives for the same source, the same on FP4 activations, and the source's weights on FP4 activations. Experts are
-read one by one, so a K2 layer needs under 4 GB.
+Every model reads the reference's hidden states of a layer: those that the source's layers below compute on a text,
+those of a file, or drawn ones (hidden_states.py). So an error is the layer's own. `k2convert evaluate` computes
+the same layers in a row, where each model reads what its own layers below gave.
+
+Router, routed experts and shared experts are computed in FP32, once with the source's exact q * s and once for each
+variant: the converted weights, the same on FP4 activations, the weights that `max` gives for the same source, the same
+on FP4 activations, and the source's weights on FP4 activations. Every core has an expert of its own, so a K2 layer
+needs under 4 GB. Outputs are added in the order of the experts: the same figures with any number of cores.
 
 An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
 nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
 largest, which is the same number if they are constant.
-
-Cost of a check, said before it starts: layers, experts, bytes to read. Real text needs the layers below too: their
-experts are computed once, from the source's weights.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,22 +29,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.text import Windows
-from k2convert.check.layers.block import compute_block
-from k2convert.check.layers.result import LayerResult, LayersReport, Variant, VariantError, labels
+from k2convert.check.layers.result import (
+    W4A4_VARIANTS,
+    LayerResult,
+    LayersReport,
+    Variant,
+    VariantError,
+    labels,
+)
 from k2convert.check.remote import layer_bytes
 from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
+from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
-from k2convert.forward.layer_pass import LayerLoop, each_layer
-from k2convert.forward.moe import Routing, read_router
-from k2convert.forward.weights import WeightReader
-from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
+from k2convert.forward.moe import PROJECTIONS, Mlp, MlpTokens, Routing, block_mlps, read_router, run_in_order
+from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
 from k2convert.plan.recipe import Budget
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.metrics.weight_metrics import decibels
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.events import SILENT, Events
+from k2convert.text.windows import Windows
+
+PROBE_TOKENS = 2
+"""Tokens on which an expert is run if no token chose it."""
 
 
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
@@ -127,6 +141,36 @@ def _given_states(
             yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=0)
 
 
+@torch.no_grad()
+def states_of_text(
+    source: Checkpoint, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `layers`, in their order in the model, with the input f32 [tokens, hidden] of its MLP.
+
+    `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
+    """
+    architecture = read_architecture(source)
+    last = max(layers)
+    with closing(WeightReader(source)) as reader:
+        hidden = embed(reader, torch.as_tensor(ids))
+        for number in range(last + 1):
+            decoder = DecoderLayer(reader, number, workers=num_cores())
+            if number in layers:
+                yield number, decoder.attend(hidden)[1]
+            if number < last:
+                hidden = decoder.run(hidden)
+                if not bool(hidden.isfinite().all()):
+                    raise CheckpointError(
+                        f"{source.folder}: layer {number}: the hidden states are not finite. The weights of this layer "
+                        "or an earlier one are damaged. Download the source again."
+                    )
+                experts = architecture.num_experts if number in architecture.moe_layers else 0
+                for expert in range(experts):
+                    events.experts_computed(number, expert + 1, experts)
+            del decoder
+            gc.collect()  # its parts refer to each other
+
+
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
     one = source.info(name)
     other = converted.info(name)
@@ -158,91 +202,140 @@ def _failures(
     return tuple(failures)
 
 
-@torch.no_grad()
-def states_of_text(
-    source: Checkpoint, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of `layers`, in their order in the model, with the input f32 [tokens, hidden] of its MLP.
+def compute_block(
+    stem: str,
+    hidden_TK: Tensor,
+    routing: Routing,
+    *,
+    source: WeightReader,
+    converted: WeightReader,
+    with_fp4_inputs: bool,
+    exponents: NDArray[np.int8] | None = None,
+    progress: Callable[[int, int], None],
+) -> tuple[list[VariantError], list[float], int]:
+    """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
-    `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
+    Returns the errors by variant, the weight-only SQNR of each expert's output in dB, and how many experts a token
+    chose.
+    `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
+    j of the input times 2**exponents[j], int8 [hidden].
     """
-    layer_pass = LayerLoop(
-        ids=ids,
-        num_layers=max(layers) + 1,
-        hidden_size=read_architecture(source).hidden_size,
-        chunk=ids.shape[0],
-        devices=("cpu",),
-        workers=num_cores(),
-        around=lambda _: nullcontext(source),
-    )
-    with closing(each_layer(layer_pass, _Memory(), events=events)) as passed:
-        for layer in passed:
-            observer = _Observer(layer.number, events)
-            found: list[Tensor] = []
-            with layer.writing() as write:
-                for first, (states,) in layer.chunks():
-                    if layer.is_last:
-                        found.append(layer.decoder.attend(torch.as_tensor(states))[1])
-                        continue
-                    layer.run(first, states, observer)
-                    found += [] if observer.states is None else [observer.states]
-                    write(states)
-            if layer.number in layers:
-                yield layer.number, torch.cat(found)
+    variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
+    expected = torch.zeros_like(hidden_TK, dtype=torch.float64)
+    outputs = {variant: torch.zeros_like(expected) for variant in variants}
+    expert_sqnr_db: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    shared_sqnr_db: dict[Variant, float] = {}
+    num_reached = 0
+    scaled_TK = hidden_TK
+    if exponents is not None:
+        scaled_TK = torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
+
+    def run(mlp: MlpTokens) -> MlpOutputs:
+        tokens = mlp.tokens
+        if mlp.expert is not None and not tokens.numel():
+            tokens = routing.likeliest_tokens(mlp.expert, PROBE_TOKENS)
+        versions = read_mlp(mlp.module, source=source, converted=converted)
+        return run_mlp(versions, hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+
+    mlps = block_mlps(source, stem, routing)
+    with run_in_order(run, mlps, workers=num_cores()) as computed:
+        for mlp, (reference, results) in zip(mlps, computed, strict=True):
+            sqnr = {variant: sqnr_db(reference, result) for variant, result in results.items()}
+            if mlp.expert is None:
+                shared_sqnr_db.update(sqnr)
+            else:
+                for variant, found in sqnr.items():
+                    expert_sqnr_db[variant].append(found)
+                num_reached += int(mlp.tokens.numel() > 0)
+                progress(mlp.expert + 1, routing.scores.shape[1])
+            if mlp.tokens.numel():
+                factor = 1.0 if mlp.weights is None else mlp.weights.unsqueeze(-1)
+                expected.index_add_(0, mlp.tokens, (reference * factor).double())
+                for variant, result in results.items():
+                    outputs[variant].index_add_(0, mlp.tokens, (result * factor).double())
+    errors: list[VariantError] = []
+    for variant in variants:
+        experts = expert_sqnr_db[variant]
+        worst = min(range(len(experts)), key=experts.__getitem__)
+        cosine = torch.nn.functional.cosine_similarity(expected, outputs[variant], dim=-1)
+        error = VariantError(
+            variant=variant,
+            sqnr_db=sqnr_db(expected, outputs[variant]),
+            cosine=float(cosine.mean()),
+            worst_cosine=float(cosine.min()),
+            worst_expert=worst,
+            worst_expert_sqnr_db=experts[worst],
+            shared_experts_sqnr_db=shared_sqnr_db.get(variant),
+        )
+        errors.append(error)
+    return errors, expert_sqnr_db[Variant.CONVERTED], num_reached
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self.kept: dict[int, list[HiddenStates]] = {}
-
-    def num_finished(self) -> int:
-        return 0
-
-    def sweep(self, first: int) -> None:
-        self.kept.pop(first - 1, None)
-
-    @contextmanager
-    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:  # noqa: ARG002
-        states = np.concatenate(self.kept[layer])
-        yield lambda first, stop: states[first:stop]
-
-    @contextmanager
-    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[WriteStates]:  # noqa: ARG002
-        self.kept[layer] = []
-        yield self.kept[layer].append
+def sqnr_db(reference: Tensor, result: Tensor) -> float:
+    """Return 10 log10 of signal over noise energy; infinity without noise, -infinity if a value is not finite."""
+    signal = float(reference.double().square().sum())
+    return decibels(signal, float((result.double() - reference.double()).square().sum()))
 
 
-@dataclass(slots=True)
-class _Observer:
-    """Keeps the input of a layer's MLP, and reports experts. One that no token chose counts as computed."""
+MlpOutputs = tuple[Tensor, dict[Variant, Tensor]]
+"""The output f32 [T, hidden] with the source's weights, and that of every variant."""
 
-    layer: int
-    events: Events
-    states: Tensor | None = None
-    done: int = 0
-    total: int = 0
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        self.states = x_TK
-        self.total = 0 if routing is None else routing.scores.shape[1]
+def run_mlp(versions: tuple[Mlp, Mlp, Mlp], x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
+    """Return the source's output f32 [T, hidden] of an MLP from `read_mlp` for f32 [T, hidden], and every variant's.
 
-    def expert(
-        self,
-        expert: int | None,
-        tokens_t: Tensor,  # noqa: ARG002
-        weights_t: Tensor | None,  # noqa: ARG002
-        inner_tI: Tensor,  # noqa: ARG002
-        output_tK: Tensor,  # noqa: ARG002
-    ) -> None:
-        self._reach(self.done if expert is None else min(expert + 1, self.total))
+    `scaled_TK` is the input of the converted weights: the same, or with smoothing.
+    """
+    source, converted, by_max = versions
+    if not with_fp4_inputs:
+        return source(x_TK), {Variant.CONVERTED: converted(scaled_TK), Variant.MAX: by_max(x_TK)}
+    reference, activations_only = source.on_both_inputs(x_TK)
+    weights_only, converted_w4a4 = converted.on_both_inputs(scaled_TK)
+    max_only, max_w4a4 = by_max.on_both_inputs(x_TK)
+    return reference, {
+        Variant.CONVERTED: weights_only,
+        Variant.CONVERTED_W4A4: converted_w4a4,
+        Variant.MAX: max_only,
+        Variant.MAX_W4A4: max_w4a4,
+        Variant.ACTIVATIONS_ONLY: activations_only,
+    }
 
-    def output(self, h_TK: Tensor) -> None:  # noqa: ARG002
-        self._reach(self.total)
 
-    def _reach(self, done: int) -> None:
-        while self.done < done:
-            self.done += 1
-            self.events.experts_computed(self.layer, self.done, self.total)
+def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> tuple[Mlp, Mlp, Mlp]:
+    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable.
+
+    Returns it with the source's weights, the converted ones, and those of `max`; all with the same input scales.
+    """
+    raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
+    ours = [
+        converted.read_converted(f"{stem}.{name}", shape=(raw[name].shape[0], raw[name].shape[1]))
+        for name in PROJECTIONS
+    ]
+    exact = [exact_weight(weight) for weight in raw.values()]
+    by_max = exact
+    if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}"):
+        by_max = _max_weights(raw)
+    scales = [projection.input_scale for projection in ours]
+    return Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours), Mlp(*map(LinearLayer, by_max, scales))
+
+
+def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
+    by_max = NativeQuantizer("max")
+    sources: dict[str, SourceWeight] = {
+        name: weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
+        for name, weight in raw.items()
+    }
+    measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
+    gate_up = measured["gate_proj"].merge(measured["up_proj"])
+    weights: list[DenseWeight | CodedWeight] = []
+    for name, source in sources.items():
+        magnitude = measured[name] if name == "down_proj" else gate_up
+        scale = by_max.global_scale(magnitude)
+        result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        packed = torch.as_tensor(result.packed)
+        block_scales = torch.as_tensor(result.block_scales)
+        weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

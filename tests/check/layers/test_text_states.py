@@ -9,12 +9,12 @@ import torch
 from command import run_here
 from torch import Tensor
 
-from k2convert.calibration.text import Windows, read_windows
 from k2convert.check.layers.check import check_layers, states_of_text
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.tally import Tally
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
+from k2convert.text.windows import Windows, read_windows
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 pytestmark = pytest.mark.usefixtures("one_thread")

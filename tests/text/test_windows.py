@@ -11,10 +11,10 @@ import pytest
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from k2convert.calibration import text
-from k2convert.calibration.text import Windows, read_windows
 from k2convert.errors import CalibrationError
-from tests.calibration.kimi_files import write_kimi_files
+from k2convert.text import windows as text
+from k2convert.text.windows import Windows, read_windows
+from tests.text.kimi_files import write_kimi_files
 
 BYTES = 512
 """The vocabulary of a tokenizer without merges: a token a byte, and 256 special ones."""
@@ -194,7 +194,7 @@ def test_a_huge_text_takes_the_memory_of_a_small_one(tmp_path: Path, folder: Pat
         for _ in range(2000):
             file.write(b'{"text": "some words of a document"}\n' * 900)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom k2convert.calibration.text import read_windows\n"
+        "import sys\nfrom pathlib import Path\nfrom k2convert.text.windows import read_windows\n"
         "from k2convert.machine import peak_bytes\nbefore = peak_bytes()\n"
         "w = read_windows([Path(sys.argv[1])], tokenizer=Path(sys.argv[2]), vocab_size=512, tokens=4096, window=256,"
         " seed=0)\n"

@@ -10,10 +10,10 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from k2convert.calibration import tokenizers as module
-from k2convert.calibration.tokenizers import KIMI_PATTERN, open_tokenizer
 from k2convert.errors import CalibrationError, CheckpointError
-from tests.calibration.kimi_files import SPECIAL, write_kimi_files
+from k2convert.text import tokenizers as module
+from k2convert.text.tokenizers import KIMI_PATTERN, open_tokenizer
+from tests.text.kimi_files import SPECIAL, write_kimi_files
 
 PIECES = {
     "中文English混合": ["中文", "English", "混合"],

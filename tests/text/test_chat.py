@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from k2convert.calibration.chat import ChatTemplate
-from k2convert.calibration.text import text_of_line
-from k2convert.calibration.tokenizers import open_tokenizer
 from k2convert.errors import CalibrationError
+from k2convert.text.chat import ChatTemplate
+from k2convert.text.tokenizers import open_tokenizer
+from k2convert.text.windows import text_of_line
 
 TEMPLATE = """{%- macro say(message) -%}
   {%- if message['content'] is string -%}{{ message['content'] }}

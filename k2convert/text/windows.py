@@ -26,14 +26,14 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.calibration.chat import ChatTemplate
-from k2convert.calibration.tokenizers import Tokenizer, open_tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
 from k2convert.models import read_architecture
 from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
+from k2convert.text.chat import ChatTemplate
+from k2convert.text.tokenizers import Tokenizer, open_tokenizer
 
 MAX_LINE_BYTES: Final = 16 << 20
 

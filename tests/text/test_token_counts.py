@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from command import run_here
 
-from k2convert.calibration.text import default_tokens
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli.needs import fewest_tokens
+from k2convert.text.windows import default_tokens
 
 CONFIG = Path(__file__).resolve().parents[1] / "data" / "published-configs" / "nvidia--Kimi-K2.6-NVFP4_config.json"
 
