@@ -34,7 +34,7 @@ from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.layer_pass import LayerPass
 from k2convert.forward.layers import Around, Layer, each_layer, finite_windows
-from k2convert.forward.moe import Routing, shared_module
+from k2convert.forward.moe import MlpTokens, Routing, shared_module
 from k2convert.forward.work import HIDDEN, HiddenStates
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
@@ -269,14 +269,7 @@ class _Tee(BlockObserver):
         self._x_TK = x_TK
         self._routing = routing
 
-    def expert(
-        self,
-        expert: int | None,  # noqa: ARG002
-        tokens_t: Tensor,  # noqa: ARG002
-        weights_t: Tensor | None,  # noqa: ARG002
-        inner_tI: Tensor,  # noqa: ARG002
-        output_tK: Tensor,  # noqa: ARG002
-    ) -> None:
+    def expert(self, mlp: MlpTokens) -> None:  # noqa: ARG002
         self._check_stop()
 
     def output(self, h_TK: Tensor) -> None:

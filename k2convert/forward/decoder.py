@@ -56,14 +56,10 @@ class BlockObserver(Protocol):
     def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP."""
 
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        """One MLP on the tokens int64 [t] of x: the input f32 [t, I] of down_proj, and its output f32 [t, K].
+    def expert(self, mlp: MlpTokens) -> None:
+        """One MLP is computed on some tokens of x. A dense MLP is expert 0, shared experts have no number.
 
-        `weights_t` f32 [t] is what the router gives the output, which is not multiplied by it yet. None is the shared
-        experts, which have no weights; a dense MLP is expert 0, without weights. An MLP with many tokens is reported
-        in several calls, one after the other.
+        An MLP with many tokens is reported in several calls, one after the other.
         """
 
     def output(self, h_TK: Tensor) -> None:
@@ -159,9 +155,9 @@ class DecoderLayer:
         else:
             mlps = block_mlps(self._reader, self._mlp, routing)
         with closing(self._outputs(x, mlps)) as outputs:
-            for piece, inner, output in outputs:
+            for piece, output in outputs:
                 if observer is not None:
-                    observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
+                    observer.expert(piece)
                 weighted = output
                 if piece.weights is not None:
                     weighted = output * piece.weights[:, None]
@@ -196,21 +192,20 @@ class DecoderLayer:
         """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
         total = torch.zeros_like(x_TK)
         with closing(self._outputs(x_TK, shared_mlp(self._reader, self._mlp, x_TK))) as outputs:
-            for piece, _, output in outputs:
+            for piece, output in outputs:
                 total.index_add_(0, piece.tokens, output)
         return total
 
-    def _outputs(self, x_TK: Tensor, mlps: list[MlpTokens]) -> Generator[tuple[MlpTokens, Tensor, Tensor]]:
-        """Yield each piece in order, with its input f32 [t, I] of down and its output f32 [t, K] (first device)."""
+    def _outputs(self, x_TK: Tensor, mlps: list[MlpTokens]) -> Generator[tuple[MlpTokens, Tensor]]:
+        """Yield each piece in order, with its output f32 [t, K] on the first device."""
         inputs = [x_TK.to(device) for device in self._devices]
         home = self._devices[0]
 
-        def compute(dealt: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor, Tensor]:
+        def compute(dealt: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
             place, piece = dealt
             device = self._devices[place]
             mlp = self._dense[place] if self._dense else self._read_mlp(piece.module, device)
-            inner = mlp.inner(inputs[place][piece.tokens.to(device)])
-            return piece, inner.to(home), mlp.outer(inner).to(home)
+            return piece, mlp(inputs[place][piece.tokens.to(device)]).to(home)
 
         with allowing_tf32(self._devices), run_in_order(compute, self._cut(mlps), workers=self._workers) as results:
             yield from results

@@ -35,7 +35,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
 from k2convert.forward.layer_pass import LayerPass, PassModel
-from k2convert.forward.moe import Routing
+from k2convert.forward.moe import MlpTokens, Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
 from k2convert.records.events import Events
@@ -214,12 +214,10 @@ class _Watched:
         self.num_experts = 1 if routing is None else routing.scores.shape[1]
         self.observer.block(x_TK, routing)
 
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        self.observer.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
-        if expert is not None:
-            tokens = self.num_windows * self.window * (expert + 1) // (self.num_experts + 1)
+    def expert(self, mlp: MlpTokens) -> None:
+        self.observer.expert(mlp)
+        if mlp.expert is not None:
+            tokens = self.num_windows * self.window * (mlp.expert + 1) // (self.num_experts + 1)
             self.progress.reach(self.begin + tokens)
 
     def output(self, h_TK: Tensor) -> None:

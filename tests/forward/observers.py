@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from whole_models import whole_model
 
-from k2convert.forward.moe import Routing
+from k2convert.forward.moe import MlpTokens, Routing
 
 
 class Seen:
@@ -16,17 +16,15 @@ class Seen:
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []
         self.routings: list[Routing | None] = []
-        self.experts: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
+        self.experts: list[MlpTokens] = []
         self.outputs: list[Tensor] = []
 
     def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         self.inputs.append(x_TK.clone())
         self.routings.append(routing)
 
-    def expert(
-        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
-    ) -> None:
-        self.experts.append((expert, tokens_t, weights_t, inner_tI, output_tK))
+    def expert(self, mlp: MlpTokens) -> None:
+        self.experts.append(mlp)
 
     def output(self, h_TK: Tensor) -> None:
         self.outputs.append(h_TK.clone())

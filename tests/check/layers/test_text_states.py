@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from command import run_here
-from torch import Tensor
 
 from k2convert.check.layers.check import check_layers, states_of_text
 from k2convert.checkpoint.index import open_checkpoint
@@ -15,6 +14,7 @@ from k2convert.cli.tally import Tally
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
 from k2convert.text.windows import Windows, read_windows
+from tests.forward.observers import transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,23 +24,9 @@ def windows_of(tiny: Path, tokens: int) -> Windows:
     return read_windows([tiny / "eval.txt"], tokenizer=tiny, vocab_size=2048, tokens=tokens, window=64, seed=0)
 
 
-def inputs_of_transformers(folder: Path, ids: Tensor) -> dict[int, Tensor]:
-    """The input f32 [tokens, hidden] of every layer's MLP in the built network."""
-    from whole_models import whole_model
-
-    model = whole_model(folder)
-    network: Any = model.network
-    found: dict[int, Tensor] = {}
-    for number, layer in enumerate(network.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda _m, args, number=number: found.update({number: args[0]}))
-    with torch.inference_mode():
-        model.logits(ids)
-    return {number: states.flatten(0, 1) for number, states in found.items()}
-
-
 def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
-    expected = inputs_of_transformers(tiny, torch.as_tensor(ids))
+    expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
     tally = Tally(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
     found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=tally))
     assert [layer for layer, _ in found] == [1, 3]
