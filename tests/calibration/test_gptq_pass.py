@@ -362,8 +362,8 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(
     layer_pass = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
     works = [passed(conversion_work(tmp_path / str(n)), on((d,), layer_pass)) for n, d in enumerate(("cpu", device))]
     here, there = (decided(work, 1) for work in works)
-    assert here.damping is not None
-    assert here.damping == there.damping
+    assert here.shrinkage is not None
+    assert here.shrinkage == there.shrinkage
     assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)
     assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=0.02)
     with Calibration(works[0]) as cpu, Calibration(works[1]) as torch_codes:

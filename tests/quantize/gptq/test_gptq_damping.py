@@ -30,7 +30,7 @@ def choose(moments: Moments) -> float | None:
 
 
 def held_out_loss(inputs: torch.Tensor, damping: float | None) -> float:
-    """What 64 rows lose on the other half, directly; `choose_shrinkage` takes every fourth of 256 rows."""
+    """What 64 rows lose on the other half, directly; `choose_damping` takes every fourth of 256 rows."""
     target = weights(256, COLUMNS)[::4]
     halves = [inputs[half::2].double().numpy() for half in (0, 1)]
     total = 0.0
@@ -48,7 +48,7 @@ def test_few_and_many_tokens_need_no_trial(tokens: int, expected: float | None) 
 
 
 @pytest.mark.parametrize("tokens", [64, 200, 1023])
-def test_shrinkage_is_the_one_that_loses_least_on_the_other_half(tokens: int) -> None:
+def test_damping_is_the_one_that_loses_least_on_the_other_half(tokens: int) -> None:
     inputs = correlated(tokens, COLUMNS, seed=3)
     by_choice = {choice: held_out_loss(inputs, choice) for choice in (*DAMPINGS, None)}
     found = choose(moments_of(inputs))

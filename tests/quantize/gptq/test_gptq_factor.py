@@ -37,7 +37,7 @@ def test_scale_of_the_form_does_not_matter(scale: float) -> None:
     assert_factors_are_right(damp_hessian(matrix * scale, 0.5))
 
 
-def test_singular_forms_have_factors() -> None:
+def test_singular_hessians_have_factors() -> None:
     one = correlated(1, 160).expand(600, -1)
     silent = correlated(600, 160)
     silent[:, 40:60] = 0

@@ -44,7 +44,7 @@ def assert_close(found: Tensor, expected: np.ndarray, tolerance: float) -> None:
     assert np.abs(found.double().numpy() - expected).max() <= tolerance * scale
 
 
-def test_forms_are_weighted_means_of_all_tokens_and_of_each_half() -> None:
+def test_second_moments_are_weighted_means_of_all_tokens_and_of_each_half() -> None:
     tokens = make_tokens(900, 48, 32)
     moments, residual = moments_of(tokens, step=250)
     assert moments.tokens == 900
