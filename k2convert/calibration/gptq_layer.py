@@ -38,7 +38,6 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.hessian import (
     ONE_THREAD,
-    CheckStop,
     DampedHessian,
     Team,
     cut,
@@ -174,12 +173,30 @@ class _Routed:
     first_measured: int
 
 
-_Expert = tuple[list[Codes], Tensor, tuple[Tensor, Tensor]]
-"""An expert's codes of gate and up; what the source's down makes of the inner activations, f32 [t, K]; and what the
-expert gives in the source and by rule `mse` for the last m of its tokens, f32 [m, K] each."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _GateUp:
+    """Gate and up of an expert, converted, and what comes out of the expert.
 
-_Down = tuple[SourceProjection, float, tuple[Moments, float, DampedHessian] | None]
-"""A down projection that is not converted yet; its global scale; moments, damping, damped Hessian, None for `mse`."""
+    codes       of gate and of up
+    output      what the source's down makes of their inner activations, f32 [t, K]
+    of_source   what the expert gives in the source for the last m of its tokens, f32 [m, K]
+    of_mse      the same by rule `mse`
+    """
+
+    codes: list[Codes]
+    output: Tensor
+    of_source: Tensor
+    of_mse: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Down:
+    """A down projection before it is rounded. Without moments and Hessian, rule `mse` converts it."""
+
+    source: SourceProjection
+    global_scale: float
+    moments: Moments | None = None
+    hessian: DampedHessian | None = None
 
 
 @dataclass(slots=True)
@@ -195,12 +212,10 @@ class LayerConverter:
     weights: MlpWeights
     devices: tuple[str, ...]
     scratch: Scratch
-    workers: int
     team: Team
     is_varied: bool
     write: Write
     advance: Callable[[float, float], None]
-    check_stop: CheckStop
 
     @property
     def device(self) -> str:
@@ -222,30 +237,30 @@ class LayerConverter:
             for rows in self.scratch.pieces(inputs.x.shape[0]):
                 inputs.x[rows].mul_(factors_K)
             moments.scale(torch.as_tensor(exponents))
-        damping, hessian = self._prepare_gate_up(moments)
+        hessian = self._prepare_gate_up(moments)
+        damping = None if hessian is None else hessian.damping
         del moments
         first = inputs.first_measured
         exact_mK, mse_mK = (self.scratch.copy(residual_TK[first:]) for _ in range(2))
         experts = self._route(inputs)
         with allowing_tf32(self.devices), closing(self._gates_and_ups(experts, inputs, hessian)) as converted:
-            for number, (gate_up, output, measured) in enumerate(converted):
+            for number, gate_up in enumerate(converted):
                 tokens = experts[number].tokens
-                for kind, codes in zip((GATE, UP), gate_up, strict=True):
+                for kind, codes in zip((GATE, UP), gate_up.codes, strict=True):
                     self.write(self.weights.module(number, kind), codes.weight())
-                self.scratch.subtract(residual_TK, tokens, output)
-                places = tokens[experts[number].first_measured :] - first
-                for left, own in zip((exact_mK, mse_mK), measured, strict=True):
-                    self.scratch.subtract(left, places, own)
+                self.scratch.subtract(residual_TK, tokens, gate_up.output)
+                measured = tokens[experts[number].first_measured :] - first
+                self.scratch.subtract(exact_mK, measured, gate_up.of_source)
+                self.scratch.subtract(mse_mK, measured, gate_up.of_mse)
                 self.advance((number + 1) / len(experts), 0.0)
         inherited, mse = (output_errors(left, inputs, self.scratch) for left in (exact_mK, mse_mK))
         del exact_mK, mse_mK, hessian
         dampings: list[float | None] = []
         ridges: list[float | None] = []
         calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
-        with run_in_order(lambda call: call(), calls, workers=self.workers) as downs:
+        with run_in_order(lambda call: call(), calls, workers=self.team.workers) as downs:
             for number, down in enumerate(downs):
-                _, _, trusted = down
-                dampings.append(None if trusted is None else trusted[1])
+                dampings.append(None if down.hessian is None else down.hessian.damping)
                 ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
                 self.advance(1.0, (number + 1) / len(experts))
         fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK[first:], inputs, self.scratch))
@@ -286,7 +301,7 @@ class LayerConverter:
 
     def _gates_and_ups(
         self, experts: list[_Routed], inputs: LayerInputs, hessian: DampedHessian | None
-    ) -> Generator[_Expert]:
+    ) -> Generator[_GateUp]:
         """Convert gate and up of every expert, some experts at a time on each device; yields them in order."""
         copies = [None if hessian is None else hessian.to(device) for device in self.devices]
         size = 1 if self.device == "cpu" else GROUPED_EXPERTS
@@ -295,12 +310,12 @@ class LayerConverter:
         calls = (
             partial(self._convert_group, group, experts, inputs, copies[on], self.devices[on]) for group, on in dealt
         )
-        with run_in_order(lambda call: call(), calls, workers=self.workers) as found:
+        with run_in_order(lambda call: call(), calls, workers=self.team.workers) as found:
             for group in found:
                 yield from group
 
     def _kernel(self, device: str, threads: int = 1) -> RoundingKernel:
-        return kernel_for(device, threads, self.check_stop)
+        return kernel_for(device, threads, self.team.check_stop)
 
     def _sample(self) -> Tensor:
         """Return rows f32 [n, K] of gate and up of some experts, evenly spread, in units of their global scales.
@@ -317,20 +332,20 @@ class LayerConverter:
             rows += [weight.values[:: -(-weight.values.shape[0] // count)] / global_scale for weight in weights]
         return torch.cat(rows)
 
-    def _prepare_gate_up(self, moments: Moments) -> tuple[float | None, DampedHessian | None]:
-        """Choose the damping of a layer's gate and up; returns it with the damped Hessian, or None for rule `mse`."""
+    def _prepare_gate_up(self, moments: Moments) -> DampedHessian | None:
+        """Return the damped Hessian of a layer's gate and up, None for rule `mse`."""
         moments.complete(self.team)
         if not self.is_varied:
-            return None, None
+            return None
         rows = self._sample()
         damping = choose_damping(moments, rows, 1.0, self._kernel(self.device), self.team)
         if damping is None:
-            return None, None
-        return damping, damp_hessian(moments.hessian(), damping, self.team)
+            return None
+        return damp_hessian(moments.hessian(), damping, self.team)
 
     def _convert_group(
         self, group: range, experts: list[_Routed], inputs: LayerInputs, hessian: DampedHessian | None, device: str
-    ) -> list[_Expert]:
+    ) -> list[_GateUp]:
         """Convert gate and up of some experts on a device, and compute what each makes of its tokens."""
         inner: list[tuple[SourceProjection, float]] = []
         downs: list[tuple[SourceProjection, float]] = []
@@ -345,7 +360,7 @@ class LayerConverter:
         if hessian is not None:
             codes = round_together(inner, hessian, self._kernel(device))
         of_mse = self._without_data(downs, device)
-        found: list[_Expert] = []
+        found: list[_GateUp] = []
         for place, number in enumerate(group):
             own = slice(2 * place, 2 * place + 2)
             source = [weight.values for weight, _ in (*inner[own], downs[place])]
@@ -366,7 +381,7 @@ class LayerConverter:
 
     def _compute(
         self, expert: _Routed, codes: list[Codes], source: list[Tensor], mse: Mlp, inputs: LayerInputs
-    ) -> _Expert:
+    ) -> _GateUp:
         """Compute what an expert makes of its tokens, by these codes of gate and up, in the source, and by a rule."""
         gate, up = codes
         exact = Mlp(*(LinearLayer(DenseWeight(values)) for values in source))
@@ -382,46 +397,45 @@ class LayerConverter:
         x = self.scratch.take(inputs.x, expert.tokens[last]).to(device)
         p = expert.p[last, None].to(device)
         of_source, of_mse = ((other(x) * p).to(self.device) for other in (exact, mse))
-        return codes, output, (of_source, of_mse)
+        return _GateUp(codes, output, of_source, of_mse)
 
     def _prepare_down(self, number: int, expert: _Routed, inputs: LayerInputs) -> _Down:
         """Do what converting a down projection needs and no other expert changes."""
         down = self.weights.read(number, DOWN, self.device)
         global_scale = shared_scale([down])
         if expert.fitted < MIN_TOKENS or not self.is_varied:
-            return down, global_scale, None
-        team = (
-            self.team if number == self.weights.num_experts else ONE_THREAD
-        )  # the others are prepared beside each other
+            return _Down(down, global_scale)
+        is_last = number == self.weights.num_experts  # the others are prepared beside each other
+        team = self.team if is_last else ONE_THREAD
         moments = Moments.start(expert.inner.shape[1], device=self.device)
         for rows in self.scratch.pieces(expert.fitted):
             moments.add(expert.inner[rows], _halves(expert.tokens[rows], inputs))
         moments.complete(team)
         damping = choose_damping(moments, down.values, global_scale, self._kernel(self.device), team)
         if damping is None:
-            return down, global_scale, None
-        return down, global_scale, (moments, damping, damp_hessian(moments.hessian(), damping, team))
+            return _Down(down, global_scale)
+        return _Down(down, global_scale, moments, damp_hessian(moments.hessian(), damping, team))
 
     def _convert_down(
         self, number: int, down: _Down, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor
     ) -> float | None:
         """Convert down of an expert, and take what that changes off the residual; returns the ridge's strength."""
-        weight, global_scale, trusted = down
+        weight = down.source
         strength = None
-        if trusted is None:
-            codes = by_mse(weight, global_scale)
+        if down.moments is None or down.hessian is None:
+            codes = by_mse(weight, down.global_scale)
         else:
-            moments, _, hessian = trusted
-            residual = CrossMoments.start(moments.sums.shape[1], residual_TK.shape[1], device=self.device)
+            residual = CrossMoments.start(expert.inner.shape[1], residual_TK.shape[1], device=self.device)
             for rows in self.scratch.pieces(expert.fitted):
                 left = self.scratch.take(residual_TK, expert.tokens[rows])
                 halves = _halves(expert.tokens[rows], inputs)
                 residual.add(expert.inner[rows], left, halves, self.team)
-            correction, strength = correct(moments, residual, self.team)
+            correction, strength = correct(down.moments, residual, self.team)
             target = weight.values
             if correction is not None:
                 target = weight.values + correction
-            codes = round_gptq(target, global_scale, hessian, self._kernel(self.device, threads=self.workers))
+            kernel = self._kernel(self.device, threads=self.team.workers)
+            codes = round_gptq(target, down.global_scale, down.hessian, kernel)
         self.write(self.weights.module(number, DOWN), codes.weight())
         change = DenseWeight(decoded(codes).weight.decode() - weight.values)
 

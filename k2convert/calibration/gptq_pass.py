@@ -212,12 +212,10 @@ class _LayerConversion:
                 weights=weights,
                 devices=self._layer_pass.text.devices,
                 scratch=self._scratch,
-                workers=self._layer_pass.text.threads,
                 team=self._team,
                 is_varied=self._is_varied,
                 write=write,
                 advance=self._reach,
-                check_stop=self._options.check_stop,
             )
             decided, residual_TK = converter.convert(inputs)
         if (found := decided.held_out) is not None and found.is_worse:

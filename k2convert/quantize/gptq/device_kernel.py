@@ -85,7 +85,7 @@ class DeviceKernel:
         """
         inverses = 1 / hessian.factor.diagonal()
         values, scale_bytes = self._first_pass(
-            target_NK, hessian.factor[None], inverses[None], is_identity=hessian.is_identity
+            target_NK, hessian.factor[None], inverses[None], is_identity=hessian.damping is None
         )
         if sweeps:
             self._improve(target_NK, hessian, sweeps, values, scale_bytes)

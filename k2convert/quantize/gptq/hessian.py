@@ -56,7 +56,8 @@ class Team:
     """
 
     def __init__(self, workers: int, check_stop: CheckStop = never_stop) -> None:
-        self._check_stop = check_stop
+        self.workers = workers
+        self.check_stop = check_stop
         self._pool = ThreadPoolExecutor(workers, "tiles", torch.set_num_threads, (1,)) if workers > 1 else None
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -66,7 +67,7 @@ class Team:
         return [future.result() for future in [self._pool.submit(self._compute, call) for call in calls]]
 
     def _compute(self, call: Callable[[], Result]) -> Result:
-        self._check_stop()
+        self.check_stop()
         with torch.no_grad():  # a setting of each thread
             return call()
 
@@ -177,19 +178,19 @@ class DampedHessian:
     factor          the upper triangular U with U^T U = matrix^-1, [K, K]
     block_factors   the same U for each diagonal block of 16 columns of `matrix`, [K/16, 16, 16]
     block_inverses  the inverses of these blocks, [K/16, 16, 16]
-    is_identity     whether every column counts the same, alone
+    damping         the s of H_s; None if every column counts the same, alone
     """
 
     matrix: Tensor
     factor: Tensor
     block_factors: Tensor
     block_inverses: Tensor
-    is_identity: bool = False
+    damping: float | None = None
 
     def to(self, device: str) -> DampedHessian:
         """Return the damped Hessian on a device."""
         tensors = (self.matrix, self.factor, self.block_factors, self.block_inverses)
-        return DampedHessian(*(tensor.to(device) for tensor in tensors), is_identity=self.is_identity)
+        return DampedHessian(*(tensor.to(device) for tensor in tensors), damping=self.damping)
 
 
 def damp_hessian(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) -> DampedHessian:
@@ -197,7 +198,7 @@ def damp_hessian(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) ->
 
     Computed in FP64. H may be singular. Without anything positive on its diagonal, every column counts the same.
     """
-    return _with_blocks(*damped(hessian_KK, damping, team))
+    return replace(_with_blocks(*damped(hessian_KK, damping, team)), damping=damping)
 
 
 def damped(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) -> tuple[Tensor, Tensor]:
@@ -224,7 +225,7 @@ def damped(hessian_KK: Tensor, damping: float, team: Team = ONE_THREAD) -> tuple
 def identity_hessian(columns: int, *, device: str) -> DampedHessian:
     """Return the damped Hessian of the plain squared error."""
     identity_KK = torch.ones(columns, device=device).diag()
-    return replace(_with_blocks(identity_KK, identity_KK), is_identity=True)
+    return _with_blocks(identity_KK, identity_KK)
 
 
 def _with_blocks(hessian_KK: Tensor, factor_KK: Tensor) -> DampedHessian:
