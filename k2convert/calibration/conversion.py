@@ -86,14 +86,14 @@ class PassBesideJob:
         self._num_done = first
 
     @contextmanager
-    def running(self, *, room: int, stop: Event, events: Events) -> Generator[None]:
+    def running(self, *, space: int, stop: Event, events: Events) -> Generator[None]:
         """Run during the block, which converts shards and returns when `stop` is set; then wait for the layers.
 
-        `room` is what fetched layers may use. Raises what failed first, in the block or in the layer pass.
+        `space` is what fetched layers may use. Raises what failed first, in the block or in the layer pass.
         """
         self._stop = stop
         with self._calibration:
-            thread = threading.Thread(target=self._guard, args=(room, events), name="layers", daemon=True)
+            thread = threading.Thread(target=self._guard, args=(space, events), name="layers", daemon=True)
             thread.start()
             try:
                 yield
@@ -160,18 +160,18 @@ class PassBesideJob:
         if self._stop.is_set():
             raise InterruptedRun
 
-    def _guard(self, room: int, events: Events) -> None:
+    def _guard(self, space: int, events: Events) -> None:
         try:
-            self._run(room, events)
+            self._run(space, events)
         except BaseException as error:  # raised again in the thread that converts
             self._failure = error
             self._stop.set()
 
-    def _run(self, room: int, events: Events) -> None:
+    def _run(self, space: int, events: Events) -> None:
         from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
 
         planned = self.plan.layer_pass
-        with planned.opened(self.first, chunk=self._chunk, room=room, events=events, stop=self._stop) as layer_pass:
+        with planned.opened(self.first, chunk=self._chunk, space=space, events=events, stop=self._stop) as layer_pass:
 
             @contextmanager
             def around(layer: int) -> Generator[Checkpoint]:

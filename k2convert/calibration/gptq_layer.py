@@ -8,10 +8,10 @@ inputs are the expert's inner activations, times the router's weight p, as the c
 is corrected for what all experts before it left over. The MLP that every token takes comes last, with p = 1: shared
 experts, or a dense layer's MLP without any others.
 
-Gate and up of the experts are dealt out to the devices; the first one has everything else. What has a row for each
-token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/hessian.py), and
-sums are made in a fixed order, so the number of workers does not change them. A GPU multiplies in TF32 while it rounds
-gate and up, as in the streams, and in FP32 for everything that is summed over tokens, factored or solved.
+Gate and up of the experts are assigned to the devices in turn; the first one has everything else. What has a row for
+each token is in files if that is a CPU (layer_tokens.py). Large matrices are cut into tiles (gptq/hessian.py), and sums
+are made in a fixed order, so the number of workers does not change them. A GPU multiplies in TF32 while it rounds gate
+and up, as in the streams, and in FP32 for everything that is summed over tokens, factored or solved.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class LayerConverter:
 
     @property
     def device(self) -> str:
-        """The device of everything that is not dealt out."""
+        """The device of everything that is not assigned."""
         return self.devices[0]
 
     @torch.no_grad()
@@ -276,7 +276,7 @@ class LayerConverter:
         return decided, residual_TK
 
     def _route(self, inputs: LayerInputs) -> list[_Routed]:
-        """Sort the tokens by expert, and make room for the inner activations."""
+        """Sort the tokens by expert, and make space for the inner activations."""
         chosen = inputs.routing.experts
         num_experts = self.weights.num_experts
         order = torch.argsort(chosen.flatten(), stable=True)
@@ -286,12 +286,12 @@ class LayerConverter:
         host = chosen.cpu().numpy()
         counts = [np.bincount(host[:end].ravel(), minlength=num_experts).tolist() for end in ends]
         widths = [shape[1] for name, shape in self.weights.shapes().items() if name.endswith(DOWN)]
-        room = self.scratch.empty(order.shape[0], widths[0])
+        inner = self.scratch.empty(order.shape[0], widths[0])
         found: list[_Routed] = []
         start = 0
         for count, fitted, first_measured in zip(*counts, strict=True):
             own = slice(start, start + count)
-            found.append(_Routed(tokens[own], p[own], room[own], fitted, first_measured))
+            found.append(_Routed(tokens[own], p[own], inner[own], fitted, first_measured))
             start = own.stop
         if self.weights.shared is not None:
             every = torch.arange(ends[0], device=inputs.x.device)
@@ -306,9 +306,9 @@ class LayerConverter:
         copies = [None if hessian is None else hessian.to(device) for device in self.devices]
         size = 1 if self.device == "cpu" else GROUPED_EXPERTS
         groups = (range(start, min(start + size, len(experts))) for start in range(0, len(experts), size))
-        dealt = ((group, number % len(copies)) for number, group in enumerate(groups))
+        assigned = ((group, number % len(copies)) for number, group in enumerate(groups))
         calls = (
-            partial(self._convert_group, group, experts, inputs, copies[on], self.devices[on]) for group, on in dealt
+            partial(self._convert_group, group, experts, inputs, copies[on], self.devices[on]) for group, on in assigned
         )
         with run_in_order(lambda call: call(), calls, workers=self.team.workers) as found:
             for group in found:

@@ -278,7 +278,7 @@ class _Tee(BlockObserver):
 
 
 class _CollectedTokens:
-    """Tokens of all chunks of a layer, on one device. It has room for `tokens` of them."""
+    """Tokens of all chunks of a layer, on one device. It has space for `tokens` of them."""
 
     def __init__(self, tokens: int, hidden_size: int, device: str, scratch: Scratch, team: Team) -> None:
         self._scratch = scratch

@@ -185,7 +185,7 @@ def score_tokens(
 def _pieces(
     heads: Sequence[Head], models: Sequence[int], states: Sequence[Tensor], targets: Tensor, devices: tuple[str, ...]
 ) -> Iterator[Callable[[], tuple[slice, list[_Sums]]]]:
-    """Yield the pieces, dealt out to the devices; a row of a matrix is read once."""
+    """Yield the pieces, assigned to the devices in turn; a row of a matrix is read once."""
     tokens = [slice(start, start + PIECE_TOKENS) for start in range(0, targets.shape[0], PIECE_TOKENS)]
     used = devices[: len(tokens)]
     held = [([own.to(device) for own in states], targets.to(device)) for device in used]

@@ -201,8 +201,8 @@ class DecoderLayer:
         inputs = [x_TK.to(device) for device in self._devices]
         home = self._devices[0]
 
-        def compute(dealt: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
-            place, piece = dealt
+        def compute(assigned: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
+            place, piece = assigned
             device = self._devices[place]
             mlp = self._dense[place] if self._dense else self._read_mlp(piece.module, device)
             return piece, mlp(inputs[place][piece.tokens.to(device)]).to(home)
@@ -214,7 +214,7 @@ class DecoderLayer:
         return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
 
     def _cut(self, mlps: list[MlpTokens]) -> Iterator[tuple[int, MlpTokens]]:
-        """Yield the pieces of MLPs, each with the number of the device that it is dealt out to."""
+        """Yield the pieces of MLPs, each with the number of the device that it is assigned to."""
         number = 0
         for mlp in mlps:
             for start in range(0, mlp.tokens.shape[0], self._piece_tokens):

@@ -210,10 +210,10 @@ class LayerPass:
 
     @contextmanager
     def opened(
-        self, first: int, *, chunk: int, room: int, events: Events, stop: Event | None = None
+        self, first: int, *, chunk: int, space: int, events: Events, stop: Event | None = None
     ) -> Generator[LayerPass]:
-        """Yield the pass as it runs, `chunk` windows at a time; fetches parts into `room` during the block."""
-        shards = replace(self.shards, room=room, events=events, stop=stop or Event())
+        """Yield the pass as it runs, `chunk` windows at a time; fetches parts into `space` during the block."""
+        shards = replace(self.shards, space=space, events=events, stop=stop or Event())
         with shards.opened(first * self.num_checkpoints):
             yield replace(self, shards=shards, text=replace(self.text, chunk=chunk))
 
@@ -236,7 +236,7 @@ class LayerPass:
             if was_begun:
                 done = min(first, self.num_layers)
                 events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
-            room = self.disk_allowed - self.disk_bytes
-            with self.opened(first, chunk=begun.chunk, room=room, events=events) as running:
+            space = self.disk_allowed - self.disk_bytes
+            with self.opened(first, chunk=begun.chunk, space=space, events=events) as running:
                 events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
                 yield running

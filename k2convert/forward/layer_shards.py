@@ -62,12 +62,12 @@ class LayerPart:
 class LayerShards:
     """The parts that layers read, in their order, in folders below `folder`.
 
-    `room` is how many bytes they may take at once. A set `stop` ends what is being fetched.
+    `space` is how many bytes they may take at once. A set `stop` ends what is being fetched.
     """
 
     parts: Sequence[LayerPart]
     folder: Path
-    room: int
+    space: int
     events: Events
     stop: Event = field(default_factory=Event)
     _fetched: dict[int, Future[None]] = field(default_factory=dict[int, Future[None]], init=False)
@@ -106,7 +106,7 @@ class LayerShards:
             return
         self._submit(number).result()
         following = number + 1
-        if following < len(self.parts) and part.num_bytes + self.parts[following].num_bytes <= self.room:
+        if following < len(self.parts) and part.num_bytes + self.parts[following].num_bytes <= self.space:
             self._submit(following)
         yield replace(part.checkpoint, folder=folder)
         shutil.rmtree(folder, ignore_errors=True)

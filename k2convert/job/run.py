@@ -295,7 +295,7 @@ def _stages(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | N
         sweep_downloads(job, run.items, run.to_upload)
     running = nullcontext()
     if layer_pass is not None:
-        running = layer_pass.running(room=limits.layer_room, stop=run.stop, events=run.events)
+        running = layer_pass.running(space=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, running:
         yield Stages(
             fetch=fetch,

@@ -118,7 +118,7 @@ def choose_damping(
     if moments.tokens < MIN_TOKENS or min(moments.weights) <= 0:
         return None
     sample_NK = weight_NK[:: max(1, rows // NUM_ROWS)][:NUM_ROWS].float() / global_scale
-    is_small = columns <= SMALL  # then several damped Hessians have room beside each other
+    is_small = columns <= SMALL  # then several damped Hessians have space beside each other
     own_team = ONE_THREAD if is_small else team
 
     def hessian_of(damping: float, half: int) -> DampedHessian:
