@@ -20,7 +20,7 @@ from k2convert.models import read_architecture
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.forward.layer_pass import LayerPass, PassText
 

@@ -55,7 +55,7 @@ from k2convert.records.events import Extent
 from k2convert.records.ledger import below_budget, check_budget, doubts, summarize
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.job.ray import Cluster
 
 

@@ -48,7 +48,7 @@ from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import find_ledger, parse_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.forward.layer_pass import PassText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
@@ -326,8 +326,8 @@ def plan_pass(
     text: "PassText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
 ) -> "CalibrationPlan":
     """Plan the layer pass of a conversion."""
+    from k2convert.calibration.conversion import plan_calibration
     from k2convert.calibration.layer_files import conversion_work
-    from k2convert.calibration.plan import plan_calibration
 
     return plan_calibration(
         text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=shards

@@ -12,8 +12,8 @@ from conversions import plan_job, text_of
 from damaged_files import damaged_weight
 from results import raw_tensors
 
+from k2convert.calibration.conversion import ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.calibration.plan import ShardNeeds, shard_needs, waiting_bytes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from k2convert.forward.layer_pass import PassText
