@@ -70,14 +70,44 @@ def test_plain_computed_on_the_fly_is_what_the_pipeline_writes(tiny: Path, by_ma
         assert len({(f.sqnr_db, f.cosine, f.worst_expert, f.worst_expert_sqnr_db) for f in figures}) == 1
 
 
-def test_a_damaged_expert_fails_and_is_named(tiny: Path, mse: Path, tmp_path: Path) -> None:
-    folder = damaged(mse, tmp_path / "d", expert(2, 7, "weight_scale_2"), lambda scale: scale * 2)
-    report = check(tiny, folder, layers=(1, 2, 3))
-    assert [bool(layer.failures) for layer in report.layers] == [False, True, False]
+def poison(scales: torch.Tensor) -> torch.Tensor:
+    scales.view(torch.uint8)[0, 0] = 0x7F
+    return scales
+
+
+def flip(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).view(-1)[0] ^= 1
+    return tensor
+
+
+ROUTER = "model.layers.2.mlp.gate"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "says"),
+    [
+        (expert(2, 7, "weight_scale_2"), lambda scale: scale * 2, "expert 7: SQNR"),
+        (expert(2, 0, "weight", "gate"), lambda codes: (codes >> 4) | (codes << 4), "expert 0: SQNR"),
+        (expert(2, 3, "weight_scale"), poison, "output SQNR -inf dB"),
+        (expert(2, 3, "input_scale"), lambda s: s * torch.inf, "as served (W4A4): the output is not finite"),
+        (f"{ROUTER}.weight", flip, "the router's weight or correction bias differs"),
+        (f"{ROUTER}.e_score_correction_bias", flip, "the router's weight or correction bias differs"),
+    ],
+)
+def test_damage_fails_its_layer_and_is_named(
+    tensor: str, change: Callable[[torch.Tensor], torch.Tensor], says: str, tiny: Path, mse: Path, tmp_path: Path
+) -> None:
+    report = check(tiny, damaged(mse, tmp_path / "d", tensor, change), layers=(1, 2))
+    assert [bool(layer.failures) for layer in report.layers] == [False, True]
     layer = report.layers[1]
-    assert layer.error(Variant.CONVERTED).worst_expert == 7
-    assert any("expert 7: SQNR" in failure for failure in layer.failures)
-    assert not any(f"expert {other}:" in failure for other in range(16) if other != 7 for failure in layer.failures)
+    assert any(says in failure for failure in layer.failures)
+    assert layer.router_unchanged == ("router" not in says)
+    if says.startswith("expert"):
+        number = int(says[7])
+        assert layer.error(Variant.CONVERTED).worst_expert == number
+        assert not any(failure.startswith("expert") and says not in failure for failure in layer.failures)
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert (document["layers"][1]["errors"][0]["sqnr_db"] is None) == (change is poison), "no number is null"
 
 
 def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_path: Path) -> None:
@@ -88,38 +118,6 @@ def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_pa
         (found,) = check(tiny, folder, tokens=1).layers
         assert found.error(Variant.CONVERTED).worst_expert == number
         assert found.failures
-
-
-def test_nibbles_in_the_wrong_order_and_values_that_are_no_numbers_fail(tiny: Path, mse: Path, tmp_path: Path) -> None:
-    def poison(scales: torch.Tensor) -> torch.Tensor:
-        scales.view(torch.uint8)[0, 0] = 0x7F
-        return scales
-
-    report = check(tiny, damaged(mse, tmp_path / "n", expert(2, 0, "weight", "gate"), lambda t: (t >> 4) | (t << 4)))
-    assert report.layers[0].error(Variant.CONVERTED).worst_expert == 0
-    assert not report.passed
-    report = check(tiny, damaged(mse, tmp_path / "d", expert(2, 3, "weight_scale"), poison))
-    assert report.layers[0].error(Variant.CONVERTED).sqnr_db == -math.inf
-    assert not report.passed
-    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert document["layers"][0]["errors"][0]["sqnr_db"] is None
-
-
-def test_an_input_scale_of_infinity_fails(tiny: Path, mse: Path, tmp_path: Path) -> None:
-    folder = damaged(mse, tmp_path / "d", expert(2, 3, "input_scale"), lambda s: s * torch.inf)
-    (layer,) = check(tiny, folder).layers
-    assert any("this result as served (W4A4): the output is not finite" in failure for failure in layer.failures)
-
-
-@pytest.mark.parametrize("parameter", ["weight", "e_score_correction_bias"])
-def test_one_changed_bit_of_the_router_fails(tiny: Path, mse: Path, tmp_path: Path, parameter: str) -> None:
-    def flip(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.view(torch.uint8).view(-1)[0] ^= 1
-        return tensor
-
-    (layer,) = check(tiny, damaged(mse, tmp_path / "d", f"model.layers.2.mlp.gate.{parameter}", flip)).layers
-    assert not layer.router_unchanged
-    assert any("router" in failure for failure in layer.failures)
 
 
 def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None:
