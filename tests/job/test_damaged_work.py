@@ -14,7 +14,7 @@ from k2convert.errors import CheckpointError
 
 OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
-STREAMS = ("layer-000.json", "hidden-001.safetensors", "missing-001.safetensors")
+STREAMS = ("layer-000.json", "hidden-001.safetensors", "residual-001.safetensors")
 RESULTS = ("layer-001.json", "codes-001.safetensors")
 NAMES = (*STREAMS, *RESULTS, ".k2convert/calibration.json")
 
