@@ -101,10 +101,10 @@ def test_chosen_layers_only(
     tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched
 ) -> None:
     """Their shards alone are fetched, and a fault of another layer is not seen."""
+    here = json.loads(cli("validate", published, "--source", tiny, "--layers", "1,2", "--json", code=0).stdout)
     shard = published / "model-00004-of-000005.safetensors"
     flip(shard, header_of(shard).tensors["model.layers.3.mlp.gate.weight"].begin)
     tiny_hub.store.add_folder("me/out", published)
-    here = json.loads(cli("validate", published, "--source", tiny, "--layers", "1,2", "--json", code=0).stdout)
     words = ("validate", "hf://me/out", "--source", "hf://moon/tiny", "--json", "--layers")
     there = json.loads(cli(*words, "1,2", code=0).stdout)
     assert there["layers"] == here["layers"]
