@@ -1,8 +1,8 @@
 """Ways in which GPUs share the work of a model, and which layouts are possible.
 
 `tensor` GPUs hold each layer together, `pipeline` such groups hold the layers one after another. Experts are split
-inside by tensor parallelism, or whole ones are given to each GPU (`expert`). A layout that cannot be is an error that
-names the number it does not divide and the nearest that works.
+inside by tensor parallelism, or whole ones are distributed over the GPUs (`expert`). An impossible layout is an error
+that names the number it does not divide and the nearest that works.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _MAX_NODE: Final = 8  # GPUs of tensor parallelism if the caller does not say: t
 class Parallelism:
     """A layout. `data_attention`: each of the `tensor` GPUs has its own requests.
 
-    `expert` is 1 (experts are split like other weights) or the number of GPUs that whole experts are given to.
+    `expert` is 1 (experts are split like other weights) or the number of GPUs that whole experts are distributed over.
     """
 
     tensor: int = 1
@@ -45,13 +45,13 @@ class Parallelism:
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
-        known = ""
+        sizes = ""
         if shape.tensor_sizes:
-            known = f" and be one of {', '.join(map(str, shape.tensor_sizes))}"
-        reason = f"it must divide the {shape.num_heads} attention heads{known}"
+            sizes = f" and be one of {', '.join(map(str, shape.tensor_sizes))}"
+        reason = f"it must divide the {shape.num_heads} attention heads{sizes}"
         _check("tp", layout.tensor, _tensor_sizes(shape), reason)
     choices = _expert_sizes(layout.tensor, shape)
-    if layout.expert not in choices:  # experts are dealt out evenly, and kernels accept their pieces
+    if layout.expert not in choices:  # experts are distributed evenly, and kernels accept their pieces
         if layout.tensor % layout.expert:
             reason = f"it must divide the {layout.tensor} GPUs that hold a layer"
         elif shape.num_experts % layout.expert:
@@ -143,7 +143,7 @@ def _open_tensor(count: int, shape: ModelShape, pipeline: int | None, data_atten
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each pipeline stage as vLLM 0.33 deals them out (vllm/distributed/utils.py).
+    """Return the layers of each pipeline stage as vLLM 0.33 assigns them (vllm/distributed/utils.py).
 
     What is left after an even split goes to the stages before the last, from the back.
     """

@@ -25,7 +25,7 @@ from typing import Final
 
 from k2convert.choices import ServedKvCache
 from k2convert.fit.layouts import Parallelism, stage_layers
-from k2convert.fit.model import ModelShape, Place, Weights
+from k2convert.fit.model import ModelShape, WeightGroup, Weights
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
@@ -165,14 +165,16 @@ def fit_layout(
     stages = stage_layers(shape.num_layers, layout.pipeline)
     pieces = layout.tensor // layout.expert
     padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
-    found: list[tuple[Pool, dict[Role, int]]] = []
+    gpus: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         sums: dict[Role, int] = defaultdict(int)
-        for place, num_bytes in weights.parts.items():
-            role, layer, _ = place
-            is_outer_here = i == (len(stages) - 1 if role in _LAST_STAGE else 0)
-            if is_outer_here if layer is None else layer in layers:
-                sums[role] += -(-num_bytes // _divisor(place, layout))
+        for group, num_bytes in weights.groups.items():
+            if group.layer is None:
+                is_here = i == (len(stages) - 1 if group.role in _LAST_STAGE else 0)
+            else:
+                is_here = group.layer in layers
+            if is_here:
+                sums[group.role] += -(-num_bytes // _divisor(group, layout))
         by_role = dict(sorted(sums.items(), key=lambda entry: -entry[1]))
         if Role.EXPERTS in by_role:
             by_role[Role.EXPERTS] = by_role[Role.EXPERTS] * padded // shape.expert_width
@@ -183,15 +185,15 @@ def fit_layout(
             kv_bytes_per_token=shape.kv_values * kv_layers * KV_BYTES[settings.kv],
             state_bytes=states if layout.data_attention else -(-states // layout.tensor),
         )
-        found.append((pool, by_role))
-    found.sort(key=lambda one: (one[0].tokens(1), one[0].num_bytes))
+        gpus.append((pool, by_role))
+    gpus.sort(key=lambda entry: (entry[0].tokens(1), entry[0].num_bytes))
     return Fit(
         layout=layout,
         memory_bytes=memory_bytes,
         usable_bytes=usable,
-        weights=found[0][1],
+        weights=gpus[0][1],
         overhead_bytes=settings.overhead_bytes,
-        pools=tuple(pool for pool, _ in found),
+        pools=tuple(pool for pool, _ in gpus),
         context=settings.context,
         requests=settings.requests,
     )
@@ -205,16 +207,16 @@ def bytes_per_token(weights: Weights, shape: ModelShape, layout: Parallelism) ->
     engine has: caches, activations, kernels and all-reduces take no time in it.
     """
     total = 0.0
-    for place, num_bytes in weights.parts.items():
-        role = place[0]
-        if role in _NOT_READ:
+    for group, num_bytes in weights.groups.items():
+        if group.role in _NOT_READ:
             continue
-        used = shape.experts_per_token / shape.num_experts if role == Role.EXPERTS else 1
-        total += num_bytes * used / _divisor(place, layout)
+        used = shape.experts_per_token / shape.num_experts if group.role == Role.EXPERTS else 1
+        total += num_bytes * used / _divisor(group, layout)
     return round(total)
 
 
-def _divisor(place: Place, layout: Parallelism) -> int:
+def _divisor(group: WeightGroup, layout: Parallelism) -> int:
     """Return how many GPUs divide the bytes: experts are divided, whole or split, whatever attention does."""
-    role, _, is_split = place
-    return layout.tensor if role == Role.EXPERTS or (is_split and not layout.data_attention) else 1
+    if group.role == Role.EXPERTS or (group.is_split and not layout.data_attention):
+        return layout.tensor
+    return 1

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
@@ -54,19 +54,8 @@ class ModelShape:
 
     def kv_layers(self, layers: Container[int] | None = None) -> int:
         """Return how many of some layers (None: of all) have a KV cache."""
-        found = (i for i in range(self.num_layers) if i not in self.linear_layers)
-        return sum(layers is None or i in layers for i in found)
-
-    def with_experts(self, count: int) -> "ModelShape":
-        """Return the shape of a pruned model; raises FitError if the router cannot choose from that many experts."""
-        if not self.experts_per_token <= count <= self.num_experts:
-            raise FitError(
-                f"--experts {count}: a layer has {self.num_experts} experts and each token uses "
-                f"{self.experts_per_token}. Pass {self.experts_per_token} to {self.num_experts}."
-            )
-        if count % (groups := self.num_groups):
-            raise FitError(f"--experts {count}: the router splits experts into {groups} groups. Pass a multiple.")
-        return replace(self, num_experts=count)
+        cached = (i for i in range(self.num_layers) if i not in self.linear_layers)
+        return sum(layers is None or i in layers for i in cached)
 
 
 def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> ModelShape:
@@ -134,34 +123,31 @@ class Tensor(Protocol):
     def num_bytes(self) -> int: ...
 
 
-Place = tuple[Role, int | None, bool]
-"""A role, a layer (None: outside the layers), and whether tensor parallelism divides the bytes of the role there."""
+class WeightGroup(NamedTuple):
+    """Weights that a layout treats alike: `is_split` says whether tensor parallelism divides them."""
+
+    role: Role
+    layer: int | None  # None: outside the layers
+    is_split: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The bytes of a model's weights."""
 
-    parts: Mapping[Place, int]
+    groups: Mapping[WeightGroup, int]
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.groups.values())
 
     @property
     def by_role(self) -> dict[Role, int]:
         """Bytes of each role, the largest first."""
         sums: dict[Role, int] = defaultdict(int)
-        for (role, _, _), num_bytes in self.parts.items():
-            sums[role] += num_bytes
+        for group, num_bytes in self.groups.items():
+            sums[group.role] += num_bytes
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
-
-    def with_experts(self, kept: int, *, of: int) -> "Weights":
-        """Return the weights with fewer of each layer's experts. The experts of a layer, and their rows of the router,
-        have the same bytes.
-        """
-        pruned = (Role.EXPERTS, Role.ROUTER)
-        return Weights({place: n * kept // of if place[0] in pruned else n for place, n in self.parts.items()})
 
 
 _SPLIT_ROLES: Final = frozenset(
@@ -174,27 +160,28 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
 
     With a `recipe`, packed projections, and BF16 ones of its roles, count with the bytes that they will have converted.
     """
-    places: dict[str, Place] = {}
-    sums: dict[Place, int] = defaultdict(int)
+    groups: dict[str, WeightGroup] = {}
+    sums: dict[WeightGroup, int] = defaultdict(int)
     for tensor in tensors:
         name = tensor.name
         if recipe is not None and name.endswith(_DROPPED):
             continue
         module, _, parameter = name.rpartition(".")
-        if module not in places:
+        if module not in groups:
             known = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
             is_whole = module.rpartition(".")[2] in family.unsplit_attention
-            places[module] = known.role, known.layer, known.role in _SPLIT_ROLES and not is_whole
-        place = places[module]
+            is_split = known.role in _SPLIT_ROLES and not is_whole
+            groups[module] = WeightGroup(known.role, known.layer, is_split)
+        group = groups[module]
         is_packed = parameter == WEIGHT_PACKED
-        if recipe is None or not (is_packed or (parameter == WEIGHT and place[0] in recipe.roles)):
-            sums[place] += tensor.num_bytes
+        if recipe is None or not (is_packed or (parameter == WEIGHT and group.role in recipe.roles)):
+            sums[group] += tensor.num_bytes
             continue
         if len(tensor.shape) != 2:
             raise PlanError(f"tensor {name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
         rows, columns = tensor.shape
         columns *= family.source_format.columns_per_element if is_packed else 1
-        sums[place] += _projection_bytes(recipe.layout, rows, columns, recipe.activations)
+        sums[group] += _projection_bytes(recipe.layout, rows, columns, recipe.activations)
     return Weights(dict(sums))
 
 
@@ -227,32 +214,42 @@ class Model:
         return self.shape.state_bytes * len(self.shape.linear_layers)
 
     def with_experts(self, count: int) -> "Model":
-        """Return the pruned model; raises FitError for an impossible count."""
-        shape = self.shape.with_experts(count)
-        return replace(self, shape=shape, weights=self.weights.with_experts(count, of=self.shape.num_experts))
+        """Return the pruned model; raises FitError if its router cannot choose from that many experts."""
+        shape = self.shape
+        if not shape.experts_per_token <= count <= shape.num_experts:
+            raise FitError(
+                f"--experts {count}: a layer has {shape.num_experts} experts and each token uses "
+                f"{shape.experts_per_token}. Pass {shape.experts_per_token} to {shape.num_experts}."
+            )
+        if count % shape.num_groups:
+            groups = shape.num_groups
+            raise FitError(f"--experts {count}: the router splits experts into {groups} groups. Pass a multiple.")
+        pruned = (Role.EXPERTS, Role.ROUTER)  # experts of a layer, and their rows of the router, have the same bytes
+        groups = {
+            group: num_bytes * count // shape.num_experts if group.role in pruned else num_bytes
+            for group, num_bytes in self.weights.groups.items()
+        }
+        return replace(self, shape=replace(shape, num_experts=count), weights=Weights(groups))
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
     """Weigh an opened checkpoint; raises PlanError for one of no known family, FitError for one that is not MLA."""
     family = detect_family(checkpoint)
-    shape = read_shape(checkpoint.config, family=family, where=str(checkpoint.folder))
     tensors = checkpoint.tensors
     stems = (name.removesuffix(WEIGHT_PACKED) for name in tensors if name.endswith(f".{WEIGHT_PACKED}"))
     scales = (tensors.get(f"{stem}{WEIGHT_SCALE}") for stem in stems)  # an NVFP4 result may have U8 codes too
     is_source = any(s is not None and s.dtype in family.source_format.scale_dtypes for s in scales)
     recipe = load_recipe(family.recipe) if is_source else None
-    weights = weigh(tensors.values(), family=family, recipe=recipe)
-    return Model(family, shape, weights, recipe, _declared_kv(checkpoint.config))
+    where = str(checkpoint.folder)
+    return read_result(tensors.values(), family=family, config=checkpoint.config, where=where, recipe=recipe)
 
 
-def read_result(tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str) -> Model:
+def read_result(
+    tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str, recipe: Recipe | None = None
+) -> Model:
     """Weigh a result by the tensors of its shards, which need not be here; raises as `read_model` does."""
     shape = read_shape(config, family=family, where=where)
-    return Model(family, shape, weigh(tensors, family=family), None, _declared_kv(config))
-
-
-def _declared_kv(config: Mapping[str, Any]) -> ServedKvCache:
-    found = find_quantization_config(config)
-    if found is not None and found[1].get("kv_cache_scheme"):
-        return "fp8"
-    return "bf16"
+    weights = weigh(tensors, family=family, recipe=recipe)
+    _, quantization = find_quantization_config(config) or ("", {})
+    kv: ServedKvCache = "fp8" if quantization.get("kv_cache_scheme") else "bf16"
+    return Model(family, shape, weights, recipe, kv)

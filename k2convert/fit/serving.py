@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
-from k2convert.fit.layouts import Parallelism
+from k2convert.fit.layouts import WIDTH_ALIGNMENT, Parallelism
 from k2convert.models import find_family
 from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import ModelCardFacts
@@ -30,11 +30,10 @@ FP8_NOTE: Final = (
 NVFP4_NOTES: Final[dict["Nvfp4Kind", str]] = {
     "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
     "slow": "NVFP4 runs in hardware, but its kernels are slow today: INT4 by Marlin may be faster.",
-    "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source serves as well here.",
+    "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source is just as good here.",
     "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it. "
     "AMD's GPUs cannot run it.",
 }
-_USUAL_SIZES: Final = (8, 4, 2)
 _COLUMNS: Final = 76
 _SPARK: Final = "dgx-spark"
 
@@ -119,8 +118,10 @@ class ServeCommand:
 def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
     """Return the largest usual tensor parallelism at which no engine's kernels pad the experts."""
     width = text_config(config).get("moe_intermediate_size")
-    fitting = (size for size in _USUAL_SIZES if isinstance(width, int) and width and width % (64 * size) == 0)
-    return Parallelism(tensor=next(fitting, 1))
+    for size in (8, 4, 2):
+        if isinstance(width, int) and width and width % (WIDTH_ALIGNMENT * size) == 0:
+            return Parallelism(tensor=size)
+    return Parallelism()
 
 
 def result_deployment(

@@ -93,7 +93,7 @@ def _plot(
         level = _ROW * (i + 1) + SIZE + 2
         drawing.add(Line([(4, level - 4), (30, level - 4)], curve.color, curve.width))
         drawing.add(Words(36, level, curve.label, curve.color))
-        points = [(across(place), up(height)) for place, height in curve.points]
+        points = [(across(value), up(height)) for value, height in curve.points]
         drawing.add(Line(points, curve.color, curve.width, curve.is_filled))
     return drawing
 
@@ -183,9 +183,9 @@ def draw_positions(rows: Sequence[tuple[str, EvaluationRow]]) -> Drawing:
         middles = [math.log2(max((1.0 + part.first) * max(part.stop, 1), 1.0)) / 2 for part in means]
         heights = [min(part.mean, _LARGEST_DRAWN) for part in means]
         curves.append(Curve(mode, list(zip(middles, heights, strict=True)), color, width))
-    places = [place for curve in curves for place, _ in curve.points] or [0.0]
-    low = math.floor(min(places))
-    high = max(math.ceil(max(places)), low + 1)
+    logs = [log for curve in curves for log, _ in curve.points] or [0.0]
+    low = math.floor(min(logs))
+    high = max(math.ceil(max(logs)), low + 1)
     return _plot(
         "KL by position in the window",
         curves,

@@ -26,7 +26,7 @@ class Checks:
 
     def numbers(self, verdict: str) -> list[int]:
         """Return the numbers of the rules with an outcome: "pass", "warn", "fail" or "skipped"."""
-        return [number for number, found in self.verdicts.items() if found == verdict]
+        return [number for number, outcome in self.verdicts.items() if outcome == verdict]
 
 
 def read_checks(document: Mapping[str, Any]) -> Checks:
@@ -48,7 +48,7 @@ def _sections(document: Mapping[str, Any]) -> Iterator[Section]:
         count = f"{int(rule['count']):,}" if rule["count"] else ""
         title = f"{rule['title']} ({rule['note']})" if rule["note"] else str(rule["title"])
         rows.append((number, str(rule["verdict"]), count, title))
-        offenders += [(number, str(found["name"]), str(found["problem"])) for found in rule["offenders"]]
+        offenders += [(number, str(each["name"]), str(each["problem"])) for each in rule["offenders"]]
     tables = [Table(("rule", "where", "problem"), offenders, words=(1, 2))] if offenders else []
     columns = ("rule", "verdict", "count", "requirement")
     tables.append(Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})"))
@@ -104,8 +104,8 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
             f"{rows} of {int(certificate['tensors']):,} converted tensors, and {int(certificate['copies']):,} copies, "
             f"were compared with the source by code that shares nothing with the conversion: {outcome}."
         )
-    for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
+    for key, reference in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         if compared := int(weights[key]["compared"]):
             wrong = len(weights[key]["mismatches"])
             outcome = f"{wrong:,} differ" if wrong else "all agree"
-            yield f"{compared:,} tensors decoded from the written bytes and compared with {what}: {outcome}."
+            yield f"{compared:,} tensors decoded from the written bytes and compared with {reference}: {outcome}."

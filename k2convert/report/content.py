@@ -207,7 +207,7 @@ def _mode_figures(rows: Sequence[EvaluationRow]) -> list[tuple[str, ...]]:
         ("KL, largest", *(f"{model.maximum:.3g}" for model in kl)),
         ("perplexity", *(f"{model.perplexity:.6g}" for model in figures)),
         ("perplexity of the reference", *(f"{model.reference_perplexity:.6g}" for model in figures)),
-        ("log-likelihood minus the reference's", *(with_error(one.mean, one.standard_error) for one in likelihoods)),
+        ("log-likelihood minus the reference's", *(with_error(mean.mean, mean.standard_error) for mean in likelihoods)),
         ("same most likely token", *(_share(model.top1_agreement) for model in figures)),
         ("reference's token not in the top 5", *(_share(model.left_top5) for model in figures)),
     ]
@@ -274,7 +274,7 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
     if not record.gptq:
         return
     yield (
-        "Rule `gptq` quantizes the experts layer by layer. Within a row, later weights compensate for the rounding of "
+        "Rule `gptq` quantizes layer by layer. Within a row, later weights compensate for the rounding of "
         "earlier ones; each layer also compensates for the errors of those before it, on the calibration inputs."
     )
     held_out = list(record.held_out.values())

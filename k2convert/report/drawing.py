@@ -83,8 +83,8 @@ class Picture:
 
     def image(self) -> Image.Image:
         """Return one pixel per cell; empty cells are transparent."""
-        places = np.linspace(0, len(_VIRIDIS) - 1, SHADES)
-        channels = [np.interp(places, range(len(_VIRIDIS)), channel) for channel in zip(*_VIRIDIS, strict=True)]
+        stops = np.linspace(0, len(_VIRIDIS) - 1, SHADES)
+        channels = [np.interp(stops, range(len(_VIRIDIS)), channel) for channel in zip(*_VIRIDIS, strict=True)]
         shades = np.stack([*channels, np.full(SHADES, 255.0)], axis=-1).astype(np.uint8)
         image = Image.fromarray(self.cells).convert("P")
         image.putpalette(shades.tobytes() + bytes(4), "RGBA")
@@ -130,16 +130,16 @@ def _svg(shape: Shape) -> str:
             stroke = f'stroke="var(--{shape.color})" stroke-width="{shape.width:g}"'
             return f'<polyline {stroke} {fill} points="{points}"/>'
         case Words():
-            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}" font-size="{shape.size:g}"'
-            return f'<text fill="var(--{shape.color})" {place}>{escape(shape.text)}</text>'
+            position = f'x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}" font-size="{shape.size:g}"'
+            return f'<text fill="var(--{shape.color})" {position}>{escape(shape.text)}</text>'
         case Picture():
             target = BytesIO()
             shape.image().save(target, format="PNG", optimize=True)
             data = base64.b64encode(target.getvalue()).decode()
-            place = f'x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}"'
+            position = f'x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}"'
             way = "pixelated" if shape.width > shape.cells.shape[1] else "auto"  # smaller: no cell may be skipped
             style = f'preserveAspectRatio="none" image-rendering="{way}"'
-            return f'<image {place} {style} href="data:image/png;base64,{data}"/>'
+            return f'<image {position} {style} href="data:image/png;base64,{data}"/>'
 
 
 def to_png(columns: Sequence[Sequence[Drawing]]) -> bytes:
@@ -172,10 +172,10 @@ def _paint(image: Image.Image, shape: Shape, *, left: float, top: float) -> None
         case Words():
             font = ImageFont.load_default(_SCALE * shape.size)
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-            place = (_SCALE * (left + shape.x), _SCALE * (top + shape.y))
-            draw.text(place, shape.text, fill=PALETTE[shape.color][0], font=font, anchor=anchor)
+            position = (_SCALE * (left + shape.x), _SCALE * (top + shape.y))
+            draw.text(position, shape.text, fill=PALETTE[shape.color][0], font=font, anchor=anchor)
         case Picture():
-            place = (int(_SCALE * (left + shape.x)), int(_SCALE * (top + shape.y)))
+            position = (int(_SCALE * (left + shape.x)), int(_SCALE * (top + shape.y)))
             size = (int(_SCALE * shape.width), int(_SCALE * shape.height))
             cells = shape.image().convert("RGBA").resize(size, Image.Resampling.BOX)
-            image.paste(cells, place, cells)
+            image.paste(cells, position, cells)

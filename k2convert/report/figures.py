@@ -244,16 +244,16 @@ def read_records(folder: Path) -> Ledger | JobDescription:
     with remedy(_LEDGER_REMEDY):
         ledger = find_ledger(folder)
     job = Journal(folder).job()
-    found = ledger or job
-    if found is None:
+    known = ledger or job
+    if known is None:
         check_level(folder)
         raise CheckpointError(
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    if found.recipe.target != "nvfp4":
+    if known.recipe.target != "nvfp4":
         raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16), which is exact: there is no error to show.")
-    return found
+    return known
 
 
 def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:

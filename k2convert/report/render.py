@@ -81,7 +81,7 @@ def escape(text: str) -> str:
     """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged, in one line."""
     entities = {"<": "&lt;", "&": "&amp;"}
     text = visible(re.sub(r"\s+", " ", text))
-    return _SPECIAL.sub(lambda found: entities.get(found[0], f"\\{found[0]}"), text)
+    return _SPECIAL.sub(lambda match: entities.get(match[0], f"\\{match[0]}"), text)
 
 
 def code(text: str) -> str:

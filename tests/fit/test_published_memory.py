@@ -1,135 +1,127 @@
-"""Memory and KV cache of Kimi K2 as people published them, each figure with its source.
+"""Memory and KV cache of Kimi K2 and K3 as people published them, each figure with its source.
 
-The weights are those of the released headers, tensor by tensor (scripts/fixture_maker). Tolerance: 6 %.
+Layers of linear attention (KDA) of Kimi K3 keep a state per request instead of a KV cache.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from test_layouts import K2
+from fit_models import fit_on, k3, k3_shape, k3_source, k25, thinking
 
-from k2convert.fit.gpus import GPUS, MIB
-from k2convert.fit.layouts import Parallelism, complete_layout
+from k2convert.choices import ServedKvCache
+from k2convert.fit.gpus import GIB, GPUS, MIB
+from k2convert.fit.layouts import Parallelism
 from k2convert.fit.memory import Fit, Settings, bytes_per_token, fit_layout
-from k2convert.fit.model import Weights, weigh
-from k2convert.models.kimi import K2_5, K2_THINKING
+from k2convert.fit.model import Model
+from k2convert.fit.search import find_holders
 from k2convert.models.names import Role
-from k2convert.plan.recipe import load_recipe
-from scripts.fixture_maker.headers import k2_thinking_parts, k25_parts
 
-TOLERANCE = 0.06
-RTX = GPUS["rtx-pro-6000"].memory_bytes
-RTX_PAGE = Settings(kv="fp8", utilization=0.93)
-
-
-@pytest.fixture(scope="module")
-def k25_weights() -> Weights:
-    """Kimi-K2.5 as its recipe would convert it."""
-    specs = (spec for part in k25_parts() for spec in part)
-    return weigh(specs, family=K2_5, recipe=load_recipe(K2_5.recipe))
+RTX = GPUS["rtx-pro-6000"]
+B300 = GPUS["b300"]
+KDA_LAYERS = 69
+CONVOLUTIONS = 3 * 96 * 128 * 3  # the last inputs of q, k and v: heads, width, kernel - 1
 
 
-@pytest.fixture(scope="module")
-def thinking_weights() -> Weights:
-    specs = (spec for part in k2_thinking_parts() for spec in part)
-    return weigh(specs, family=K2_THINKING, recipe=load_recipe(K2_THINKING.recipe))
+def on_rtx(count: int, experts: int = 384, utilization: float = 0.93, kv: ServedKvCache = "fp8") -> Fit:
+    """Kimi-K2.5 on RTX PRO 6000."""
+    return fit_on(count, k25().with_experts(experts), RTX, Settings(kv=kv, utilization=utilization))
 
 
-def fit_on(
-    count: int, weights: Weights, settings: Settings, *, experts: int = 384, memory: int = RTX, **layout: int
-) -> Fit:
-    shape = K2.with_experts(experts)
-    chosen = complete_layout(count, shape, **layout)
-    return fit_layout(weights.with_experts(experts, of=384), shape, chosen, memory_bytes=memory, settings=settings)
+def used_on_b200() -> int:
+    """What a GPU of 8 B200 uses with 2,000 tokens in its cache."""
+    fit = fit_on(8, k25(), GPUS["b200"], Settings(kv="fp8"), expert=8)
+    return fit.weight_bytes + fit.overhead_bytes + 2000 * fit.kv_bytes_per_token
 
 
-def test_converted_bytes_are_those_of_the_published_nvfp4_checkpoint(k25_weights: Weights) -> None:
-    """nvidia/Kimi-K2.6-NVFP4 has 595.148 GB by its shard headers, K2.5's own number of bytes."""
-    assert k25_weights.num_bytes == 595_148_192_736
+def tokens_of_pool(gib: float) -> int:
+    """The tokens in BF16 of a KV cache of that size on 8 H200."""
+    gpu = replace(GPUS["h200"], memory_bytes=143_771 * MIB)
+    fit = fit_on(8, thinking(), gpu, Settings(kv="bf16"))
+    overhead = fit.usable_bytes - fit.weight_bytes - int(gib * GIB)
+    return fit_on(8, thinking(), gpu, Settings(kv="bf16", overhead_bytes=overhead)).tokens
+
+
+def k3_on_8() -> Fit:
+    return fit_on(8, k3_source(), B300, Settings(kv="fp8"))
+
+
+def read_for_a_token(layout: Parallelism) -> int:
+    """The bytes of Kimi-K2-Thinking that a GPU reads."""
+    return bytes_per_token(thinking().weights, thinking().shape, layout)
+
+
+def holders(model: Model, settings: Settings) -> set[tuple[str, int]]:
+    return {(holder.gpu.name, holder.fit.layout.num_gpus) for holder in find_holders(model, settings=settings)}
+
+
+RTX6KPRO = "github.com/local-inference-lab/rtx6kpro, vLLM, TP8, FP8 KV cache, 8 x 97,887 MiB, models/"
+CONFIGURATOR = "NVIDIA Dynamo's configurator 0.12.0, "
+PUBLISHED: dict[str, tuple[Callable[[], float], float, float]] = {
+    # source: (computed, published, tolerance)
+    "nvidia/Kimi-K2.6-NVFP4, shard headers": (lambda: k25().weights.num_bytes, 595_148_192_736, 0),
+    f"{RTX6KPRO}kimi-k25.md: 0.93": (lambda: on_rtx(8).tokens, 449_600, 0.06),
+    f"{RTX6KPRO}kimi-k26-v2.md: no MTP, 0.94": (lambda: on_rtx(8, utilization=0.94).tokens, 491_200, 0.06),
+    f"{RTX6KPRO}kimi-k26-v4.md: MTP off, 0.94": (lambda: on_rtx(8, utilization=0.94).tokens, 478_992, 0.06),
+    f"{RTX6KPRO}, one user: 380K tokens in FP8, 190K in BF16": (
+        lambda: on_rtx(8).tokens / on_rtx(8, kv="bf16").tokens, 380 / 190, 0.06),
+    "0xSero/Kimi-K2.6-519B-NVFP4: 192 experts": (lambda: k25().with_experts(192).weights.num_bytes, 310e9, 0.06),
+    "0xSero/Kimi-K2.6-519B-NVFP4: served on 4 x RTX PRO 6000": (lambda: on_rtx(4, 192).tokens, 384_000, 0.06),
+    # It has 61 MoE layers (K2 has 60), the embedding whole on each GPU (vLLM divides it) and no vision tower.
+    f"{CONFIGURATOR}nvidia/Kimi-K2.6-NVFP4, TP8 EP8": (used_on_b200, 79.6e9, 0.06),
+    f"{CONFIGURATOR}its attention": (lambda: fit_on(8, thinking(), B300, Settings()).weights[Role.ATTENTION],
+        3_158_179_840, 0.001),
+    "docs.vllm.ai/projects/recipes, Kimi-K2-Thinking on 8 H200, log of 2025-11-06: 46.80 GiB of BF16 cache, TP8": (
+        lambda: tokens_of_pool(46.80), 715_072, 0.001),
+    # 11.89 GB of experts, 12.34 of attention, 5.29 of shared experts, .79 of the dense layer, .33 of the router, 2.35
+    # of the head
+    "the sum of what a token of K2 reads": (lambda: read_for_a_token(Parallelism()), 32.98e9, 0.001),
+    "unslothai/unsloth, pull request 7616 (2026-07-29): 27.0 GiB of cache of K3 at 1,048,576 tokens in 16 bits": (
+        lambda: k3_shape().kv_values * k3_shape().kv_layers() * 2 * 1_048_576, 27.0 * GIB, 0.001),
+    # llama.cpp keeps the inputs of the convolutions in FP32 too
+    "unslothai/unsloth, pull request 7616: 443.11 MiB of states per sequence in llama.cpp": (
+        lambda: KDA_LAYERS * (k3_shape().state_bytes + CONVOLUTIONS * 2), 443.11 * MIB, 1e-4),
+    "a census of K3's 96 headers": (lambda: k3_source().weights.num_bytes, 1_560_860_324_864, 0),
+    "vllm-project/recipes, pull request 744 (2026-08-04): RedHatAI/Kimi-K3-NVFP4": (
+        lambda: k3().weights.num_bytes, 1645.9e9, 1e-4),
+    "vllm-project/vllm, pull request 50855 (2026-08-03): 0.75 MiB of state per layer with TP8": (
+        lambda: fit_on(8, k3(), B300, Settings()).state_bytes,
+        KDA_LAYERS * (0.75 * MIB + CONVOLUTIONS * 2 // 8), 0),
+    "SemiAnalysisAI/InferenceX, pull request 2351 (2026-07-27): 195 GB on each of 8": (
+        lambda: k3_on_8().weight_bytes, 195e9, 0.06),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3, TP8: one slot of states": (
+        lambda: k3_on_8().state_bytes, 56_171_520, 0),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: a token": (lambda: k3_on_8().kv_bytes_per_token, 13_824, 0),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: latent": (lambda: k3_on_8().weights[Role.LATENT], 2 * 4_726_980_608, 0),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: shared experts": (
+        lambda: k3_on_8().weights[Role.SHARED_EXPERTS], 2_025_848_832 + 1_012_924_416, 0),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: router": (lambda: k3_on_8().weights[Role.ROUTER], 1_181_745_152, 0.001),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: head": (lambda: k3_on_8().weights[Role.LM_HEAD], 293_601_280, 0),
+    # its attention has f_a and b whole on each GPU
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: attention": (lambda: k3_on_8().weights[Role.ATTENTION], 9.875e9, 0.01),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("published", "utilization", "page"),
-    [
-        (449_600, 0.93, "models/kimi-k25.md: FP8 KV, gpu-util=0.93"),
-        (491_200, 0.94, "models/kimi-k26-v2.md: no MTP, 0.94"),
-        (478_992, 0.94, "models/kimi-k26-v4.md: MTP off, 0.94"),
-    ],
+    "source", [pytest.param(name, marks=pytest.mark.slow if "K3" in name else ()) for name in PUBLISHED]
 )
-def test_kv_pool_of_8_rtx_pro_6000(published: int, utilization: float, page: str, k25_weights: Weights) -> None:
-    """github.com/local-inference-lab/rtx6kpro: vLLM, TP8, FP8 KV cache, 8 x 97,887 MiB."""
-    fit = fit_on(8, k25_weights, replace(RTX_PAGE, utilization=utilization))
-    assert fit.tokens == pytest.approx(published, rel=TOLERANCE), page
+def test_figures_are_the_published_ones(source: str) -> None:
+    computed, published, tolerance = PUBLISHED[source]
+    assert computed() == pytest.approx(published, rel=tolerance, abs=0)
 
 
-def test_a_token_in_bf16_takes_twice_the_cache(k25_weights: Weights) -> None:
-    """The same page's table of one user: 380K tokens in FP8, 190K in BF16. It names no utilization, so only the ratio
+def test_256_experts_do_not_fit_on_four_96_gb_cards_and_224_barely_do() -> None:
+    """A plain quarter of the weights is 101.2 GB; what every GPU keeps whole makes it 103.5 GB of 102.6 GB.
 
-    of the two is checked.
+    With 224 experts, about 1 % of a card is left, so its tokens depend on every assumption.
     """
-    fp8, bf16 = (fit_on(8, k25_weights, Settings(kv=kv)) for kv in ("fp8", "bf16"))
-    assert fp8.kv_bytes_per_token == 35_136
-    assert bf16.kv_bytes_per_token == 70_272
-    assert fp8.tokens / bf16.tokens == pytest.approx(380 / 190, rel=TOLERANCE)
-
-
-def test_256_experts_do_not_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
-    """A plain quarter of the weights is 101.2 GB; what every GPU keeps whole makes it 103.5 GB of 102.6 GB."""
-    fit = fit_on(4, k25_weights, RTX_PAGE, experts=256)
-    assert fit.weight_bytes == pytest.approx(101.2e9, rel=TOLERANCE)
-    assert fit.weight_bytes > RTX
+    fit = on_rtx(4, 256)
+    assert fit.weight_bytes == pytest.approx(101.2e9, rel=0.06)
+    assert fit.weight_bytes > RTX.memory_bytes
     assert not fit.holds
-
-
-def test_192_experts_leave_a_long_context_on_four_96_gb_cards(k25_weights: Weights) -> None:
-    """0xSero/Kimi-K2.6-519B-NVFP4 has 192 experts and 310 GB, and is served on 4 x RTX PRO 6000."""
-    assert k25_weights.with_experts(192, of=384).num_bytes == pytest.approx(310e9, rel=TOLERANCE)
-    assert fit_on(4, k25_weights, RTX_PAGE, experts=192).tokens == pytest.approx(384_000, rel=TOLERANCE)
-
-
-def test_224_experts_barely_fit_on_four_96_gb_cards(k25_weights: Weights) -> None:
-    """What is left is about 1 % of a card, so its tokens depend on every assumption: only the verdict is checked."""
-    fit = fit_on(4, k25_weights, RTX_PAGE, experts=224)
-    assert fit.holds
-    assert fit.tokens < 64_000
-
-
-def test_a_gpu_of_8_b200_agrees_with_nvidias_configurator(k25_weights: Weights, thinking_weights: Weights) -> None:
-    """NVIDIA Dynamo's configurator 0.12.0, nvidia/Kimi-K2.6-NVFP4, TP8 EP8.
-
-    It prints 79.6 "GB" a GPU. Its own parts: 3.158 GB of attention, 79.3 GB of weights with 61 MoE layers (K2 has 60),
-    the embedding whole on each GPU (vLLM divides it) and no vision tower.
-    """
-    fit, text = (
-        fit_on(8, weights, Settings(kv="fp8"), memory=GPUS["b200"].memory_bytes, expert=8)
-        for weights in (k25_weights, thinking_weights)
-    )
-    tokens_in_use = 2000 * fit.kv_bytes_per_token
-    assert fit.weight_bytes + fit.overhead_bytes + tokens_in_use == pytest.approx(79.6e9, rel=TOLERANCE)
-    assert fit.weight_bytes == pytest.approx(79_342_206_976, rel=TOLERANCE)
-    assert text.weights[Role.ATTENTION] == pytest.approx(3_158_179_840, rel=0.001)
-    assert text.weights[Role.LM_HEAD] == 293_601_280
-
-
-def test_vllm_recipe_on_8_h200(thinking_weights: Weights) -> None:
-    """docs.vllm.ai/projects/recipes, Kimi-K2-Thinking, log of 2025-11-06: 46.80 GiB of KV cache, 715,072 tokens in BF16
-
-    with TP8. The pool is what the log says, the tokens follow.
-    """
-    pool = int(46.80 * (1 << 30))
-    memory = 143_771 * MIB
-    fit = fit_on(8, thinking_weights, Settings(kv="bf16"), memory=memory)
-    settings = Settings(kv="bf16", overhead_bytes=fit.usable_bytes - fit.weight_bytes - pool)
-    same = fit_on(8, thinking_weights, settings, memory=memory)
-    assert same.tokens == pytest.approx(715_072, rel=0.001)
-
-
-def test_a_token_reads_33_gb(thinking_weights: Weights) -> None:
-    """11.89 GB of experts, 12.34 of attention, 5.29 of shared experts, .79 of the dense layer, .33 of the router and
-
-    2.35 of the head.
-    """
-    assert bytes_per_token(thinking_weights, K2, Parallelism()) == pytest.approx(32.98e9, rel=0.001)
+    assert on_rtx(4, 224).holds
+    assert on_rtx(4, 224).tokens < 64_000
 
 
 @pytest.mark.parametrize(
@@ -143,26 +135,84 @@ def test_a_token_reads_33_gb(thinking_weights: Weights) -> None:
         ("b200", Parallelism(pipeline=4), 233),
     ],
 )
-def test_what_every_gpu_reads_bounds_the_tokens_a_second(
-    gpu: str, layout: Parallelism, bound: int, thinking_weights: Weights
-) -> None:
+def test_what_every_gpu_reads_bounds_the_tokens_a_second(gpu: str, layout: Parallelism, bound: int) -> None:
     """q_a, kv_a and the router are read whole on each GPU, 2.17 GB: 8 GPUs read 6.03 GB each, not an eighth of 32.98.
 
     With DP attention only experts are divided. The stages of a pipeline wait for each other.
     """
     bandwidth = GPUS[gpu].bandwidth
     assert bandwidth is not None
-    assert round(bandwidth / bytes_per_token(thinking_weights, K2, layout)) == bound
+    assert round(bandwidth / read_for_a_token(layout)) == bound
 
 
-def test_five_sparks_have_the_bytes_and_eight_hold_the_model(k25_weights: Weights) -> None:
+def test_five_sparks_have_the_bytes_and_eight_hold_the_model() -> None:
     """5 x 121.7 GiB is 653 GB for 595 GB, but 61 layers in five stages give one of them 13: 127.5 GB of 130.7 GB."""
     spark = GPUS["dgx-spark"]
-    assert 5 * spark.memory_bytes > k25_weights.num_bytes
-    settings = Settings(kv="fp8")
-    five, eight = (fit_on(count, k25_weights, settings, memory=spark.memory_bytes) for count in (5, 8))
-    assert str(five.layout) == "PP5"
+    assert 5 * spark.memory_bytes > k25().weights.num_bytes
+    five, eight = (fit_on(count, k25(), spark, Settings(kv="fp8")) for count in (5, 8))
+    assert (str(five.layout), five.holds) == ("PP5", False)
     assert five.weight_bytes < spark.memory_bytes
-    assert not five.holds
-    assert str(eight.layout) == "TP8"
-    assert eight.holds
+    assert (str(eight.layout), eight.holds) == ("TP8", True)
+
+
+def test_24_layers_of_k3_have_a_kv_cache_and_69_have_states() -> None:
+    """unslothai/unsloth, pull request 7616 (2026-07-29): 24 of 93 layers are MLA, the others KDA."""
+    shape = k3_shape()
+    assert (shape.num_layers, shape.kv_layers(), len(shape.linear_layers)) == (93, 24, KDA_LAYERS)
+    assert shape.linear_layers.isdisjoint((3, 7, 91, 92))
+    assert {0, 1, 2, 90} <= shape.linear_layers
+
+
+@pytest.mark.slow
+def test_gpus_that_vllm_names_hold_k3() -> None:
+    """vLLM's announcement: at least 8 B300 or GB300; 16 B200 work too (vllm-project.github.io, pull request 286,
+
+    2026-07-27). 8 GB200 are too few (vllm-project/recipes, issue 934, 2026-09-07). mgoin/Kimi-K3-pruned50 has 448
+    experts, and fits on 8 B200.
+    """
+    for model in (k3_source(), k3()):
+        found = {
+            (holder.gpu.name, holder.fit.layout.num_gpus)
+            for holder in find_holders(model, settings=Settings(kv="bf16"))
+        }
+        assert found >= {("b300", 8), ("gb300", 8), ("b200", 16), ("gb200", 16)}
+        assert found.isdisjoint((("b200", 8), ("gb200", 8)))
+    assert ("b200", 8) in holders(k3().with_experts(448), Settings())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "expert", "factor"), [(8, 1, 1), (16, 1, 4 / 3), (16, 2, 1), (32, 2, 4 / 3), (16, 16, 1)]
+)
+def test_narrow_pieces_of_experts_are_padded(tensor: int, expert: int, factor: float) -> None:
+    """vLLM: 3072 columns become 4096 with TP16, and stay whole with expert parallelism."""
+    fit = fit_on(tensor, k3(), B300, Settings(), tensor=tensor, expert=expert)
+    split = k3().weights.by_role[Role.EXPERTS] / tensor
+    assert fit.weights[Role.EXPERTS] == pytest.approx(split * factor, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_requests_share_the_pool_with_their_states() -> None:
+    def fit(**changed: Any) -> Fit:
+        return fit_on(8, k3(), B300, Settings(requests=changed.pop("requests", 1)), **changed)
+
+    pool, states = fit().pool_bytes, fit().state_bytes
+    assert fit(data_attention=True).state_bytes == 8 * states
+    assert fit().tokens == fit().longest == (pool - states) // fit().kv_bytes_per_token
+    assert fit(requests=100).tokens == (pool - 100 * states) // fit().kv_bytes_per_token
+    slots = fit().slots_of(8192)
+    assert slots == pool // (8192 * fit().kv_bytes_per_token + states)
+    assert fit(requests=slots).holds
+    assert not fit(requests=slots + 1).holds
+
+
+def test_a_pipeline_stage_without_kv_cache_is_limited_by_its_states() -> None:
+    """31 stages of 3 layers: some have KDA layers only, and hold the fewest short requests."""
+    fit = fit_layout(
+        k3().weights, k3().shape, Parallelism(pipeline=31), memory_bytes=180 * GIB, settings=Settings(kv="fp8")
+    )
+    without = [pool for pool in fit.pools if pool.kv_bytes_per_token == 0]
+    assert len(without) == 8
+    assert fit.slots_of(1) == min(pool.num_bytes // pool.state_bytes for pool in without)
+    assert fit.longest < 1 << 31
+    assert fit.kv_bytes_per_token > 0, "the fullest one has a cache"
