@@ -27,7 +27,6 @@ PROGRAMS = {
     "sglang": ("python3", "-m", "sglang.launch_server"),
     "tensorrt-llm": ("trtllm-serve", "me/Kimi-NVFP4"),
 }
-SPARK = GPUS["dgx-spark"]
 Kind = str | list[str]
 """What an option takes: "flag" for nothing, "int", "float", "str", or one of a list."""
 
@@ -39,11 +38,6 @@ def recorded(engine: Engine) -> dict[str, Kind]:
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def options(engine: Engine) -> dict[str, Kind]:
-    return recorded(engine)
 
 
 def deployment(**changed: Any) -> Deployment:
@@ -61,25 +55,20 @@ def command(engine: Engine, **changed: Any) -> ServeCommand:
     return serve_command(engine, deployment(**changed))
 
 
-def problems(words: tuple[str, ...], options: dict[str, Kind]) -> Iterator[str]:
+def problems(engine: Engine, words: tuple[str, ...]) -> Iterator[str]:
     """What is wrong with the options in a command."""
-    for name, *values in _groups(words):
+    options = recorded(engine)
+    rest = words[len(PROGRAMS[engine]) :]
+    starts = [i for i, word in enumerate(rest) if word.startswith("--")]
+    for begin, end in zip(starts, [*starts[1:], len(rest)], strict=True):
+        name, *values = rest[begin:end]
         kind = options.get(name)
         if kind is None:
             yield f"{name}: unknown"
-        elif kind == "flag":
-            yield from [f"{name}: takes no {values}"] if values else []
-        elif len(values) != 1:
-            yield f"{name}: takes a value"
-        elif not is_value(values[0], kind):
+        elif len(values) != (kind != "flag"):
+            yield f"{name}: takes {kind}, not {values}"
+        elif values and not is_value(values[0], kind):
             yield f"{name}: {values[0]} is not of {kind}"
-
-
-def _groups(words: tuple[str, ...]) -> Iterator[list[str]]:
-    """An option with what follows it."""
-    starts = [i for i, word in enumerate(words) if word.startswith("--")]
-    for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        yield list(words[begin:end])
 
 
 def is_value(word: str, kind: Kind) -> bool:
@@ -89,26 +78,25 @@ def is_value(word: str, kind: Kind) -> bool:
     return re.fullmatch(patterns[kind], word) is not None
 
 
-def test_every_command_has_options_and_values_of_the_engine(engine: Engine, options: dict[str, Kind]) -> None:
-    found = {made.words for made in commands(engine) if made.words}
+def test_every_command_and_note_has_options_and_values_of_the_engine(engine: Engine) -> None:
+    found = {made.words: made for made in commands(engine) if made.words}
     assert len(found) > 100
-    for words in found:
+    for words, made in found.items():
         program = PROGRAMS[engine]
         assert words[: len(program)] == program
-        assert list(problems(words[len(program) :], options)) == []
-
-
-def test_every_option_in_a_note_is_one_of_the_engine(engine: Engine, options: dict[str, Kind]) -> None:
+        assert list(problems(engine, words)) == []
+        assert tuple(shlex.split(made.line)) == words
+        assert tuple(shlex.split(made.block.replace("\\\n", ""))) == words
+        assert all(len(line) <= 80 for line in made.block.splitlines())
     notes = {note for made in commands(engine) for note in made.notes}
     assert len(notes) > 5
-    named = {word for note in notes for word in re.findall(r"--[a-z][\w-]+", note)}
-    assert named <= set(options)
+    assert {word for note in notes for word in re.findall(r"--[a-z][\w-]+", note)} <= set(recorded(engine))
+    assert "it's my folder" in shlex.split(command(engine, model="it's my folder").block.replace("\\\n", ""))
 
 
-def test_a_wrong_option_is_found(engine: Engine, options: dict[str, Kind]) -> None:
-    words = command(engine).words[len(PROGRAMS[engine]) :]
+def test_a_wrong_option_is_found(engine: Engine) -> None:
     for wrong in (("--tensor-parallel", "8"), ("--trust-remote-code", "yes"), ("--port",), ("--port", "x")):
-        assert len(list(problems((*words, *wrong), options))) == 1
+        assert len(list(problems(engine, (*command(engine).words, *wrong)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,31 +156,29 @@ def test_sglang_keeps_activations_of_weight_only_checkpoints_in_16_bits() -> Non
         assert any("rounds activations to 4 bits" in note for note in found.notes) == needs
 
 
-def test_gpus_without_fast_nvfp4_are_named(engine: Engine) -> None:
-    assert command(engine, gpu=GPUS["b200"]).notes == ()
-    (hopper,) = command(engine, gpu=GPUS["h200"]).notes
-    assert hopper.startswith("H200: NVFP4 runs as weight-only")
-    (slow,) = command(engine, gpu=GPUS["rtx-pro-6000"]).notes
-    assert slow.startswith("RTX PRO 6000: ")
-    bf16 = command(engine, gpu=GPUS["h200"], layout=None, activations=None)
-    assert bf16.notes == (), "what is not NVFP4 has no notes about it"
-
-
-def test_a_cluster_of_sparks_is_told_how_to_start(engine: Engine) -> None:
-    notes = command(engine, gpu=SPARK).notes
-    assert any("NCCL_NVLS_ENABLE=0" in note for note in notes)
-    assert any("all 8 machines" in note for note in notes)
-    one = command(engine, gpu=SPARK, parallelism=Parallelism()).notes
-    assert not any("NCCL" in note or "machines" in note for note in one)
-
-
 @pytest.mark.parametrize(
-    ("gpu", "count", "machines"), [("b200", 16, 2), ("h200", 32, 4), ("gb200", 8, 2), ("b200", 8, 1)]
+    ("gpu", "count", "machines", "begin"),
+    [
+        ("b200", 8, 1, None),
+        ("b200", 16, 2, None),
+        ("gb200", 8, 2, None),
+        ("h200", 32, 4, "H200: NVFP4 runs as weight-only"),
+        ("rtx-pro-6000", 8, 1, "RTX PRO 6000: "),
+        ("dgx-spark", 1, 1, "DGX Spark: "),
+        ("dgx-spark", 8, 8, "DGX Spark: "),
+    ],
 )
-def test_gpus_of_several_machines_are_told_how_to_start(engine: Engine, gpu: str, count: int, machines: int) -> None:
-    notes = command(engine, gpu=GPUS[gpu], parallelism=Parallelism(tensor=8, pipeline=count // 8)).notes
+def test_notes_name_slow_gpus_and_how_a_cluster_starts(
+    engine: Engine, gpu: str, count: int, machines: int, begin: str | None
+) -> None:
+    parallelism = Parallelism(tensor=min(count, 8), pipeline=max(count // 8, 1))
+    notes = command(engine, gpu=GPUS[gpu], parallelism=parallelism).notes
     assert any(f"all {machines} machines" in note for note in notes) == (machines > 1)
-    assert not any("NCCL_NVLS_ENABLE" in note for note in notes)
+    assert any("NCCL_NVLS_ENABLE=0" in note for note in notes) == (gpu == "dgx-spark" and machines > 1)
+    assert len(notes) == (machines > 1) + (begin is not None) + (gpu == "dgx-spark" and machines > 1)
+    assert begin is None or notes[-1].startswith(begin)
+    unquantized = command(engine, gpu=GPUS[gpu], layout=None, activations=None, parallelism=Parallelism())
+    assert unquantized.notes == (), "what is not NVFP4 has no notes about it"
 
 
 def test_families_have_the_parsers_of_their_chat_templates() -> None:
@@ -202,16 +188,6 @@ def test_families_have_the_parsers_of_their_chat_templates() -> None:
     for family in (K2_THINKING.card, K2_5.card):
         assert command("vllm", family=family).line.endswith(f"--enable-auto-tool-choice {parsers}")
         assert command("sglang", family=family).line.endswith(parsers)
-
-
-def test_blocks_and_lines_are_the_same_words_for_a_shell(engine: Engine) -> None:
-    for made in {made.words: made for made in commands(engine)}.values():
-        assert tuple(shlex.split(made.line)) == made.words
-        assert tuple(shlex.split(made.block.replace("\\\n", ""))) == made.words
-        assert all(len(line) <= 80 for line in made.block.splitlines())
-    spaced = command(engine, model="it's my folder")
-    assert "it's my folder" in shlex.split(spaced.line)
-    assert "it's my folder" in shlex.split(spaced.block.replace("\\\n", ""))
 
 
 @pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1), (None, 1), (0, 1)])
@@ -244,8 +220,7 @@ def test_documented_commands_are_the_functions() -> None:
     *same, vllm_draft, sglang_draft = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
     assert same == blocks
     for engine, block in (("vllm", vllm_draft), ("sglang", sglang_draft)):
-        words = tuple(shlex.split(block.replace("\\\n", "")))
-        assert list(problems(words[len(PROGRAMS[engine]) :], recorded(engine))) == []
+        assert list(problems(engine, tuple(shlex.split(block.replace("\\\n", ""))))) == []
 
 
 def serve_blocks(page: Path) -> list[str]:
