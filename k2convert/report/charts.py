@@ -75,6 +75,8 @@ def _plot(
     end = WIDTH - _RIGHT
     low, high = x_range
     y_max = 1.08 * max((height for curve in curves for _, height in curve.points), default=0.0) or 1.0
+    if any(curve.is_filled for curve in curves):
+        y_max = max(y_max, 4.0)  # counts have whole numbers beside them
 
     def across(value: float) -> float:
         return _LEFT + (end - _LEFT) * (value - low) / (high - low)
