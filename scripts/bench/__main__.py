@@ -90,7 +90,7 @@ class Bench:
             row = asdict(summarize(runs[job.label])) | {"source_bytes": source_bytes(job.source), "cold": job.cold}
             if job.measures_error:
                 row["sqnr_db"] = errors[job.label]
-            if "run" in job.command:
+            if job.label.startswith("run"):
                 row["weights_per_second"] = int4_weights(job.source) / row["seconds"]
             rows[job.label] = row
 
