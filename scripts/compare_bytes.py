@@ -145,9 +145,9 @@ def convert(case: Case, python: Path, sources: Path, out: Path, environment: dic
             [sys.executable, "-c", fetch, name, out / "result"], env=variables, check=True, capture_output=True
         )
     files = sorted(path for pattern in COMPARED for path in (out / "result").glob(pattern))
-    asked = [python, "-m", "k2convert", "--version"]
-    said = subprocess.run(asked, cwd=out, env=variables, capture_output=True, check=True).stdout
-    version = said.split()[-1]
+    command_of_version = [python, "-m", "k2convert", "--version"]
+    printed = subprocess.run(command_of_version, cwd=out, env=variables, capture_output=True, check=True).stdout
+    version = printed.split()[-1]
     return Outcome({path.name: digest(path, version) for path in files}, "")
 
 

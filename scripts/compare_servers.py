@@ -148,10 +148,10 @@ def read_windows(path: Path, servers: list[Server], *, tokens: int, window: int)
 
 def compare(servers: list[Server], windows: NDArray[np.int64], top_k: int) -> dict[str, float]:
     """Ask both servers, and the first one for some windows again; return the figures."""
-    asked = [(server, ids) for server in servers for ids in windows.tolist()]
-    asked += [(servers[0], ids) for ids in windows[:NOISE_WINDOWS].tolist()]
+    questions = [(server, ids) for server in servers for ids in windows.tolist()]
+    questions += [(servers[0], ids) for ids in windows[:NOISE_WINDOWS].tolist()]
     with ThreadPoolExecutor(4) as pool:
-        rows = [row for answer in pool.map(lambda pair: pair[0].ask(pair[1], top_k), asked) for row in answer]
+        rows = [row for answer in pool.map(lambda pair: pair[0].ask(pair[1], top_k), questions) for row in answer]
     text = windows[:, 1:].ravel().tolist()
     a, b, again = rows[: len(text)], rows[len(text) : 2 * len(text)], rows[2 * len(text) :]
     kl = np.array([lower_bound(p, q) for p, q in zip(a, b, strict=True)])

@@ -32,9 +32,9 @@ class Step:
 
 def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     """Return what there is to do: tests, figures, and a layer of K2's size."""
-    found = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
+    todo = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
     bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
-    found.append(Step("Speed", [*bench, "--only", "gptq"]))
+    todo.append(Step("Speed", [*bench, "--only", "gptq"]))
     layer = work / "layer"
     ids = work / "ids.jsonl"
     many = work / "many-ids.jsonl"
@@ -44,8 +44,8 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     fixtures = [PYTHON, "-m", "scripts.fixture_maker"]
     text = ["--text", ids, *LAYER_TOKENS, "--device", device]
     if not (layer / "config.json").exists():
-        found.append(Step("A layer of K2's size", [*fixtures, "k2-shaped", layer, *ONE_LAYER, str(experts)]))
-    found += [
+        todo.append(Step("A layer of K2's size", [*fixtures, "k2-shaped", layer, *ONE_LAYER, str(experts)]))
+    todo += [
         Step("Its token ids", [*fixtures, "token-ids", ids, "--tokens", "512"]),
         Step("More token ids", [*fixtures, "token-ids", many, "--tokens", GPTQ_TOKENS]),
         Step("A layer of 16 experts", [*fixtures, "k2-shaped", small, *ONE_LAYER, "16"]),
@@ -55,7 +55,7 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
         Step("Rule gptq, kernel by kernel", [*gptq, small, many, "--tokens", "8192"]),
         Step("Evaluation", [*VERB, "evaluate", layer, result, *text]),
     ]
-    return found
+    return todo
 
 
 def run_day(todo: Sequence[Step], report: Path, chip: str) -> bool:

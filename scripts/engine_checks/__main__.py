@@ -201,9 +201,9 @@ def main() -> int:
     problems += check_defects(engines, work, request, say)
     for engine in engines:
         if engine.name in QUESTIONED:
-            found = check_questions(engine, QUESTIONED[engine.name], work)
-            say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(found[:5]) or 'ok'}")
-            problems += [f"{engine.name}: {problem}" for problem in found]
+            wrong = check_questions(engine, QUESTIONED[engine.name], work)
+            say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(wrong[:5]) or 'ok'}")
+            problems += [f"{engine.name}: {problem}" for problem in wrong]
     print(report(results, tokens=options.tokens // WINDOW * WINDOW), flush=True)
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)

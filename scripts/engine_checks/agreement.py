@@ -3,7 +3,7 @@
 Both compute in float32 but add up in different orders, so logits differ in the last bits. Without rounded activations
 that is all. With them, a value that lies midway between two FP4 values may fall either way, and takes a few later ones
 with it. transformers decompresses to BF16, which rounds the weights of rule `max` once more (those of `mse` are
-BF16 numbers). Tolerances are a few times what was found on the tiny checkpoint.
+BF16 numbers). Tolerances are a few times what was measured on the tiny checkpoint.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Tolerance:
     perplexity: float
 
 
-FLOAT32 = Tolerance(kl=1e-8, kl_from_int4=1e-6, perplexity=1e-5)  # found: 4e-13, 1e-9, 1e-8
-FP4_TIES = Tolerance(kl=2e-4, kl_from_int4=3e-4, perplexity=1e-3)  # found: 3e-5, 5e-5, 2e-4
-BF16_WEIGHTS = Tolerance(kl=1e-3, kl_from_int4=5e-4, perplexity=3e-3)  # found: 2e-4, 8e-5, 7e-4
-BF16_WEIGHTS_FP4_TIES = Tolerance(kl=5e-3, kl_from_int4=2e-3, perplexity=1e-2)  # found: 2e-3, 3e-4, 4e-3
+FLOAT32 = Tolerance(kl=1e-8, kl_from_int4=1e-6, perplexity=1e-5)  # measured: 4e-13, 1e-9, 1e-8
+FP4_TIES = Tolerance(kl=2e-4, kl_from_int4=3e-4, perplexity=1e-3)  # measured: 3e-5, 5e-5, 2e-4
+BF16_WEIGHTS = Tolerance(kl=1e-3, kl_from_int4=5e-4, perplexity=3e-3)  # measured: 2e-4, 8e-5, 7e-4
+BF16_WEIGHTS_FP4_TIES = Tolerance(kl=5e-3, kl_from_int4=2e-3, perplexity=1e-2)  # measured: 2e-3, 3e-4, 4e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,18 @@ class Agreement:
 
     def problems(self, tolerance: Tolerance) -> list[str]:
         """Return what is outside the tolerance, in words."""
-        found: list[str] = []
+        problems: list[str] = []
         if not self.kl <= tolerance.kl:
-            found.append(f"KL from scripts/eval is {self.kl:.3g}, allowed {tolerance.kl:g}")
+            problems.append(f"KL from scripts/eval is {self.kl:.3g}, allowed {tolerance.kl:g}")
         if not abs(self.perplexity / self.expected_perplexity - 1) <= tolerance.perplexity:
-            found.append(f"perplexity {self.perplexity:.5f}, scripts/eval has {self.expected_perplexity:.5f}")
+            problems.append(f"perplexity {self.perplexity:.5f}, scripts/eval has {self.expected_perplexity:.5f}")
         if not abs(self.kl_from_int4 - self.expected_kl_from_int4) <= tolerance.kl_from_int4:
-            found.append(f"KL from INT4 is {self.kl_from_int4:.5f}, scripts/eval has {self.expected_kl_from_int4:.5f}")
+            problems.append(
+                f"KL from INT4 is {self.kl_from_int4:.5f}, scripts/eval has {self.expected_kl_from_int4:.5f}"
+            )
         if self.same_text is False:
-            found.append("greedy text differs from that of scripts/eval")
-        return found
+            problems.append("greedy text differs from that of scripts/eval")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,13 @@ def compare(
     logits: Tensor, greedy: Tensor | None, *, expected: Expected, source: Expected, windows: Tensor
 ) -> Agreement:
     """Compare an engine's logits f32 [W, 256, vocabulary] and text."""
-    found, wanted, int4 = (_log_probabilities(tensor) for tensor in (logits, expected.logits, source.logits))
+    engine, wanted, int4 = (_log_probabilities(tensor) for tensor in (logits, expected.logits, source.logits))
     return Agreement(
-        perplexity=_perplexity(found, windows),
+        perplexity=_perplexity(engine, windows),
         expected_perplexity=_perplexity(wanted, windows),
-        kl_from_int4=_divergence(int4, found),
+        kl_from_int4=_divergence(int4, engine),
         expected_kl_from_int4=_divergence(int4, wanted),
-        kl=_divergence(wanted, found),
+        kl=_divergence(wanted, engine),
         same_text=None if greedy is None else greedy.tolist() == expected.greedy,
     )
 

@@ -95,14 +95,14 @@ def _run(name: str, command: list[str]) -> None:
 def _make_overlay(folder: Path) -> None:
     """Unpack vLLM 0.33.0, a wheel for CUDA, without its binaries; put those of the CPU build in their place."""
     (wheel,) = folder.glob("vllm-0.33.0-*.whl")
-    place = folder / VLLM_OVERLAY
+    unpacked = folder / VLLM_OVERLAY
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(place, [name for name in archive.namelist() if not name.endswith(".so")])
+        archive.extractall(unpacked, [name for name in archive.namelist() if not name.endswith(".so")])
     (installed,) = folder.glob("lib/python3*/site-packages/vllm")
     for binary in installed.glob("*.so"):
-        shutil.copy(binary, place / "vllm")
-    (record,) = place.glob("*.dist-info")
-    record = record.rename(place / "vllm-0.33.0+cpu.dist-info")  # vLLM tells its CPU build by this version
+        shutil.copy(binary, unpacked / "vllm")
+    (record,) = unpacked.glob("*.dist-info")
+    record = record.rename(unpacked / "vllm-0.33.0+cpu.dist-info")  # vLLM tells its CPU build by this version
     metadata = record / "METADATA"
     text = metadata.read_text(encoding="utf-8")
     metadata.write_text(text.replace("Version: 0.33.0", "Version: 0.33.0+cpu", 1), encoding="utf-8")

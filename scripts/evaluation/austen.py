@@ -57,10 +57,10 @@ def _strings(data: bytes) -> list[str]:
     kind, count = struct.unpack_from(">ii", data, position)
     if kind != _STRINGS:
         raise ValueError(f"R type {kind} in {PACKAGE} is not supported; only vectors of strings are")
-    found: list[str] = []
+    strings: list[str] = []
     position += 8
     for _ in range(count):
         (length,) = struct.unpack_from(">i", data, position + 4)
         position += 8 + length
-        found.append(data[position - length : position].decode())
-    return found
+        strings.append(data[position - length : position].decode())
+    return strings

@@ -234,7 +234,7 @@ def _score_checkpoints(
     ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
     out = work / f"{subject.source.name}-evaluation.json"
     out.unlink(missing_ok=True)
-    found = k2convert.evaluate(
+    evaluation = k2convert.evaluate(
         subject.source,
         list(folders.values()),
         [ids],
@@ -246,14 +246,14 @@ def _score_checkpoints(
     )
     conversions = {folder.name: conversion for conversion, folder in folders.items()}
     scores = Scores()
-    for row in found.rows:
+    for row in evaluation.rows:
         conversion = conversions[row.model.name]
         figures = row.figures
         if row.model.mode in conversion.modes:
             scores[conversion.weights, row.model.mode] = Score(
                 figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement
             )
-    return Score(found.rows[0].figures.reference_perplexity), scores
+    return Score(evaluation.rows[0].figures.reference_perplexity), scores
 
 
 def _peers(subject: Subject, work: Path, source: Mlps, rows: Sequence[str]) -> dict[str, Callable[[], Mlps]]:

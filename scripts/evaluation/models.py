@@ -57,9 +57,9 @@ def routed_sum(
     """Return each token's sum of the outputs of its experts, weighted."""
     result = torch.zeros_like(hidden_states)
     for number, expert in enumerate(experts):
-        tokens, places = torch.where(top_k_index == number)
+        tokens, slots = torch.where(top_k_index == number)
         if tokens.numel():
-            result.index_add_(0, tokens, expert(hidden_states[tokens]) * top_k_weights[tokens, places, None])
+            result.index_add_(0, tokens, expert(hidden_states[tokens]) * top_k_weights[tokens, slots, None])
     return result
 
 
@@ -68,7 +68,7 @@ class EvaluatedModel:
     """A transformers model whose MLPs can be replaced."""
 
     network: nn.Module
-    places: dict[str, MlpModule | ExpertsModule]
+    replaced: dict[str, MlpModule | ExpertsModule]
     scaled: dict[str, Tensor]
     """The source's tensors that smoothing may change: norms and routers of the MoE layers."""
 
@@ -80,11 +80,13 @@ class EvaluatedModel:
     def install(self, mlps: Mlps, scaled: Mapping[str, Tensor] | None = None) -> None:
         """Set the MLPs, whose tensors are shared, and the norms and routers; default: the source's."""
         self.network.load_state_dict(dict(self.scaled) | dict(scaled or {}), strict=False)
-        for name, place in self.places.items():
-            if isinstance(place, MlpModule):
-                place.mlp = mlps[name]
+        for name, module in self.replaced.items():
+            if isinstance(module, MlpModule):
+                module.mlp = mlps[name]
             else:
-                place.mlps = [mlps[f"{name}.{expert}"] for expert in range(sum(k.startswith(name + ".") for k in mlps))]
+                module.mlps = [
+                    mlps[f"{name}.{expert}"] for expert in range(sum(k.startswith(name + ".") for k in mlps))
+                ]
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return next-token logits f32 [B, T, vocabulary] for ids [B, T]."""
@@ -96,19 +98,19 @@ def build_model(source: Path) -> EvaluatedModel:
     checkpoint = open_checkpoint(source)
     with torch.device("meta"):
         network = _architecture(checkpoint.parse_config())
-    places: dict[str, MlpModule | ExpertsModule] = {}
+    replaced: dict[str, MlpModule | ExpertsModule] = {}
     for number, layer in enumerate(network.model.layers):
         stem = f"model.layers.{number}.mlp"
         if hasattr(layer.mlp, "experts"):
-            places[f"{stem}.experts"] = layer.mlp.experts = ExpertsModule()
-            places[f"{stem}.shared_experts"] = layer.mlp.shared_experts = MlpModule()
+            replaced[f"{stem}.experts"] = layer.mlp.experts = ExpertsModule()
+            replaced[f"{stem}.shared_experts"] = layer.mlp.shared_experts = MlpModule()
         else:
-            places[stem] = layer.mlp = MlpModule()
+            replaced[stem] = layer.mlp = MlpModule()
     network = network.to_empty(device="cpu").float().eval()
     rotary = network.model.rotary_emb
     network.model.rotary_emb = type(rotary)(network.config)  # computes its buffers, which no file has
     _load_rest(network, source)
-    return EvaluatedModel(network, places, scaled_tensors(source))
+    return EvaluatedModel(network, replaced, scaled_tensors(source))
 
 
 def _architecture(config: dict[str, Any]) -> Any:

@@ -61,10 +61,10 @@ def linear_network(source: Path, mlps: Mlps) -> Any:
     """Build the source's network with its INT4 weights in FP32, the routed experts as `nn.Linear`."""
     model = build_model(source)
     model.install(mlps)
-    for name, place in model.places.items():
-        if isinstance(place, ExpertsModule):
+    for name, bank in model.replaced.items():
+        if isinstance(bank, ExpertsModule):
             parent = model.network.get_submodule(name.rpartition(".")[0])
-            parent.experts = LinearExperts(LinearExpert(mlp) for mlp in place.mlps)  # type: ignore[assignment]
+            parent.experts = LinearExperts(LinearExpert(mlp) for mlp in bank.mlps)  # type: ignore[assignment]
     return model.network
 
 
@@ -148,10 +148,14 @@ def peer_weights(source: Path, name: str, windows: Tensor) -> Weights:
     network = linear_network(source, source_mlps(source))
     PEERS[name](network, windows)
     return {
-        f"{place}.{expert}": (_quantized(found.gate_proj), _quantized(found.up_proj), _quantized(found.down_proj))
-        for place, module in network.named_modules()
+        f"{module_name}.{expert}": (
+            _quantized(mlp.gate_proj),
+            _quantized(mlp.up_proj),
+            _quantized(mlp.down_proj),
+        )
+        for module_name, module in network.named_modules()
         if isinstance(module, LinearExperts)
-        for expert, found in enumerate(module)
+        for expert, mlp in enumerate(module)
     }
 
 

@@ -248,8 +248,8 @@ def tiny_checkpoint(sidecars: Path) -> SmallCheckpoint:
                 module, (rows, size) = spec.name.removesuffix(".weight_packed"), spec.shape
                 spread = 0.02 * torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
                 weight = (torch.randn(rows, 2 * size, generator=generator) * spread).bfloat16()
-                found = quantize_mxfp4(weight)
-                members |= {f"{module}.{leaf}": found[leaf] for leaf in ("weight_packed", "weight_scale")}
+                quantized = quantize_mxfp4(weight)
+                members |= {f"{module}.{leaf}": quantized[leaf] for leaf in ("weight_packed", "weight_scale")}
             elif spec.dtype != "U8":
                 members[spec.name] = _values(spec, generator)
     return SmallCheckpoint(k3_config(TINY_SHAPE), shards, sidecars)

@@ -94,18 +94,18 @@ def reap_survivors() -> dict[int, tuple[int, ...]]:
 def make_reap(out: Path) -> Path:
     """Prune every layer to 10 experts, renumbered 0..9, and cut router rows, bias and config to match."""
     checkpoint = read_tiny()
-    kept = reap_survivors()
+    survivors_of = reap_survivors()
     for shard, members in checkpoint.shards.items():
         pruned = {}
         for name, tensor in members.items():
             if ".mlp.experts." in name:
                 head, tail = name.split(".mlp.experts.")
                 expert, rest = tail.split(".", 1)
-                survivors = kept[int(head.rsplit(".", 1)[1])]
+                survivors = survivors_of[int(head.rsplit(".", 1)[1])]
                 if int(expert) in survivors:
                     pruned[f"{head}.mlp.experts.{survivors.index(int(expert))}.{rest}"] = tensor
             elif ".mlp.gate." in name:
-                pruned[name] = tensor[list(kept[int(name.split(".layers.")[1].split(".")[0])])]
+                pruned[name] = tensor[list(survivors_of[int(name.split(".layers.")[1].split(".")[0])])]
             else:
                 pruned[name] = tensor
         checkpoint.shards[shard] = pruned

@@ -18,17 +18,17 @@ def main() -> int:
     outcome = Outcome(f"ModelOpt {__version__}")
     exact = 0
     close = 0
-    for place in files.experts():
-        name = files.expert(*place)
+    for position in files.experts():
+        name = files.expert(*position)
         codes, block_scales, global_scale = (files.get(f"{name}.{parameter}") for parameter in files.parameters[:3])
         tensor = NVFP4QTensor(torch.Size((codes.shape[0], codes.shape[1] * 2)), torch.float32, codes)
-        found = tensor.dequantize(
+        decoded = tensor.dequantize(
             dtype=torch.float32, scale=block_scales, double_scale=global_scale, block_sizes={-1: 16}
         )
         written = files.weight(name)
-        exact += torch.equal(found, written.float())
+        exact += torch.equal(decoded, written.float())
         # One rounding of the two scales' product and one of the value.
-        close += torch.allclose(found.double(), written, rtol=2**-22, atol=0)
+        close += torch.allclose(decoded.double(), written, rtol=2**-22, atol=0)
     detail = f"{files.num_matrices} matrices, {exact} bit for bit"
     outcome.check("every matrix decodes to the files' numbers", close == files.num_matrices, detail)
     return outcome.save(arguments.out)

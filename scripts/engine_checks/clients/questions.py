@@ -199,17 +199,17 @@ def excluded(excludes: Excludes, case: dict[str, Any]) -> Iterator[list[bool | s
 
 def main() -> int:
     name, request, answer = sys.argv[1:]
-    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    request_document = json.loads(Path(request).read_text(encoding="utf-8"))
     engine = {"vllm": Vllm, "sglang": Sglang}[name]()
     parser = engine.parser()
     functions = engine.exclude_lists()
-    commands = [words[engine.skipped_words :] for words in asked["commands"]]
+    commands = [words[engine.skipped_words :] for words in request_document["commands"]]
     answers = {
         "version": importlib.metadata.version(name).partition("+")[0],
         "options": options_of(parser),
         "commands": list(refused_commands(parser, commands)),
-        "lists": [list(excluded(functions[case["layout"]], case)) for case in asked["lists"]],
-        "documents": list(engine.check_documents(asked["documents"])),
+        "lists": [list(excluded(functions[case["layout"]], case)) for case in request_document["lists"]],
+        "documents": list(engine.check_documents(request_document["documents"])),
     }
     Path(answer).write_text(json.dumps(answers), encoding="utf-8")
     return 0

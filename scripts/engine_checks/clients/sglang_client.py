@@ -178,9 +178,9 @@ def check_weights(layer: int, module: Any, files: Checkpoint, outcome: Outcome) 
     up_first = getattr(_method(module), "load_up_proj_weight_first", False)  # as the kernel wants the rows
     wrong = []
     for expert in range(files.num_experts):
-        for place, projection in enumerate(PROJECTIONS):
+        for index, projection in enumerate(PROJECTIONS):
             name = files.expert(layer, expert, projection)
-            if not _has_bytes(fused, files, name, expert, place, up_first):
+            if not _has_bytes(fused, files, name, expert, index, up_first):
                 wrong.append(name)
     detail = f"wrong: {wrong[:2]}" if wrong else f"{files.num_experts * len(PROJECTIONS)} matrices"
     outcome.check(f"layer {layer}: fused experts hold the files' bytes", not wrong, detail)
@@ -188,16 +188,16 @@ def check_weights(layer: int, module: Any, files: Checkpoint, outcome: Outcome) 
     outcome.check(f"layer {layer}: gate and up share their global scale", same_bytes(scale[:, 0], scale[:, 1]))
 
 
-def _has_bytes(fused: dict[str, Tensor], files: Checkpoint, name: str, expert: int, place: int, up_first: bool) -> bool:
+def _has_bytes(fused: dict[str, Tensor], files: Checkpoint, name: str, expert: int, index: int, up_first: bool) -> bool:
     codes, scales, *scalars = files.parameters
-    if place == PROJECTIONS.index("down_proj"):
-        found = {parameter: fused[f"w2_{parameter}"][expert] for parameter in files.parameters}
+    if index == PROJECTIONS.index("down_proj"):
+        loaded = {parameter: fused[f"w2_{parameter}"][expert] for parameter in files.parameters}
     else:
-        half = 1 - place if up_first else place  # of the rows; scalars stay in the order gate, up
-        found = {parameter: fused[f"w13_{parameter}"][expert].chunk(2)[half] for parameter in (codes, scales)}
-        found |= {parameter: fused[f"w13_{parameter}"][expert].flatten() for parameter in scalars}
-        found |= {parameter: found[parameter][place] for parameter in scalars if found[parameter].numel() == 2}
-    return all(same_bytes(value, files.get(f"{name}.{parameter}")) for parameter, value in found.items())
+        half = 1 - index if up_first else index  # of the rows; scalars stay in the order gate, up
+        loaded = {parameter: fused[f"w13_{parameter}"][expert].chunk(2)[half] for parameter in (codes, scales)}
+        loaded |= {parameter: fused[f"w13_{parameter}"][expert].flatten() for parameter in scalars}
+        loaded |= {parameter: loaded[parameter][index] for parameter in scalars if loaded[parameter].numel() == 2}
+    return all(same_bytes(value, files.get(f"{name}.{parameter}")) for parameter, value in loaded.items())
 
 
 def check_kernel_format(experts: dict[int, Any], files: Checkpoint, outcome: Outcome) -> None:
@@ -227,9 +227,9 @@ def _kernel_errors(layer: int, module: Any, files: Checkpoint) -> Iterator[float
             (module.w13_weight, module.w13_blockscale_swizzled, module.g1_alphas[expert] / inputs[0], (gate, up)),
             (module.w2_weight, module.w2_blockscale_swizzled, module.g2_alphas[expert] / inputs[2], (down,)),
         ):
-            found = dequantize_nvfp4_to_dtype(codes[expert], scales[expert], 1 / alpha, torch.float32)
+            decoded = dequantize_nvfp4_to_dtype(codes[expert], scales[expert], 1 / alpha, torch.float32)
             orders = (torch.cat(wanted), torch.cat(wanted[::-1]))  # FlashInfer's kernels take up before gate
-            yield min(float((found[: len(o)] - o).abs().max() / o.abs().max()) for o in orders)
+            yield min(float((decoded[: len(o)] - o).abs().max() / o.abs().max()) for o in orders)
 
 
 if __name__ == "__main__":

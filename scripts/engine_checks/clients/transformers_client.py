@@ -41,17 +41,17 @@ def main() -> int:
             save_logits(arguments.out, logits(model, arguments.windows))
         return outcome.save(arguments.out)
     for kind in KINDS:
-        found = [key for key in report[kind] if not (IS_FUSED and key.endswith("input_global_scale"))]
-        outcome.check(f"no {kind.replace('_', ' ')}", not found, ", ".join(found[:4]))
+        keys = [key for key in report[kind] if not (IS_FUSED and key.endswith("input_global_scale"))]
+        outcome.check(f"no {kind.replace('_', ' ')}", not keys, ", ".join(keys[:4]))
     check_weights(model, files, outcome)
     if not arguments.windows:
         return outcome.save(arguments.out)
-    found = logits(model, arguments.windows)
+    computed = logits(model, arguments.windows)
     reference = plain_model(files, model)
     expected = logits(reference, arguments.windows)
-    divergence = max(kl_divergence(p, q) for p, q in zip(expected, found, strict=True))
+    divergence = max(kl_divergence(p, q) for p, q in zip(expected, computed, strict=True))
     outcome.check("logits equal those of plain torch", divergence == 0, f"KL {divergence:.3g}")
-    save_logits(arguments.out, found, greedy(model, arguments.prompt, arguments.new_tokens))
+    save_logits(arguments.out, computed, greedy(model, arguments.prompt, arguments.new_tokens))
     return outcome.save(arguments.out)
 
 
@@ -125,10 +125,10 @@ def check_weights(model: Any, files: Checkpoint, outcome: Outcome) -> None:
     exact = 0
     close = 0
     for layer, expert, projection in files.experts():
-        found = expert_weight(model, layer, expert, projection)
+        weight = expert_weight(model, layer, expert, projection)
         written = files.weight(files.expert(layer, expert, projection))
-        exact += torch.equal(found.double(), written)
-        close += torch.allclose(found.double(), written, rtol=2**-7, atol=0)  # two BF16 roundings at most
+        exact += torch.equal(weight.double(), written)
+        close += torch.allclose(weight.double(), written, rtol=2**-7, atol=0)  # two BF16 roundings at most
     detail = f"{files.num_matrices} matrices, {exact} bit for bit"
     outcome.check("experts hold the files' numbers", close == files.num_matrices, detail)
 

@@ -69,7 +69,7 @@ def start(llm: Any, files: Checkpoint) -> Any:
 
 def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:
     """Keep the last whole window's input and output of every mixture-of-experts block."""
-    kept: dict[int, list[Any]] = {}
+    recorded: dict[int, list[Any]] = {}
 
     def record(layer: int, block: Any) -> None:
         plain = block.forward
@@ -78,7 +78,7 @@ def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:
             before = hidden_states.clone()
             output = plain(hidden_states, *args, **options)
             if len(before) > 1:
-                kept[layer] = [before, output.clone()]
+                recorded[layer] = [before, output.clone()]
             return output
 
         block.forward = forward
@@ -86,7 +86,7 @@ def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:
     for name, module in model.named_modules():
         if name.endswith(".mlp") and int(name.split(".")[-2]) in files.moe_layers:
             record(int(name.split(".")[-2]), module)
-    return kept
+    return recorded
 
 
 def compute(engine: Any, model: Any, request: Arguments, vocabulary: int) -> tuple[list[Any], list[int]]:

@@ -62,8 +62,8 @@ def _quiet_dispatcher() -> None:
     from vllm.triton_utils import dispatcher
 
     def own_attributes(value: Any) -> Any:
-        found = value.__dict__
-        return found if isinstance(found, (dict, types.MappingProxyType)) else {}
+        attributes = value.__dict__
+        return attributes if isinstance(attributes, (dict, types.MappingProxyType)) else {}
 
     dispatcher.vars = own_attributes
 

@@ -63,12 +63,12 @@ def check_weights(experts: FusedExperts, files: Checkpoint, outcome: Outcome) ->
     wrong_numbers = []
     for expert in range(files.num_experts):
         loaded = (*_decoded(experts, expert)[0].chunk(2), _decoded(experts, expert)[1])
-        for place, projection in enumerate(PROJECTIONS):
+        for index, projection in enumerate(PROJECTIONS):
             name = files.expert(experts.layer, expert, projection)
-            if not _has_bytes(experts, files, name, expert, place):
+            if not _has_bytes(experts, files, name, expert, index):
                 wrong_bytes.append(name)
             # FP32 rounds the product of the scales and the value: exact if the global scale is a power of two.
-            if not torch.allclose(loaded[place].double(), files.weight(name), rtol=2**-22, atol=0):
+            if not torch.allclose(loaded[index].double(), files.weight(name), rtol=2**-22, atol=0):
                 wrong_numbers.append(name)
     where = f"layer {experts.layer}: "
     count = f"{files.num_experts * len(PROJECTIONS)} matrices"
@@ -80,15 +80,15 @@ def check_weights(experts: FusedExperts, files: Checkpoint, outcome: Outcome) ->
     outcome.check(where + "gate and up share their global and input scales", shared)
 
 
-def _has_bytes(experts: FusedExperts, files: Checkpoint, name: str, expert: int, place: int) -> bool:
+def _has_bytes(experts: FusedExperts, files: Checkpoint, name: str, expert: int, index: int) -> bool:
     codes, scales, *scalars = (files.get(f"{name}.{parameter}") for parameter in files.parameters)
-    if place == PROJECTIONS.index("down_proj"):
-        found = (experts.codes2[expert], experts.scales2[expert])
-        found_scalars = [stored[expert] for stored in experts.stored2.values()]
+    if index == PROJECTIONS.index("down_proj"):
+        loaded = (experts.codes2[expert], experts.scales2[expert])
+        loaded_scalars = [stored[expert] for stored in experts.stored2.values()]
     else:
-        found = (experts.codes13[expert].chunk(2)[place], experts.scales13[expert].chunk(2)[place])
-        found_scalars = [stored[expert, place] for stored in experts.stored13.values()]
-    pairs = zip((*found, *found_scalars), (codes, scales, *scalars), strict=True)
+        loaded = (experts.codes13[expert].chunk(2)[index], experts.scales13[expert].chunk(2)[index])
+        loaded_scalars = [stored[expert, index] for stored in experts.stored13.values()]
+    pairs = zip((*loaded, *loaded_scalars), (codes, scales, *scalars), strict=True)
     return all(same_bytes(one, other) for one, other in pairs)
 
 
@@ -104,8 +104,8 @@ def _decoded(experts: FusedExperts, expert: int) -> tuple[Tensor, Tensor]:
 def check_kernel_formats(experts: FusedExperts, files: Checkpoint, outcome: Outcome) -> None:
     """What vLLM prepares for GPUs: Marlin's block scales, and for W4A4 the formats of two CUTLASS kernels."""
     where = f"layer {experts.layer}: "
-    kept = all(_marlin_keeps(scales) for scales in (experts.scales13, experts.scales2))
-    outcome.check(where + "Marlin's format keeps every block scale", kept)
+    keeps_scales = all(_marlin_keeps(scales) for scales in (experts.scales13, experts.scales2))
+    outcome.check(where + "Marlin's format keeps every block scale", keeps_scales)
     if files.is_weight_only:
         return
     for backend in KERNEL_BACKENDS:
@@ -142,16 +142,16 @@ def _kernel_errors(experts: FusedExperts, files: Checkpoint, backend: NvFp4MoeBa
             (codes13, scales13, global13, torch.cat((up, gate) if up_first else (gate, up))),
             (codes2, scales2, global2, down),
         ):
-            found = dequantize_to_dtype(codes[expert], scales[expert], scale[expert], torch.float32, 16, swizzle=True)
-            yield float((found - wanted).abs().max() / wanted.abs().max())
+            decoded = dequantize_to_dtype(codes[expert], scales[expert], scale[expert], torch.float32, 16, swizzle=True)
+            yield float((decoded - wanted).abs().max() / wanted.abs().max())
 
 
 def _marlin_keeps(block_scales: Tensor) -> bool:
     """Return whether Marlin's format (Hopper and older) holds every block scale; it can drop the smallest."""
     factor = marlin._nvfp4_compute_scale_factor(block_scales.half())
     for one in block_scales:
-        made, _ = marlin.nvfp4_marlin_process_scales(one.half(), scale_factor=factor, a_dtype=torch.bfloat16)
-        back = (made.view(torch.uint8).to(torch.int16) << 7).view(torch.half).float() / 2**7 / factor
+        marlin_scales, _ = marlin.nvfp4_marlin_process_scales(one.half(), scale_factor=factor, a_dtype=torch.bfloat16)
+        back = (marlin_scales.view(torch.uint8).to(torch.int16) << 7).view(torch.half).float() / 2**7 / factor
         if not torch.equal(back, one.float().view(-1, 4)[:, [0, 2, 1, 3]].view(one.shape)):
             return False
     return True
