@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any, Final, Literal
@@ -215,6 +214,8 @@ def install_remedy(package: str | None = None, *, extra: Extra | None = None) ->
 
 def _own_requirement(name: str, extra: str) -> list[str]:
     """Return what pip should install: from where this package came, as pip kept it (PEP 610), else by its name."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to load, and only an error needs it
+
     try:
         kept: Any = json.loads(distribution("k2convert").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, OSError, ValueError):

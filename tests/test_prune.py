@@ -33,7 +33,7 @@ FORMS = {
     "modelopt w4a16": ("--layout", "modelopt", "--activations", "w4a16"),
     "compressed-tensors w4a4": ("--layout", "compressed-tensors", "--activations", "w4a4"),
     "compressed-tensors w4a16": ("--layout", "compressed-tensors", "--activations", "w4a16"),
-    "bf16": ("--to", "bf16"),
+    "bf16": ("--set", "target=bf16"),
     "max": ("--rule", "max"),
 }
 DIGESTS = {

@@ -29,7 +29,6 @@ from k2convert.calibration.layer_files import (
     read_layer,
     write_layer,
 )
-from k2convert.calibration.memory import layer_costs, read_sizes
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
@@ -95,11 +94,6 @@ class CalibrationPlan:
     def last_layer(self, shard: str) -> int:
         """Return the last layer that an output shard waits for, -1 if it waits for none."""
         return self.needs[shard].last
-
-    def layer_costs(self) -> tuple[float, ...]:
-        """Return how much work each layer is."""
-        size = self.layer_pass.text.size(self.layer_pass.num_layers)
-        return layer_costs(read_sizes(self.source), size, is_gptq=True)
 
 
 def plan_calibration(

@@ -43,8 +43,7 @@ _MAPPED_COPIES: Final = 8  # with those that are files
 class ModelSizes:
     """The sizes of a model that memory and work depend on.
 
-    `other_weights` has for each layer the number of weights that every token passes. `head_floats` is the width of all
-    heads together. `attention_bytes` and `dense_bytes` are those of the largest layer.
+    `head_floats` is the width of all heads together; `attention_bytes` and `dense_bytes` are the largest layer's.
     """
 
     hidden: int
@@ -55,7 +54,6 @@ class ModelSizes:
     num_experts: int
     experts_per_token: int
     head_floats: int
-    other_weights: tuple[int, ...]
     attention_bytes: int
     dense_bytes: int
     pool_bytes: int
@@ -82,19 +80,16 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
     family = detect_family(source)
     text = text_config(source.config)
     architecture = family.read_architecture(source.config, str(source.folder))
-    weights = [0] * architecture.num_layers
     sizes = {role: [0] * architecture.num_layers for role in (Role.ATTENTION, Role.DENSE_MLP)}
     for name, tensor in source.tensors.items():
         module, _, parameter = name.rpartition(".")
         place = None
         if parameter in (WEIGHT, WEIGHT_PACKED):
             place = family.classify(module)
-        if place is None or place.layer is None or place.role is Role.EXPERTS:
+        if place is None or place.layer is None or place.role not in sizes:
             continue
         if place.layer < architecture.num_layers:
-            weights[place.layer] += tensor.num_bytes * 2 if parameter == WEIGHT_PACKED else tensor.num_bytes // 2
-            if place.role in sizes:
-                sizes[place.role][place.layer] += tensor.num_bytes
+            sizes[place.role][place.layer] += tensor.num_bytes
     heads = _field(text, "num_attention_heads")
     one_head = _field(text, "head_dim") or _field(text, "hidden_size") // max(heads, 1)
     keys = _field(text, "qk_nope_head_dim") + _field(text, "qk_rope_head_dim") or one_head
@@ -107,7 +102,6 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
         num_experts=architecture.num_experts,
         experts_per_token=experts_per_token(source),
         head_floats=heads * keys,
-        other_weights=tuple(weights),
         attention_bytes=max(sizes[Role.ATTENTION]),
         dense_bytes=max(sizes[Role.DENSE_MLP]),
         pool_bytes=min(POOL_BYTES, sum(tensor.num_bytes for tensor in source.tensors.values())),
@@ -201,18 +195,3 @@ def _layer_bytes(model: ModelSizes, size: PassSize) -> int:
 def _attention_bytes(model: ModelSizes, size: PassSize, windows: int) -> int:
     at_once = min(size.workers, windows) * size.window * model.head_floats * _ATTENTION_TENSORS
     return 4 * (3 * windows * size.window * model.hidden + at_once)
-
-
-def layer_costs(model: ModelSizes, size: PassSize, *, is_gptq: bool) -> tuple[float, ...]:
-    """Return the multiplications of each layer: finished layers say by these how long the others take.
-
-    Rule gptq computes two streams, and rounds the columns of each expert one after another.
-    """
-    experts = model.experts_per_token * 3 * model.hidden * model.width
-    rounding = model.num_experts * 3 * model.hidden * model.width * (2 * model.hidden + model.width)
-    costs: list[float] = []
-    for layer, weights in enumerate(model.other_weights):
-        is_moe = layer in model.moe_layers
-        streams = size.num_tokens * (weights + experts * is_moe)
-        costs.append(2.0 * streams + rounding * is_moe if is_gptq else float(streams))
-    return tuple(costs)

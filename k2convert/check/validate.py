@@ -266,7 +266,7 @@ def _scan(
     """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
     if result.ledger is not None and result.ledger.recipe.target == "bf16":
         raise CheckpointError(
-            f"{result.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
+            f"{result.folder}: holds a BF16 copy (target bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
     return validate_shards(

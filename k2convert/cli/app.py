@@ -1,6 +1,7 @@
 """The command line: every verb is a stage. Data goes to stdout, progress to stderr; each command prints the next one.
 
-Heavy libraries are imported inside the commands, so that `--help` answers at once.
+A verb's file imports at its top only what `--help` needs, which has to answer at once. The rest it imports when it
+runs.
 """
 
 import gc
@@ -8,7 +9,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -16,9 +17,16 @@ import typer
 from typer.core import TyperCommand
 
 from k2convert import __version__
-from k2convert.cli import verbs
+from k2convert.cli.evaluate import evaluate
+from k2convert.cli.fit import fit
+from k2convert.cli.guide import guide, recipes
+from k2convert.cli.inspect import inspect, status
 from k2convert.cli.interrupts import is_resumable, wait_for_end
-from k2convert.cli.options import verb
+from k2convert.cli.prune import prune
+from k2convert.cli.publish import publish
+from k2convert.cli.report import report
+from k2convert.cli.run import run
+from k2convert.cli.validate import validate
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, explain, visible
 
 # typer has it from click, or from its own copy of click
@@ -33,6 +41,42 @@ _SAME_THING: Final[dict[str, str]] = {
 """Words that other tools have for a command, where the spelling does not give it away."""
 
 _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
+
+_VERBS: Final[dict[Callable[..., None], tuple[str, str]]] = {
+    inspect: ("inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),
+    fit: (
+        "fit hf://moonshotai/Kimi-K2-Thinking",
+        "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
+    ),
+    run: (
+        "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
+        "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
+    ),
+    prune: (
+        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json --dry-run",
+        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json",
+    ),
+    status: ("status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
+    validate: (
+        "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+    ),
+    evaluate: (
+        "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
+        "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",
+    ),
+    report: (
+        "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+        "report hf://YOU/K2-NVFP4 --out reports",
+    ),
+    publish: (
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
+    ),
+    recipes: ("recipes", "recipes --json"),
+    guide: ("guide", "guide serve"),
+}
+"""Every verb, with two examples."""
 
 app = typer.Typer(
     name="k2convert",
@@ -51,19 +95,17 @@ class Verb(TyperCommand):
         return ["[OPTIONS]", *(str(p.metavar) for p in self.get_params(ctx) if p.param_type_name == "argument")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, each under the heading that its definition names."""
+        """Write arguments and options; of many, each under the heading that its definition names."""
         panels: dict[str, list[tuple[str, str]]] = {}
         is_long = len(self.params) > _MANY_OPTIONS
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is None or (is_long and parameter.name == "help"):
+            if record is None:
                 continue
             if parameter.param_type_name == "argument":
                 panels.setdefault("Arguments", []).append((str(parameter.metavar), record[1]))
             else:
-                panel = None
-                if is_long:
-                    panel = getattr(parameter, "rich_help_panel", None)
+                panel = getattr(parameter, "rich_help_panel", None) if is_long else None
                 panels.setdefault(panel or "Options", []).append(record)
         for panel, records in panels.items():
             with formatter.section(panel):
@@ -83,52 +125,9 @@ def _root(
     pass
 
 
-_VERBS: Final[Sequence[tuple[type, str, str]]] = (
-    (verbs.InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),
-    (
-        verbs.FitOptions,
-        "fit hf://moonshotai/Kimi-K2-Thinking",
-        "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
-    ),
-    (
-        verbs.RunOptions,
-        "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
-        "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
-    ),
-    (
-        verbs.PruneOptions,
-        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json --dry-run",
-        "prune Kimi-K2-Thinking Kimi-K2-192 --keep kept.json",
-    ),
-    (verbs.StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
-    (
-        verbs.ValidateOptions,
-        "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
-        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
-    ),
-    (
-        verbs.EvaluateOptions,
-        "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
-        "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",
-    ),
-    (
-        verbs.ReportOptions,
-        "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
-        "report hf://YOU/K2-NVFP4 --out reports",
-    ),
-    (
-        verbs.PublishOptions,
-        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
-        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
-    ),
-    (verbs.RecipesOptions, "recipes", "recipes --json"),
-    (verbs.GuideOptions, "guide", "guide serve"),
-)
-"""The options of every verb, and two examples."""
-
-for _options, *_commands in _VERBS:
-    _epilog = "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in _commands)  # \b keeps lines
-    app.command(cls=Verb, epilog=_epilog)(verb(_options))
+for _verb, _examples in _VERBS.items():
+    _epilog = "\b\nExamples:\n" + "\n".join(f"  k2convert {example}" for example in _examples)  # \b keeps lines
+    app.command(cls=Verb, epilog=_epilog)(_verb)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -38,16 +38,25 @@ _out = Console(highlight=False, soft_wrap=True)
 ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class Asked:
-    """Options of the running command: `json` for documents on stdout, `quiet` for no progress on stderr."""
+class Output:
+    """What the running command was asked for: `json` for documents on stdout, `quiet` for no progress on stderr."""
 
     json = False
     quiet = False
 
 
-def show(document: Any, *views: str | Callable[[], object]) -> None:
-    """Print a result: its document with --json, otherwise its views, which are lines and functions that print."""
-    if Asked.json:
+def set_output(*, json: bool, quiet: bool = False) -> None:
+    """Take what the running command was asked for. A verb does this first."""
+    Output.json = json
+    Output.quiet = quiet
+
+
+def show(result: object, *views: str | Callable[[], object]) -> None:
+    """Print a result: as plain data with --json, otherwise its views, which are lines and functions that print."""
+    if Output.json:
+        from k2convert.records.document import shown
+
+        document = shown(result)
         accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
         with _on_stdout():
             sys.stdout.write(
@@ -145,7 +154,7 @@ def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
 
 def print_line(text: str) -> None:
     """Print one line of result: on stdout, where it wraps between words on a terminal; on stderr with --json."""
-    if Asked.json:
+    if Output.json:
         print_note(text)
         return
     with _on_stdout():
@@ -197,7 +206,7 @@ def print_note(text: str) -> None:
 
 def print_event(text: str) -> None:
     """Print one line about a running stage on stderr, with its time in UTC unless on a terminal; not with --quiet."""
-    if not Asked.quiet:
+    if not Output.quiet:
         print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 
 
@@ -231,7 +240,7 @@ def own_command() -> str:
 
 def print_next(command: str) -> None:
     """Print the next command to run on stderr, in one line that can be copied; not with --json."""
-    if Asked.json:
+    if Output.json:
         return
     _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)), is_copied=True)
 

@@ -1,133 +1,96 @@
 """`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
 
-from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Annotated
 
-import typer
-
-from k2convert.cli import console
-from k2convert.cli.evaluation_view import show_evaluation
-from k2convert.cli.needs import (
-    Needs,
-    display_pass,
-    evaluation_needs,
-    may_begin,
-    needs_lines,
-    text_document,
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, MAX_SEED, AskedActivations, ComputedKvCache
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.options import (
+    ADDRESS,
+    RESUMES,
+    TEXT_FORMS,
+    AnyText,
+    DeviceOption,
+    Json,
+    MaxDisk,
+    Quiet,
+    argument,
+    check_folder,
+    check_source,
+    flag,
+    option,
+    refuse_contradictions,
 )
-from k2convert.cli.options import typed_command
-from k2convert.cli.progress import waiting
-from k2convert.cli.verbs import EvaluateOptions
-from k2convert.errors import counted, format_bytes, read_size
+from k2convert.errors import read_size
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
-from k2convert.job.opening import text_files
-from k2convert.plan.recipe import TextUse
-from k2convert.records.document import plain
-
-if TYPE_CHECKING:
-    from k2convert.evaluation.streamed import EvaluationPlan
-    from k2convert.records.evaluation import Evaluation
 
 
-def evaluate(options: EvaluateOptions) -> None:
-    """Plan an evaluation, then show it (--dry-run) or do it."""
-    places = [options.reference, *options.checkpoints]
-    if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
-        raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
+def evaluate(
+    reference: Annotated[
+        str, argument("REFERENCE", f"The model to compare with: a folder, or {ADDRESS}.", check_source)
+    ],
+    checkpoints: Annotated[
+        list[str],
+        argument(
+            "CHECKPOINT...", f"INT4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.", check_source
+        ),
+    ],
+    text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")],
+    dry_run: Annotated[bool, flag("--dry-run", "Print the memory and the disk needed, and write nothing.")] = False,
+    tokens: Annotated[int, option("Tokens to use.", "N", min=2)] = EVALUATION_TOKENS,
+    window: Annotated[
+        int, option("Window length in tokens (the context of each prediction).", "N", min=2)
+    ] = EVALUATION_WINDOW,
+    seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0,
+    activations: Annotated[
+        AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
+    ] = None,
+    kv_cache: Annotated[
+        ComputedKvCache | None, option("Round what a KV cache holds, but not the reference's [default: FP32].")
+    ] = None,
+    device: DeviceOption = "auto",
+    max_disk: MaxDisk = None,
+    out: Annotated[
+        Path | None,
+        option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
+    ] = None,
+    replace: Annotated[bool, flag("--replace", "Replace an evaluation of something else in the file.")] = False,
+    any_text: AnyText = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure how far whole models are from a reference, on a text. It computes all of them layer by layer. Running it
+    again resumes.
+    """
+    from k2convert.cli import console
+    from k2convert.cli.evaluation_view import check_and_evaluate, show_result
+    from k2convert.cli.progress import waiting
+    from k2convert.job.evaluation import EvaluationOptions, open_evaluation
+    from k2convert.job.opening import text_files
+    from k2convert.plan.recipe import TextUse
+
+    console.set_output(json=json, quiet=quiet)
+    say_when_interrupted(lambda: "" if dry_run else RESUMES, resumes=not dry_run)
+    places = [reference, *checkpoints]
+    uses_hub = any(place.startswith(SCHEME) for place in places)
+    refuse_contradictions((max_disk and not uses_hub, "--max-disk only applies to hf:// checkpoints"))
     with (
         waiting(f"reads the headers of {', '.join(places)}") as waits,
         open_evaluation(
-            options.reference,
-            options.checkpoints,
-            text_files(options.text, device=options.device),
-            TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
-            EvaluationOptions(
-                options.activations,
-                options.kv_cache,
-                options.out,
-                options.any_text,
-                options.replace,
-                read_size("--max-disk", options.max_disk),
-            ),
+            reference,
+            checkpoints,
+            text_files(text, device=device),
+            TextUse(tokens=tokens, window=window, seed=seed),
+            EvaluationOptions(activations, kv_cache, out, any_text, replace, read_size("--max-disk", max_disk)),
             hub=Hub(notify=console.notifier()),
         ) as plan,
     ):
         waits.close()
-        if (finished := plan.finished()) is not None:
-            if not options.dry_run:
-                plan.remove_work()
-            console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
-            _show_result(plan, finished)
+        finished = plan.finished()
+        if finished is None:
+            check_and_evaluate(plan, reference, dry_run=dry_run)
             return
-        _check_and_do(plan, options)
-
-
-def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions) -> None:
-    """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    layer_pass = plan.layer_pass
-    left = max(layer_pass.num_layers - layer_pass.num_finished, 0)
-    source = plan.checkpoints[0].checkpoint
-    needs = evaluation_needs(source, layer_pass.text, layers=left, models=len(plan.models))
-    models = f"{counted(len(plan.models) - 1, 'model')} and the reference"
-    line = f"{models}, {layer_pass.num_layers} layers on {layer_pass.text.windows}"
-    if options.dry_run:
-        _show_plan(plan, needs, line)
-    if not may_begin(layer_pass, needs, options.reference, options):
-        return
-    console.print_event(line)
-    display = display_pass(plan, "evaluate")
-    from k2convert.evaluation.streamed import evaluate as do_evaluation
-
-    with display as events:
-        done = do_evaluation(
-            plan, decode=find_decoder(plan), command=typed_command(source=options.reference), events=events
-        )
-    _show_result(plan, done)
-
-
-def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
-    document = text_document(plan.layer_pass.text) | {
-        "reference": plain(plan.models[0]),
-        "models": [plain(model) for model in plan.models[1:]],
-        "layers": plan.layer_pass.num_layers,
-        "finished_layers": min(plan.layer_pass.num_finished, plan.layer_pass.num_layers),
-        "bytes_read": plan.bytes_read,
-        "disk_needed": plan.layer_pass.disk_needed,
-    }
-    fetched = sum(plan.layer_pass.fetched)
-    fetches = ""
-    if fetched:
-        fetches = f", fetches {format_bytes(fetched)} from the Hub"
-    console.show(
-        document | needs.document(),
-        line,
-        f"reads {format_bytes(plan.bytes_read)}{fetches}",
-        *needs_lines(plan.layer_pass, needs),
-    )
-
-
-def _show_result(plan: "EvaluationPlan", found: "Evaluation") -> None:
-    paths = [str(output.path) for output in plan.outputs]
-    console.show(plain(found), partial(show_evaluation, found), *paths, partial(_show_unkept, plan))
-    console.print_next(_next_command(plan, found))
-
-
-def _show_unkept(plan: "EvaluationPlan") -> None:
-    kept = {number for output in plan.outputs for number in output.checkpoints}
-    for number, checkpoint in enumerate(plan.checkpoints):
-        if number and number not in kept:
-            console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
-
-
-def _next_command(plan: "EvaluationPlan", found: "Evaluation") -> str:
-    """Return the command for the report on the nearest result in a folder, with its source if that is the reference."""
-    places = {one.name: one for one in plan.checkpoints[1:] if one.source.local is not None and one.ledger is not None}
-    rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
-    nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
-    if nearest is None or nearest.ledger is None:
-        return "k2convert guide prove"
-    reference = plan.checkpoints[0]
-    headers = {shard: header.digest for shard, header in reference.checkpoint.headers.items()}
-    source = ("--source", reference.place) if nearest.ledger.source.headers == headers else ()
-    return console.command("k2convert", "report", nearest.place, *source)
+        if not dry_run:
+            plan.remove_work()
+        console.print_note(f"{', '.join(str(output.path) for output in plan.outputs)}: already complete")
+        show_result(plan, finished)

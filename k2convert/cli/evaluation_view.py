@@ -1,13 +1,107 @@
-"""An evaluation as tables: figures of every model, errors by layer, and the tokens that differ most."""
+"""An evaluation: what it needs, and its tables: figures of models, errors by layer, tokens that differ most."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from k2convert.cli import console
 from k2convert.cli.console import print_line, print_table
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.needs import TIME_NOTE, Needs, evaluation_needs, text_document
+from k2convert.cli.options import typed_command
+from k2convert.cli.progress import Display
+from k2convert.errors import counted, format_bytes
+from k2convert.job.evaluation import find_decoder
+from k2convert.records.document import plain
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Verdict
+
+if TYPE_CHECKING:
+    from k2convert.evaluation.streamed import EvaluationPlan
 
 _SHOWN_LAYERS = 3
 _SHOWN_TOKENS = 3
+
+
+def check_and_evaluate(plan: "EvaluationPlan", reference: str, *, dry_run: bool) -> None:
+    """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
+    layer_pass = plan.layer_pass
+    left = max(layer_pass.num_layers - layer_pass.num_finished, 0)
+    source = plan.checkpoints[0].checkpoint
+    needs = evaluation_needs(source, layer_pass.text, layers=left, models=len(plan.models))
+    models = f"{counted(len(plan.models) - 1, 'model')} and the reference"
+    line = f"{models}, {layer_pass.num_layers} layers on {layer_pass.text.windows}"
+    if dry_run:
+        _show_plan(plan, needs, line)
+    needs.check(reference)
+    layer_pass.check_room()
+    if dry_run:
+        console.print_next(console.own_command())
+        return
+    console.print_event(line)
+    display = Display("evaluate", layer_pass.extent(layer_pass.num_finished))
+    say_when_interrupted(
+        lambda: (
+            f"{min(layer_pass.work.num_finished(), layer_pass.num_layers)} of {layer_pass.num_layers} layers are done. "
+            "The same command resumes"
+        ),
+        console.own_command(),
+    )
+    from k2convert.evaluation.streamed import evaluate
+
+    with display as events:
+        done = evaluate(plan, decode=find_decoder(plan), command=typed_command(source=reference), events=events)
+    show_result(plan, done)
+
+
+def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
+    layer_pass = plan.layer_pass
+    document = text_document(layer_pass.text) | {
+        "reference": plain(plan.models[0]),
+        "models": [plain(model) for model in plan.models[1:]],
+        "layers": layer_pass.num_layers,
+        "finished_layers": min(layer_pass.num_finished, layer_pass.num_layers),
+        "bytes_read": plan.bytes_read,
+        "disk_needed": layer_pass.disk_needed,
+    }
+    fetched = sum(layer_pass.fetched)
+    fetches = ""
+    if fetched:
+        fetches = f", fetches {format_bytes(fetched)} from the Hub"
+    console.show(
+        document | needs.document(),
+        line,
+        f"reads {format_bytes(plan.bytes_read)}{fetches}",
+        f"disk: needs {format_bytes(layer_pass.disk_needed)} at once, may use {format_bytes(layer_pass.disk_allowed)}",
+        *needs.lines(),
+        TIME_NOTE,
+    )
+
+
+def show_result(plan: "EvaluationPlan", found: Evaluation) -> None:
+    paths = [str(output.path) for output in plan.outputs]
+    console.show(plain(found), partial(show_evaluation, found), *paths, partial(_show_unkept, plan))
+    console.print_next(_next_command(plan, found))
+
+
+def _show_unkept(plan: "EvaluationPlan") -> None:
+    kept = {number for output in plan.outputs for number in output.checkpoints}
+    for number, checkpoint in enumerate(plan.checkpoints):
+        if number and number not in kept:
+            console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
+
+
+def _next_command(plan: "EvaluationPlan", found: Evaluation) -> str:
+    """Return the command for the report on the nearest result in a folder, with its source if that is the reference."""
+    places = {one.name: one for one in plan.checkpoints[1:] if one.source.local is not None and one.ledger is not None}
+    rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
+    nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
+    if nearest is None or nearest.ledger is None:
+        return "k2convert guide prove"
+    reference = plan.checkpoints[0]
+    headers = {shard: header.digest for shard, header in reference.checkpoint.headers.items()}
+    source = ("--source", reference.place) if nearest.ledger.source.headers == headers else ()
+    return console.command("k2convert", "report", nearest.place, *source)
 
 
 def show_evaluation(found: Evaluation) -> None:

@@ -1,30 +1,52 @@
-"""`inspect`: what a checkpoint holds, as tables for people and plain data for --json."""
+"""`inspect` and `status`: what a checkpoint holds, and how far a conversion or an evaluation is."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from k2convert.cli.console import command, print_line, print_next, print_note, print_table, show
-from k2convert.cli.verbs import InspectOptions
+from k2convert.cli.options import ADDRESS, Json, argument, check_source, check_status_place
 from k2convert.errors import counted, format_bytes
-from k2convert.hub.client import Hub
-from k2convert.job.opening import inspect_source
-from k2convert.plan.inspection import Inspection
+
+if TYPE_CHECKING:
+    from k2convert.plan.inspection import Inspection
 
 
-def inspect(options: InspectOptions) -> None:
-    """Show a checkpoint, from its headers."""
-    source = options.source
-    found = inspect_source(source, hub=Hub(notify=print_note))
-    show(asdict(found), partial(_show_inspection, found))
-    if found.recipe is not None:
-        print_next(command("k2convert", "run", source, "DEST", "--dry-run"))
-    elif found.nvfp4_projections:
-        print_next(command("k2convert", "validate", source))
+def inspect(
+    source: Annotated[str, argument("SOURCE", f"Folder of a checkpoint, or {ADDRESS}.", check_source)],
+    json: Json = False,
+) -> None:
+    """Describe a checkpoint, from its headers."""
+    from k2convert.cli import console
+    from k2convert.hub.client import Hub
+    from k2convert.job.opening import inspect_source
+
+    console.set_output(json=json)
+    inspection = inspect_source(source, hub=Hub(notify=console.print_note))
+    console.show(inspection, partial(_show_inspection, inspection))
+    if inspection.recipe is not None:
+        console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
+    elif inspection.nvfp4_projections:
+        console.print_next(console.command("k2convert", "validate", source))
 
 
-def _show_inspection(found: Inspection) -> None:
+def status(
+    destination: Annotated[
+        str,
+        argument("DEST", f"Folder of a conversion, file of an evaluation, or {ADDRESS}.", check_status_place),
+    ],
+    json: Json = False,
+) -> None:
+    """Show the progress of a conversion or an evaluation. For a finished one: where it was published."""
+    from k2convert.cli import console
+    from k2convert.cli.status_view import show_status_of
+
+    console.set_output(json=json)
+    show_status_of(destination)
+
+
+def _show_inspection(found: "Inspection") -> None:
+    from k2convert.cli.console import print_line, print_table
+
     layers = found.layers
     print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
     print_line(
@@ -33,7 +55,11 @@ def _show_inspection(found: Inspection) -> None:
     )
     if (conversion := found.conversion) is not None:
         print_line(_conversion_line(conversion))
-    counts = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections, "NVFP4": found.nvfp4_projections}
+    counts = {
+        "INT4": found.int4_projections,
+        "MXFP4": found.mxfp4_projections,
+        "NVFP4": found.nvfp4_projections,
+    }
     projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
         f"{counted(found.num_shards, 'shard')}, {counted(found.num_tensors, 'tensor')}, {found.tensor_bytes:,} bytes "

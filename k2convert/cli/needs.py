@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
-from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.progress import Display
-from k2convert.cli.verbs import EvaluateOptions
 from k2convert.errors import format_bytes
 from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
@@ -21,8 +18,7 @@ from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
-    from k2convert.evaluation.streamed import EvaluationPlan
-    from k2convert.forward.layer_pass import LayerPass, PassText
+    from k2convert.forward.layer_pass import PassText
 
 TIME_NOTE: Final = (
     "time: the first layer will say how long the others take. For a table of machines: k2convert guide calibrate"
@@ -96,37 +92,6 @@ def layers_left(job: Job, plan: CalibrationPlan) -> int:
     return plan.layer_pass.num_layers - plan.layer_pass.num_finished
 
 
-def needs_lines(layer_pass: LayerPass, needs: Needs) -> list[str]:
-    """Return disk and memory in lines, and where the time is said."""
-    disk = (
-        f"disk: needs {format_bytes(layer_pass.disk_needed)} at once, may use {format_bytes(layer_pass.disk_allowed)}"
-    )
-    return [disk, *needs.lines(), TIME_NOTE]
-
-
-def may_begin(layer_pass: LayerPass, needs: Needs, place: str, options: EvaluateOptions) -> bool:
-    """Refuse a layer pass that this machine cannot do; return whether to do it: a dry run ends here."""
-    needs.check(place)
-    layer_pass.check_room()
-    if options.dry_run:
-        console.print_next(console.own_command())
-    return not options.dry_run
-
-
-def display_pass(plan: EvaluationPlan, verb: str) -> Display:
-    """Return the display of a layer pass that begins now, and prepare what is said if it is interrupted."""
-    layer_pass = plan.layer_pass
-    display = Display(verb, layer_pass.extent(layer_pass.num_finished, layer_costs=plan.layer_costs()))
-    say_when_interrupted(
-        lambda: (
-            f"{min(layer_pass.work.num_finished(), layer_pass.num_layers)} of {layer_pass.num_layers} layers are done. "
-            "The same command resumes"
-        ),
-        console.own_command(),
-    )
-    return display
-
-
 def text_document(text: PassText) -> dict[str, object]:
     """Return the text of a layer pass as plain data."""
     windows = text.windows
@@ -139,23 +104,18 @@ def text_document(text: PassText) -> dict[str, object]:
     }
 
 
-def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
-    """Return layers and text of a calibration, as plain data."""
+def calibration_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
+    """Return layers and text of the calibration of a job, as plain data."""
     text = plan.layer_pass.text
     return text_document(text) | {
         "tokens_asked": text.windows.tokens,
         "tokens_reason": _default_line(plan),
         "held_out_windows": plan.held_out_windows,
         "layers": plan.layer_pass.num_layers,
-        "finished_layers": finished_layers,
+        "finished_layers": plan.layer_pass.num_layers - layers_left(job, plan),
         "devices": list(text.devices),
+        "smoothing": bool(job.plan.recipe.smoothing),
     }
-
-
-def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
-    """Return the calibration of a job, as plain data."""
-    done = plan.layer_pass.num_layers - layers_left(job, plan)
-    return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 
 
 def text_lines(plan: CalibrationPlan) -> list[str]:
@@ -168,12 +128,6 @@ def text_lines(plan: CalibrationPlan) -> list[str]:
     line = f"calibrates while it converts: {line}; {held_out} is measured"
     reason = _default_line(plan)
     return [line] if reason is None else [line, reason]
-
-
-def show_start(plan: CalibrationPlan) -> None:
-    """Print layers and text of a calibration that begins."""
-    for line in text_lines(plan):
-        console.print_event(line)
 
 
 def _default_line(plan: CalibrationPlan) -> str | None:

@@ -1,28 +1,36 @@
-"""Shared parts of options of several verbs: definitions, checks of addresses and sizes, and how a verb gets them.
+"""Arguments and options that verbs share, and the checks of addresses and sizes.
 
 A place that was probably meant as a repository of the Hub is refused before anything is made or asked for. Without
 this, `hf:/me/out` and `me/out` would become folders, and a mistyped `owner/name` would wait for the network.
 """
 
-import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, field, fields
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
 
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.errors import ArgumentError, HubError, parse_size, shortened
+from k2convert.choices import Device
+from k2convert.errors import ArgumentError, HubError, parse_size, quoted, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
 if TYPE_CHECKING:
     from k2convert.records.command import JobCommand
+
+ADDRESS: Final = "hf://owner/name[@revision]"
+TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
+CHECKS: Final = "Output and checks"
+MACHINE: Final = "Machine"
+HUB: Final = "Hub"
+"""Panels of a help with many options."""
+
+RESUMES: Final = "finished work is kept. The same command resumes"
+NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
+"""Sentences for an interrupt."""
 
 _MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _PAGE: Final = re.compile(
@@ -33,17 +41,11 @@ _PAGE: Final = re.compile(
 _OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
 
 
-REQUIRED: Final = MISSING
-_SHOWN: Final = "shown"
-
-NOTHING_KEPT: Final = "nothing is kept. The same command starts again"
-_RESUMES: Final = "finished work is kept. The same command resumes"
-_INTERRUPTED: Final[dict[str, str]] = {
-    **dict.fromkeys(("run", "prune", "evaluate"), _RESUMES),
-    "publish": "what was uploaded is kept. The same command resumes",
-    "validate": NOTHING_KEPT,
-}
-"""Sentences of verbs that are interrupted before they have begun to count. Others have none: they take seconds."""
+def refuse_contradictions(*contradictions: tuple[object, str]) -> None:
+    """Raise BadParameter with the sentence of the first contradiction whose condition holds."""
+    for is_wrong, sentence in contradictions:
+        if is_wrong:
+            raise typer.BadParameter(sentence)
 
 
 def check_source(text: str) -> None:
@@ -128,10 +130,9 @@ def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
     return checked
 
 
-def argument(name: str, help: str, check: Callable[[str], None] | None, default: Any = REQUIRED) -> Any:
-    """Define an argument, as a field of a verb's options. `name` is what help calls it."""
-    shown = typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
-    return field(default=default, metadata={_SHOWN: shown})
+def argument(name: str, help: str, check: Callable[[str], None] | None = None) -> Any:
+    """Define an argument. `name` is what help calls it."""
+    return typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
 
 
 def option(
@@ -139,43 +140,47 @@ def option(
     metavar: str | None = None,
     panel: str | None = None,
     *,
-    default: Any = None,
     name: str | None = None,
     check: Callable[[str], None] | None = None,
     **limits: Any,
 ) -> Any:
     """Define an option; `metavar` is its value in help, else the choices; `limits` are `min`, `max`, or a `parser`."""
     names = () if name is None else (name,)
-    shown = typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), **limits)
-    return field(default=default, metadata={_SHOWN: shown})
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), **limits)
 
 
 def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """Define an option without a value, as a field of a verb's options."""
-    return field(default=False, metadata={_SHOWN: typer.Option(name, help=help, rich_help_panel=panel)})
+    """Define an option without a value."""
+    return typer.Option(name, help=help, rich_help_panel=panel)
 
 
-def verb(options: type) -> Callable[..., None]:
-    """Return the command `run` of RunOptions, with its fields and docstring; calls function `run` of module `run`."""
-    name = options.__name__.removesuffix("Options").lower()
+def _device(text: str) -> Device:
+    if text not in get_args(Device):
+        raise typer.BadParameter(
+            f"{quoted(text)} is not auto, cpu or cuda. For other machines, see `k2convert guide calibrate`."
+        )
+    return cast(Device, text)
 
-    def command(**values: Any) -> None:
-        from k2convert.cli import console
 
-        console.Asked.json = values.get("json", False)
-        console.Asked.quiet = values.get("quiet", False)
-        said = "" if values.get("dry_run") else _INTERRUPTED.get(name, "")
-        say_when_interrupted(lambda: said, resumes=bool(said) and name != "validate")
-        getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
-
-    hints = get_type_hints(options)
-    signature = inspect.signature(options)
-    shown = {known.name: Annotated[hints[known.name], known.metadata[_SHOWN]] for known in fields(options)}
-    given = [each.replace(annotation=shown[each.name]) for each in signature.parameters.values()]
-    command.__name__ = name
-    command.__doc__ = options.__doc__
-    command.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # what typer reads
-    return command
+SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
+ResultArgument = Annotated[str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)]
+Json = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", CHECKS)]
+Quiet = Annotated[bool, flag("--quiet", "Show no progress on stderr.", CHECKS)]
+SourceOption = Annotated[
+    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
+]
+Yes = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
+Public = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
+MaxDisk = Annotated[
+    str | None,
+    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
+]
+DeviceOption = Annotated[
+    Device, option("Device to run the model on: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device)
+]
+AnyText = Annotated[
+    bool, flag("--any-text", "Allow the calibration text; figures will look better than they are.", CHECKS)
+]
 
 
 def typed_command(*, source: str, without: str = "") -> "JobCommand":

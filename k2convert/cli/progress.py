@@ -1,41 +1,338 @@
 """Progress of a running stage, on stderr: bars on a terminal, elsewhere a line with its time every ten seconds or so.
 
-On a terminal every phase has a row; columns are left out until a row fits the width, so nothing wraps. Elsewhere the
-first line comes within half a second, then every 10 s for two minutes, then every minute.
+The first line comes within half a second, then one every 10 s for two minutes, then every minute. The ETA is by all new
+work since it began: the stages of a shard take minutes and wait for each other, so the last seconds say little. Layers
+are timed as wholes, without the first: it is often a small one, and the first steps of a layer say nothing of its end.
 """
 
+import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, Task, TextColumn
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from k2convert.cli import console
 from k2convert.cli.console import format_rate, format_seconds
 from k2convert.cli.interrupts import displays
-from k2convert.cli.tally import LAYER_PHASES, Meter, Tally
 from k2convert.errors import counted, format_bytes, visible
-from k2convert.records.events import Extent
+from k2convert.records.events import Events, Extent, Keep, Phase
 
+LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")  # phases that count the tokens of every layer
+BYTE_PHASES: Final[tuple[Phase, ...]] = ("convert", "copy", "check")  # of which a stage has one: bytes that are read
 FIRST_LINE_SECONDS: Final = 0.5
 PLAIN_LINE_SECONDS: Final = 10.0
 LATER_LINE_SECONDS: Final = 60.0
 SOON_SECONDS: Final = 120.0
-KEEP_SECONDS: Final = 2.0  # how often the summary for `status` is kept
+KEEP_SECONDS: Final = 2.0  # between two summaries for `status`
+RATE_SECONDS: Final = 180.0  # a rate is that of the last 1,000 steps, none of which is older than this
+STALLED_SECONDS: Final = 20.0
+MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
 _TICK_SECONDS: Final = 0.25
-_MAX_BAR: Final = 40
-_MIN_BAR: Final = 8
 _MAX_NAMES: Final = 3
 _MANY: Final = 20
+_WIDE: Final = 80  # columns, from which on a row has its amounts and a long bar
+
+
+class Meter:
+    """One kind of work of a stage: bytes, experts, or the tokens of every layer, of which a layer has `unit`.
+
+    Work that `can_wait` for other work is not stalled when it stops.
+    """
+
+    def __init__(self, bars: Progress, phase: str, total: int, done: int, *, unit: int, can_wait: bool) -> None:
+        bars.add_task(phase, total=total, completed=done, meter=self)
+        self._bars = bars
+        self.task: Task = bars.tasks[-1]
+        self.phase = phase
+        self.total = total
+        self.done = done
+        self.unit = unit
+        self.can_wait = can_wait
+        self.is_moving = False  # after the first new work
+        self._began_at: float | None = None
+        self._last_at = 0.0  # the last step, or the end of the last layer
+        self._steps = 0
+        self._new = 0  # work since it began
+
+    @property
+    def has_layers(self) -> bool:
+        return self.phase in LAYER_PHASES
+
+    def start(self) -> None:
+        """Begin to measure now, not with the first work; layers begin at the end of the first."""
+        if self._began_at is None and not self.has_layers:
+            self._began_at = self._last_at = self.task.get_time()
+
+    def add(self, amount: int, *, is_new: bool = True) -> None:
+        """Count work. Work that is not new raises `done`, but no rate."""
+        before = self.done // self.unit
+        self.done += amount
+        if not is_new:
+            self.task.completed += amount
+            return
+        self._bars.advance(self.task.id, amount)
+        self.is_moving = True
+        steps = self.done // self.unit - before if self.has_layers else amount
+        if not steps:
+            return
+        self._last_at = self.task.get_time()
+        if self._began_at is None:
+            self._began_at = self._last_at
+        else:
+            self._steps += 1
+            self._new += steps
+
+    @property
+    def rate(self) -> float | None:
+        """Work a second, or layers an hour; 0.0 if it has stopped, None if it waits or is not known."""
+        if self._began_at is None or not self._steps:
+            return None
+        elapsed = self._last_at - self._began_at
+        if self.has_layers:
+            return 3600 * self._new / max(elapsed, 1.0)
+        if self.task.get_time() - self._last_at > max(STALLED_SECONDS, 3 * elapsed / self._steps):
+            return None if self.can_wait else 0.0
+        return self.task.speed
+
+    @property
+    def share(self) -> float:
+        """Share that is done: 0.0 to 1.0, and 1.0 only when all is done."""
+        return min(self.done / self.total, 1.0) if self.total else 1.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest takes at the mean pace since it began; 0.0 when done, None if that is not known."""
+        if self.done >= self.total:
+            return 0.0
+        if self._began_at is None or not self._new:
+            return None
+        elapsed = self._last_at - self._began_at
+        waited = self.task.get_time() - self._last_at
+        if elapsed + waited < MIN_ETA_SECONDS or (waited > max(STALLED_SECONDS, elapsed) and not self.has_layers):
+            return None
+        left = self.total - self.done
+        if self.has_layers:
+            left = self.total // self.unit - self.done // self.unit
+        pace = elapsed / self._new
+        return max(left * pace - min(waited, pace if self.has_layers else waited), 0.0)
+
+    @property
+    def percent(self) -> str:
+        """The share in percent; of many layers, which take long, with a decimal."""
+        if self.total // self.unit > _MANY and self.has_layers and self.share < 1:
+            return f"{int(1000 * self.share) / 10} %"
+        return f"{int(100 * self.share)} %"
+
+    @property
+    def amount(self) -> str:
+        if self.phase == "layers":
+            return f"{self.done:,} of {self.total:,} experts"
+        if self.has_layers:
+            total = self.total // self.unit - (self.phase == "evaluate")  # its head is counted, but it is no layer
+            return f"{min(self.done // self.unit, total)} of {total} layers"
+        done = format_bytes(min(self.done, self.total)).split(" ")
+        whole = format_bytes(self.total).split(" ")
+        return f"{done[0] if done[1] == whole[1] else ' '.join(done)} of {' '.join(whole)}"
+
+    @property
+    def speed(self) -> str:
+        """The rate in words; empty if it is not known or of no interest any more."""
+        rate = self.rate
+        if rate is None or self.done >= self.total:
+            return ""
+        if self.has_layers:
+            return format_layer_rate(rate)
+        if self.phase == "layers":
+            return f"{rate:.1f} experts/s" if rate else ""
+        return format_rate(rate) if rate else "stalled"
+
+
+def format_layer_rate(per_hour: float) -> str:
+    return f"{per_hour:,.{0 if per_hour >= _MANY else 1}f} layers/hour"
+
+
+class Counts(Events):
+    """Counts what a stage reports. `note` takes lines for the person watching."""
+
+    def __init__(
+        self,
+        extent: Extent,
+        *,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        screen: Console = console.ERRORS,
+    ) -> None:
+        self._note = note
+        self._clock = clock
+        self._keep: Keep | None = None
+        self._lock = threading.Lock()
+        self._start = clock()
+        self._screen = screen
+        self._bars = _bars(screen, clock)
+        self.tensors = 0
+        self._new_shards: list[str] = []
+        self._set(extent)
+
+    def _set(self, extent: Extent) -> None:
+        for task in self._bars.task_ids:
+            self._bars.remove_task(task)
+        can_wait = any(phase in extent.phases for phase in LAYER_PHASES)
+        self.meters: dict[str, Meter] = {}
+        for phase, (total, done) in extent.phases.items():
+            unit = extent.layer_tokens if phase in LAYER_PHASES else 1
+            self.meters[phase] = Meter(self._bars, phase, total, done, unit=unit, can_wait=can_wait)
+        if extent.num_experts:
+            self.meters["layers"] = Meter(self._bars, "layers", extent.num_experts, 0, unit=1, can_wait=False)
+        self.num_shards = extent.shards
+        self.shards = extent.finished_shards
+
+    def note(self, text: str) -> None:
+        self._note(text)
+
+    def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
+        with self._lock:
+            self._set(extent)
+            self._keep = keep
+            self._new_shards.clear()
+            next(iter(self.meters.values())).start()
+        self.keep()
+
+    def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:  # noqa: ARG002
+        with self._lock:
+            for phase in BYTE_PHASES:
+                self._add(phase, bytes_in)
+            self.tensors += tensors
+
+    def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
+        with self._lock:
+            self._add("download", downloaded, is_new=is_new)
+            self._add("upload", uploaded, is_new=is_new)
+
+    def _add(self, phase: str, amount: int, *, is_new: bool = True) -> None:
+        if amount and phase in self.meters:
+            self.meters[phase].add(amount, is_new=is_new)
+
+    def shard_finished(self, shard: str) -> None:
+        with self._lock:
+            self.shards += 1
+            self._new_shards.append(shard)
+
+    def experts_computed(self, layer: int, done: int, total: int) -> None:  # noqa: ARG002 - they come in order
+        with self._lock:
+            if "layers" in self.meters:
+                self.meters["layers"].start()
+                self._add("layers", 1)
+
+    def tokens_computed(self, tokens: int) -> None:
+        with self._lock:
+            for phase in LAYER_PHASES:
+                self._add(phase, tokens)
+
+    @property
+    def has_worked(self) -> bool:
+        return self.tensors > 0 or any(meter.is_moving for meter in self.meters.values())
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The ETA: of a job's slowest phase, or the sum for a validation, without what waits for a layer pass."""
+        with self._lock:
+            meters = list(self.meters.values())
+            is_in_layers = any(meter.has_layers and meter.done < meter.total for meter in meters)
+            left = [m.seconds_left for m in meters if m.has_layers or not (is_in_layers and m.can_wait)]
+        known = [seconds for seconds in left if seconds is not None]
+        if len(known) < len(left) or not any(meter.done for meter in meters):
+            return None
+        if "layers" in self.meters:
+            return sum(known)
+        return max(known)
+
+    def keep(self) -> None:
+        """Store a summary for other processes, if the stage has a place for it."""
+        if self._keep is not None:
+            self._keep(json.dumps(self.summary()))
+
+    def summary(self) -> dict[str, Any]:
+        """Return how far the stage is, as `status` reads it."""
+        phases: dict[str, dict[str, Any]] = {}
+        with self._lock:
+            for phase, meter in self.meters.items():
+                rate = meter.rate
+                if rate is not None:
+                    rate = round(rate, 1 if meter.has_layers else None)
+                phases[phase] = {"done": meter.done, "total": meter.total, "rate": rate}
+                if meter.has_layers:
+                    phases[phase]["unit"] = meter.unit
+        left = self.seconds_left
+        return {
+            "shards": self.num_shards,
+            "finished_shards": self.shards,
+            "phases": phases,
+            "seconds": round(self.seconds),
+            "seconds_left": None if left is None else round(left),
+        }
+
+    def line(self, what: str) -> str:
+        """Return a line of a log: every phase, shards, those that finished since the last line, and the ETA."""
+        meters = [meter for meter in self.meters.values() if meter.total]
+        parts = [f"{meter.percent} ({meter.amount}) {meter.speed}".rstrip() for meter in meters]
+        if len(self.meters) > 1:
+            parts = [f"{meter.phase} {part}" for meter, part in zip(meters, parts, strict=True)]
+        names = self._new_shards
+        self._new_shards = []
+        finished = ""
+        if names:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}"
+        parts += [self._shards_text(), finished, self._eta_text()]
+        return f"{'evaluate' if 'evaluate' in self.meters else what}: {', '.join(filter(None, parts))}"
+
+    def _shards_text(self) -> str:
+        return f"{self.shards} of {counted(self.num_shards, 'shard')}" if self.num_shards else ""
+
+    def _eta_text(self) -> str:
+        left = self.seconds_left
+        return f"ETA {format_seconds(left)}" if left and round(left) else ""
+
+    def rows(self) -> Group:
+        """Return the rows of a terminal: one for each phase, and one for the whole."""
+        tensors = f"{self.tensors:,} tensors" if self.tensors else ""
+        texts = (self._shards_text(), self._eta_text(), f"running for {format_seconds(self.seconds)}", tensors)
+        parts = list(filter(None, texts))
+        while len(parts) > 1 and len(", ".join(parts)) > self._screen.width:
+            parts.pop()
+        whole = Text(", ".join(parts), no_wrap=True, overflow="crop")
+        return Group(self._bars.make_tasks_table(self._bars.tasks), whole)
+
+
+def _bars(screen: Console, clock: Callable[[], float]) -> Progress:
+    """Return rich's tasks and columns, which Counts shows; a narrow terminal has no amounts."""
+    is_wide = screen.width >= _WIDE
+    names = ("phase", "percent", *(("amount",) if is_wide else ()), "speed")
+    texts = {
+        name: TextColumn(
+            f"{{task.fields[meter].{name}}}",
+            markup=False,
+            table_column=Column(no_wrap=True, justify="left" if name == "phase" else "right"),
+        )
+        for name in names
+    }
+    bar = BarColumn(24 if is_wide else 8)
+    first, *others = texts.values()
+    return Progress(first, bar, *others, console=screen, speed_estimate_period=RATE_SECONDS, get_time=clock)
 
 
 class Display:
@@ -43,22 +340,23 @@ class Display:
 
     def __init__(self, what: str, extent: Extent) -> None:
         """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
-        self._quiet = console.Asked.quiet
-        self._is_live = not self._quiet and console.ERRORS.is_terminal
-        self.tally = Tally(extent, note=console.notifier())
-        self.rows = Rows(self.tally)
-        self._lines = _Lines(what, self.tally)
+        self._what = what
+        self._is_quiet = console.Output.quiet
+        self.counts = Counts(extent, note=console.notifier())
         self._live: Live | None = None
+        self._printed_at: float | None = None
+        self._printed = ""  # without the names of shards, which no later line has
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
 
-    def __enter__(self) -> Tally:
-        if self._is_live:
-            self._live = Live(self.rows, console=console.ERRORS, refresh_per_second=4, transient=True)
+    def __enter__(self) -> Counts:
+        if not self._is_quiet and console.ERRORS.is_terminal:
+            rows = self.counts.rows
+            self._live = Live(console=console.ERRORS, refresh_per_second=4, transient=True, get_renderable=rows)
             self._live.start()
         self._thread.start()
         displays.append(self._end)
-        return self.tally
+        return self.counts
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         displays.remove(self._end)
@@ -69,175 +367,41 @@ class Display:
             return
         self._ended.set()
         self._thread.join()
+        has_worked = self.counts.has_worked
         if self._live is not None:
             with suppress(OSError):  # a terminal that is gone must not end the work
                 self._live.stop()
-                if self.tally.has_worked:
-                    console.ERRORS.print(self.rows)
-        elif not self._quiet and self.tally.has_worked and (not has_failed or self._lines.has_printed):
-            self._lines.print_last()
+                if has_worked:
+                    console.ERRORS.print(self.counts.rows())
+        elif not self._is_quiet and has_worked and (not has_failed or self._printed_at is not None):
+            line = self.counts.line(self._what)
+            if line != self._printed:
+                console.print_event(line)
 
     def _tick(self) -> None:
         """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
         kept = time.monotonic()
         while not self._ended.wait(_TICK_SECONDS):
-            if not self._quiet and self._live is None:
-                self._lines.print_if_due()
+            if not self._is_quiet and self._live is None and self.counts.seconds >= self._due():
+                self._printed_at = self.counts.seconds
+                line = self.counts.line(self._what)
+                self._printed = line.partition(", finished ")[0]
+                console.print_event(line)
             if time.monotonic() - kept >= KEEP_SECONDS:
                 kept = time.monotonic()
-                self.tally.keep()
+                self.counts.keep()
 
-
-@dataclass(slots=True)
-class _Lines:
-    what: str
-    tally: Tally
-    has_printed: bool = False
-    printed_at: float = 0.0
-    printed: str = ""  # without the names of shards, which no later line has
-
-    def print_if_due(self) -> None:
-        seconds = self.tally.seconds
-        pause = LATER_LINE_SECONDS
-        if seconds < SOON_SECONDS:
-            pause = PLAIN_LINE_SECONDS
-        due = FIRST_LINE_SECONDS
-        if self.has_printed:
-            due = self.printed_at + pause
-        if seconds >= due:
-            self.print_now()
-
-    def print_now(self) -> None:
-        self.has_printed = True
-        self.printed_at = self.tally.seconds
-        text = self.text()
-        self.printed = text.partition(", finished ")[0]
-        console.print_event(text)
-
-    def print_last(self) -> None:
-        """Print how far the stage came, unless the line before says the same."""
-        text = self.text()
-        if text != self.printed:
-            console.print_event(text)
-
-    def text(self) -> str:
-        tally = self.tally
-        parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
-        names = tally.new_shards
-        tally.new_shards = []
-        more = ""
-        if len(names) > _MAX_NAMES:
-            more = f" and {len(names) - _MAX_NAMES} more"
-        finished = ""
-        if names:
-            finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}"
-        parts += [_shards_text(tally), finished, _eta_text(tally)]
-        what = "evaluate" if "evaluate" in tally.meters else self.what
-        return f"{what}: {', '.join(filter(None, parts))}"
-
-
-def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
-    rates = _rate_text(phase, meter)
-    name = phase if len(tally.meters) > 1 else ""
-    if phase == "convert" and rates and (written := tally.written.rate):
-        rates = f"in {rates}, out {format_rate(written)}"
-    return " ".join(part for part in (name, _percent(meter), f"({_done_text(phase, meter)})", rates) if part)
-
-
-def _percent(meter: Meter) -> str:
-    """Return the share in percent; of many layers, which take long, with a decimal."""
-    is_long = meter.layers is not None and len(meter.layers.costs) > _MANY
-    if is_long and meter.share < 1:
-        return f"{int(1000 * meter.share) / 10} %"
-    return f"{int(100 * meter.share)} %"
-
-
-def _done_text(phase: str, meter: Meter) -> str:
-    if phase == "layers":
-        return f"{meter.done:,} of {meter.total:,} experts"
-    if phase in LAYER_PHASES:
-        total = meter.total // meter.unit - (phase == "evaluate")  # its head is counted, but it is no layer
-        return f"{min(meter.done // meter.unit, total)} of {total} layers"
-    if phase == "ask":
-        return f"{meter.done:,} of {meter.total:,} tokens"
-    done = format_bytes(min(meter.done, meter.total)).split(" ")
-    total = format_bytes(meter.total).split(" ")
-    return f"{done[0] if done[1] == total[1] else ' '.join(done)} of {' '.join(total)}"
-
-
-def _rate_text(phase: str, meter: Meter) -> str:
-    rate = meter.rate
-    if rate is None or meter.done >= meter.total:
-        return ""
-    if phase in LAYER_PHASES:
-        return format_layer_rate(rate)
-    if rate == 0:
-        return "" if phase == "layers" else "stalled"
-    if phase == "ask":
-        return f"{rate:,.0f} tokens/s"
-    if phase == "layers":
-        return f"{rate:.1f} experts/s"
-    return format_rate(rate)
-
-
-def format_layer_rate(per_hour: float) -> str:
-    return f"{per_hour:,.{0 if per_hour >= _MANY else 1}f} layers/hour"
-
-
-def _shards_text(tally: Tally) -> str:
-    if tally.num_shards:
-        return f"{tally.shards} of {counted(tally.num_shards, 'shard')}"
-    return ""
-
-
-def _eta_text(tally: Tally) -> str:
-    left = tally.seconds_left
-    if left and round(left):
-        return f"ETA {format_seconds(left)}"
-    return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a terminal: one for each phase, and one for the whole."""
-
-    tally: Tally
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        tally = self.tally
-        cells = [
-            (phase, _percent(meter), _done_text(phase, meter), _rate_text(phase, meter))
-            for phase, meter in tally.meters.items()
-        ]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        # Of phase, percent, amount and rate the least important go first, and so do those of the whole.
-        choices = ([0, 1, 2, 3], [0, 1, 3], [0, 1])
-        shown = next((c for c in choices if sum(widths[i] + 2 for i in c) + _MIN_BAR <= options.max_width), choices[-1])
-        used = sum(widths[i] for i in shown) + 2 * len(shown)
-        bar = min(options.max_width - used, _MAX_BAR)
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for i in range(4):
-            if i in shown:
-                table.add_column(no_wrap=True, justify="left" if i == 0 else "right")
-            if i == 0 and bar >= _MIN_BAR:
-                table.add_column(no_wrap=True, width=bar)
-        for row, meter in zip(cells, tally.meters.values(), strict=True):
-            bars = [ProgressBar(total=1.0, completed=meter.share, width=bar)] if bar >= _MIN_BAR else []
-            first, *rest = (Text(row[i]) for i in shown)
-            table.add_row(first, *bars, *rest)
-        yield table
-        tensors = f"{tally.tensors:,} tensors" if tally.tensors else ""
-        texts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
-        parts = list(filter(None, texts))
-        while len(parts) > 1 and len(", ".join(parts)) > options.max_width:
-            parts.pop()
-        yield Text(", ".join(parts), no_wrap=True, overflow="crop")
+    def _due(self) -> float:
+        """Return when the next line is due, in seconds since the start."""
+        if self._printed_at is None:
+            return FIRST_LINE_SECONDS
+        return self._printed_at + (PLAIN_LINE_SECONDS if self.counts.seconds < SOON_SECONDS else LATER_LINE_SECONDS)
 
 
 def waiting(text: str) -> ExitStack:
     """Show what a command waits for, until the result is closed: a spinner, or one line after half a second."""
     shown = ExitStack()
-    if console.Asked.quiet:
+    if console.Output.quiet:
         return shown
     if console.ERRORS.is_terminal:
         status = Status(Text(visible(text), no_wrap=True, overflow="ellipsis"), console=console.ERRORS)

@@ -1,52 +1,61 @@
 """`prune`: copy a checkpoint with some of its experts."""
 
-from functools import partial
+from pathlib import Path
+from typing import Annotated
 
-from k2convert.cli import console
-from k2convert.cli.progress import Display
-from k2convert.cli.verbs import PruneOptions
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.options import RESUMES, Json, Quiet, argument, check_folder, flag, option
 from k2convert.errors import counted, format_bytes
-from k2convert.prune import Pruning, copy_pruned, plan_pruning
-from k2convert.records.events import Extent
 
 
-def prune(options: PruneOptions) -> None:
-    """Copy what is left, and say what the copy is."""
-    pruning = plan_pruning(options.source, options.destination, options.keep)
-    done = pruning.finished_bytes
+def prune(
+    source: Annotated[Path, argument("SOURCE", "Folder of the INT4 or MXFP4 checkpoint.", check_folder)],
+    destination: Annotated[Path, argument("DEST", "Folder of the copy.", check_folder)],
+    keep: Annotated[Path, option("Experts to keep: a list, or a REAP report of llm-compressor.", "FILE")],
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Print what would be kept and the disk needed, and write nothing.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy a checkpoint with some experts of each MoE layer. The copy is a source like any other. Running it again
+    resumes.
+    """
+    from k2convert.cli import console
+    from k2convert.cli.progress import Display
+    from k2convert.prune import copy_pruned, plan_pruning
+    from k2convert.records.events import Extent
+
+    console.set_output(json=json, quiet=quiet)
+    say_when_interrupted(lambda: "" if dry_run else RESUMES, resumes=not dry_run)
+    pruning = plan_pruning(source, destination, keep)
     num_shards = len(pruning.shards)
-    if not options.dry_run:
-        extent = Extent({"copy": (pruning.num_bytes, done)}, num_shards, len(pruning.finished))
+    num_finished = len(pruning.finished)
+    if not dry_run:
+        extent = Extent({"copy": (pruning.num_bytes, pruning.finished_bytes)}, num_shards, num_finished)
         with Display("prune", extent) as events:
             copy_pruned(pruning, events=events)
+    lines = [
+        f"{destination}: {pruning.num_experts} of {pruning.num_source_experts} experts per layer, "
+        f"{counted(num_shards, 'shard')}, {format_bytes(pruning.num_bytes)}"
+    ]
+    if num_finished:
+        lines.append(f"finished before: {counted(num_finished, 'shard')}")
+    if dry_run:
+        lines.append(f"to write: {format_bytes(pruning.num_bytes - pruning.finished_bytes)}")
     document = {
-        "source": str(options.source),
-        "destination": str(options.destination),
+        "source": str(source),
+        "destination": str(destination),
         "experts": pruning.num_experts,
         "of": pruning.num_source_experts,
         "shards": num_shards,
-        "finished_shards": len(pruning.finished),
+        "finished_shards": num_finished,
         "bytes": pruning.num_bytes,
-        "finished_bytes": done,
+        "finished_bytes": pruning.finished_bytes,
     }
-    console.show(document, partial(_show, pruning, options))
-    place = options.destination
-    if place.name in ("", ".."):
-        place = place.resolve()
-    words = (options.source, options.destination, "--keep", options.keep)
-    if options.dry_run:
-        console.print_next(console.command("k2convert", "prune", *words))
-    else:
-        console.print_next(console.command("k2convert", "run", options.destination, f"{place}-NVFP4"))
-
-
-def _show(pruning: Pruning, options: PruneOptions) -> None:
-    size = format_bytes(pruning.num_bytes)
-    console.print_line(
-        f"{options.destination}: {pruning.num_experts} of {pruning.num_source_experts} experts per layer, "
-        f"{counted(len(pruning.shards), 'shard')}, {size}"
-    )
-    if pruning.finished:
-        console.print_line(f"finished before: {counted(len(pruning.finished), 'shard')}")
-    if options.dry_run:
-        console.print_line(f"to write: {format_bytes(pruning.num_bytes - pruning.finished_bytes)}")
+    console.show(document, *lines)
+    if dry_run:
+        console.print_next(console.command("k2convert", "prune", source, destination, "--keep", keep))
+        return
+    place = destination.resolve() if destination.name in ("", "..") else destination
+    console.print_next(console.command("k2convert", "run", destination, f"{place}-NVFP4"))

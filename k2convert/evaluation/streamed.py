@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from k2convert import __version__
-from k2convert.calibration.memory import Memory, ModelSizes, layer_costs, pass_memory, read_sizes
+from k2convert.calibration.memory import Memory, ModelSizes, pass_memory
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, ResumeError
-from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, head_names
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import LayerComparison, kept_windows, layer_figures
 from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, score_tokens
 from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
@@ -109,13 +109,6 @@ class EvaluationPlan:
         layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
         return layers * -(-windows // self.layer_pass.text.chunk) + sum(sizes[-heads:]) * tiles
 
-    def layer_costs(self) -> tuple[float, ...]:
-        """Return how much work each layer is, and the head."""
-        source = self.checkpoints[0].checkpoint
-        size = self.layer_pass.text.size(self.layer_pass.num_layers)
-        rows, columns = source.tensors[head_names(source)[1]].shape
-        return *layer_costs(read_sizes(source), size, is_gptq=False), float(size.num_tokens * rows * columns)
-
     def remove_work(self) -> None:
         """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
         work = self.layer_pass.work
@@ -179,7 +172,7 @@ def evaluate(
     `decode` makes text of token ids, for the tokens that are shown. `command` is what the user typed. Raises any
     K2ConvertError.
     """
-    with plan.layer_pass.resumed(command=command, layer_costs=plan.layer_costs(), events=events) as layer_pass:
+    with plan.layer_pass.resumed(command=command, events=events) as layer_pass:
         _compare_layers(plan, layer_pass, events)
         if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
             _score(plan, layer_pass, events)

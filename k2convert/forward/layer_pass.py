@@ -204,9 +204,9 @@ class LayerPass:
         phases[phase] = (self.num_steps * unit, first * unit)
         return phases
 
-    def extent(self, first: int, *, layer_costs: tuple[float, ...]) -> Extent:
+    def extent(self, first: int) -> Extent:
         """Return the extent of a pass on its own."""
-        return Extent(self.phases(first, {}), layer_tokens=len(self.models) * self.ids.size, layer_costs=layer_costs)
+        return Extent(self.phases(first, {}), layer_tokens=len(self.models) * self.ids.size)
 
     @contextmanager
     def opened(
@@ -218,9 +218,7 @@ class LayerPass:
             yield replace(self, shards=shards, text=replace(self.text, chunk=chunk))
 
     @contextmanager
-    def resumed(
-        self, *, command: JobCommand | None, layer_costs: tuple[float, ...], events: Events
-    ) -> Generator[LayerPass]:
+    def resumed(self, *, command: JobCommand | None, events: Events) -> Generator[LayerPass]:
         """Lock the work folder and yield the pass as it runs, begun or resumed. `command` is what the user typed.
 
         Raises DiskFullError without space, ResumeError in the folder of a different pass.
@@ -238,5 +236,5 @@ class LayerPass:
                 events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
             space = self.disk_allowed - self.disk_bytes
             with self.opened(first, chunk=begun.chunk, space=space, events=events) as running:
-                events.begun(self.extent(first, layer_costs=layer_costs), keep=keep)
+                events.begun(self.extent(first), keep=keep)
                 yield running

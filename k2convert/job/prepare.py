@@ -314,11 +314,12 @@ def memory_bytes(job: Job, *, layer_pass: int = 0) -> int:
 
 def check_job_memory(job: Job) -> None:
     """Refuse a job whose shards do not fit into the memory (PlanError); a layer pass's own needs are not in this."""
+    fewer = "fewer --workers, " if job.limits.workers > 1 else ""
     check_memory(
         str(job.source.local or job.source.repo),
         needed=memory_bytes(job),
         available=available_memory() + peak_bytes(),
-        use="fewer --workers, a larger limit (the container's, Slurm's --mem, `ulimit -v`), or ",
+        use=f"{fewer}a larger limit (the container's, Slurm's --mem, `ulimit -v`), or ",
     )
 
 

@@ -279,7 +279,7 @@ def _extent(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | N
     extent = Extent(phases, len(run.mine), len(run.mine) - len(run.items))
     if layer_pass is None:
         return extent
-    return replace(extent, layer_tokens=layer_pass.plan.layer_pass.ids.size, layer_costs=layer_pass.plan.layer_costs())
+    return replace(extent, layer_tokens=layer_pass.plan.layer_pass.ids.size)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-Phase = Literal["download", "copy", "convert", "upload", "check", "layers", "calibrate", "evaluate", "ask"]
+Phase = Literal["download", "copy", "convert", "upload", "check", "layers", "calibrate", "evaluate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,6 @@ class Extent:
     finished_shards: int = 0
     num_experts: int = 0  # of all reference layers
     layer_tokens: int = 0  # that a layer has
-    layer_costs: tuple[float, ...] = ()  # operations of each layer; empty if all have the same
 
 
 Keep = Callable[[str], None]  # stores one line of text that other processes may read while this one runs
@@ -44,7 +43,7 @@ class Events(Protocol):
         """Take how many experts of a reference layer are computed."""
 
     def tokens_computed(self, tokens: int) -> None:
-        """Take how many tokens a layer computed, or a server answered for, since the last call."""
+        """Take how many tokens a layer computed since the last call."""
 
 
 class _Silent(Events):

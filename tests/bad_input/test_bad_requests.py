@@ -278,7 +278,6 @@ USAGE_ERRORS = [
     ("run a b --max-disk lots", "'--max-disk': .*200GB"),
     ("run a b --rule best", "'--rule': .*mse"),
     ("run a b --activations w8a8", "'--activations': .*w4a16"),
-    ("run a b --to fp8", "'--to': .*bf16"),
 ]
 
 

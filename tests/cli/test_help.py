@@ -37,7 +37,7 @@ def test_help_names_no_type_of_python_and_gives_two_examples(verb: str) -> None:
 def test_run_has_25_options_in_five_panels() -> None:
     text = help_of("run")
     panels = re.findall(r"^([A-Z][a-z ]+):$", text.partition("Examples")[0], flags=re.MULTILINE)
-    assert panels == ["Arguments", "Source and result", "Output and checks", "Calibration", "Machine", "Hub"]
+    assert panels == ["Arguments", "Options", "Result", "Output and checks", "Machine", "Hub"]
     assert len(re.findall(r"^  (?:-h, )?--[a-z-]+", text, flags=re.MULTILINE)) <= 25
 
 

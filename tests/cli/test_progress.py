@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from command import RunCli
-from test_tally import Clock
+from test_counts import Clock
 
 from k2convert.cli import progress
-from k2convert.cli.tally import Tally
 from k2convert.records.events import Extent
 from k2convert.records.lock import lock_destination
 from scripts.fixture_maker.damage import edit_tensor
@@ -38,8 +37,8 @@ def test_the_last_line_is_printed_once(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
     display = progress.Display("validate", Extent({"check": (100 + more, 0)}, shards=1))
-    display.tally.shard_finished("model-00001-of-000001.safetensors")
-    display.tally.progress(bytes_in=100)
+    display.counts.shard_finished("model-00001-of-000001.safetensors")
+    display.counts.progress(bytes_in=100)
     said = ""
     with display as events:
         while not said:
@@ -105,11 +104,11 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
     (out / "config.json").unlink()
     clock = Clock()
     extent = Extent({"convert": (10_000_000, 0)}, 5)
-    tally = Tally(extent, note=print, clock=clock)
+    counts = progress.Counts(extent, note=print, clock=clock)
     with lock_destination(out) as keep:
-        tally.begun(extent, keep=keep)
-        clock.every(1, lambda: tally.progress(bytes_in=500_000), times=8)
-        tally.keep()
+        counts.begun(extent, keep=keep)
+        clock.every(1, lambda: counts.progress(bytes_in=500_000), times=8)
+        counts.keep()
         status = run_cli("status", out)
         document = json.loads(run_cli("status", out, "--json").stdout)
         keep('{"phases": {"convert": ')

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from screen import Screen, in_terminal, same_as_golden
-from test_tally import Clock
+from test_counts import Clock
 
-from k2convert.cli.progress import Rows
-from k2convert.cli.tally import Tally
+from k2convert.cli.progress import Counts
 from k2convert.records.events import Extent
 from scripts import fixture_maker as fixtures
 
@@ -45,20 +44,20 @@ def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     clock = Clock()
     whole = (594 * giga, 0)
     extent = Extent({"download": whole, "convert": whole, "upload": whole}, 62)
-    tally = Tally(extent, note=print, clock=clock)
-    tally.begun(extent)
-    for second in range(2000):
-        clock.now += 1
-        tally.transferred(downloaded=118_000_000)
-        if second > 90:
-            tally.progress(bytes_in=117_000_000, bytes_out=117_000_000, tensors=20)
-        if second > 180:
-            tally.transferred(uploaded=99_000_000)
-    for number in range(21):
-        tally.shard_finished(f"model-{number:05}")
     out = io.StringIO()
     console = Console(file=out, width=columns, force_terminal=False, legacy_windows=False)
-    console.print(Rows(tally))
+    counts = Counts(extent, note=print, clock=clock, screen=console)
+    counts.begun(extent)
+    for second in range(2000):
+        clock.now += 1
+        counts.transferred(downloaded=118_000_000)
+        if second > 90:
+            counts.progress(bytes_in=117_000_000, bytes_out=117_000_000, tensors=20)
+        if second > 180:
+            counts.transferred(uploaded=99_000_000)
+    for number in range(21):
+        counts.shard_finished(f"model-{number:05}")
+    console.print(counts.rows())
     lines = out.getvalue().splitlines()
     assert all(len(line) <= columns for line in lines)
     assert [line.split()[0] for line in lines[:3]] == ["download", "convert", "upload"]

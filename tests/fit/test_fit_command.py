@@ -91,7 +91,7 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, resul
     )
     assert fit["serve"]["vllm"]["command"] is None
     assert "whole experts to all 4 GPUs that hold a layer or to none" in fit["serve"]["vllm"]["notes"][0]
-    [fit] = answer(tiny, "--memory", "2GB", "--count", "1", code=3)["fits"]
+    [fit] = answer(tiny, "--gpu", "2GB", "--count", "1", code=3)["fits"]
     assert fit["serve"] == {}
     shown = run_fit(tiny, *words)
     assert "\n\nvLLM:\nvllm serve DEST --tensor-parallel-size 2 --enable-expert-parallel \\\n    --kv" in shown.stdout
@@ -101,7 +101,7 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, resul
 def test_a_cache_shorter_than_the_model_limits_the_request(tiny: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     edit_config(tmp_path, max_position_embeddings=262_144)
-    [fit] = answer(tmp_path, "--memory", "4GB", "--count", "1", "--overhead", "3.66GB")["fits"]
+    [fit] = answer(tmp_path, "--gpu", "4GB", "--count", "1", "--overhead", "3.66GB")["fits"]
     assert 8192 < fit["longest_request"] < 262_144
     assert f"--max-model-len {fit['longest_request']} " in fit["serve"]["vllm"]["command"]
 
@@ -111,7 +111,7 @@ def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path) -> N
     assert "--max-model-len" not in roomy["serve"]["vllm"]["command"]
     longest = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
     size = roomy["each"]["weights"] + roomy["each"]["kv_bytes_per_token"] * longest // 2
-    words = ("--memory", f"{size}B", "--count", "1", "--overhead", "1B", "--utilization", "1", "--context", "16")
+    words = ("--gpu", f"{size}B", "--count", "1", "--overhead", "1B", "--utilization", "1", "--context", "16")
     [tight] = answer(tiny, *words)["fits"]
     assert tight["holds"]
     assert "--max-model-len 16 " in tight["serve"]["vllm"]["command"]
@@ -137,11 +137,11 @@ def test_known_gpus_are_listed_smallest_first(tiny: Path) -> None:
 
 
 def test_what_does_not_fit_says_how_much_is_missing(tiny: Path) -> None:
-    shown = run_fit(tiny, "--memory", "2GB", "--count", "1", code=3)
+    shown = run_fit(tiny, "--gpu", "2GB", "--count", "1", code=3)
     for words in ("does not fit: 1.1", "MISSING", "no number of experts fits on 1 x GPU of 2GB as TP1"):
         assert words in shown.stdout
     assert "next:" not in shown.stderr
-    size = ("--memory", "10GB", "--count", "1", "--overhead", "1GB")
+    size = ("--gpu", "10GB", "--count", "1", "--overhead", "1GB")
     assert "does not fit: " in run_fit(tiny, *size, "--requests", "1000000", code=3).stdout
     shown = run_fit(tiny, "--requests", "1000000000", code=3)
     assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in shown.stdout
@@ -173,7 +173,7 @@ def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, resu
     assert (most["experts_per_layer"], most["fits"][0]["kv_tokens"]) == (224, 11905)
     whole = answer(tiny, "--gpu", "h200", "--count", "1", "--experts", "auto")
     assert whole == answer(tiny, "--gpu", "h200", "--count", "1"), "all of them fit"
-    nothing = answer(tiny, "--memory", "2GB", "--count", "1", "--experts", "auto", code=3)
+    nothing = answer(tiny, "--gpu", "2GB", "--count", "1", "--experts", "auto", code=3)
     assert nothing["experts_per_layer"] == 16
     for place, source in ((tiny, tiny), (result, "SOURCE")):
         shown = run_fit(place, "--gpu", "h200", "--count", "1", "--experts", "10").stderr
@@ -198,16 +198,14 @@ _AMD = f"--gpu 'mi300': a GPU of AMD, which cannot run NVFP4. Known: {', '.join(
     [
         ("--gpu b100 --count 8", 1, "--gpu 'b100': an unknown GPU. Known: b200, b300,"),
         ("--gpu MI355X --count 8", 1, "--gpu 'MI355X': a GPU of AMD, which cannot run NVFP4. Known: b200, b300,"),
-        ("--gpu mi300 --count 8", 1, f"{_AMD} For another one that runs NVFP4, pass --memory, such as 96GB."),
+        ("--gpu mi300 --count 8", 1, f"{_AMD} For another one that runs NVFP4, pass its memory, such as --gpu 96GB."),
         ("--gpu b200 --count 3 --tp 3", 1, "--tp 3: it must divide the 4 attention heads. Nearest:"),
         ("--experts 3", 1, "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
         ("--experts 17", 1, "--experts 17: a layer has 16 experts"),
-        ("--gpu b200 --memory 96GB --count 4", 2, "--gpu or --memory, not both"),
-        ("--memory 96GB", 2, "--memory needs --count"),
-        ("--count 4", 2, "--count needs --gpu or --memory"),
-        ("--tp 4", 2, "--tp: needs --gpu or --memory, and --count"),
-        ("--memory much --count 1", 2, "not a size"),
-        ("--experts auto --gpu b200", 2, "--experts auto: needs --gpu or --memory, and --count"),
+        ("--count 4", 2, "--count needs --gpu"),
+        ("--tp 4", 2, "--tp: needs --gpu and --count"),
+        ("--gpu 96XB --count 1", 2, "not a size"),
+        ("--experts auto --gpu b200", 2, "--experts auto: needs --gpu and --count"),
         ("--experts 0", 2, "'0' is not a number of experts. Pass one such as 192, or auto."),
         ("--experts most", 2, "'most' is not a number of experts"),
     ],

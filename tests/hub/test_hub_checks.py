@@ -17,9 +17,8 @@ from published import ALL_RULES, JOB, assert_published, stop_before_main
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint.header import read_header
-from k2convert.cli import publish as command
+from k2convert.job import publish, transfers
 from k2convert.job import run as executor
-from k2convert.job import transfers
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
@@ -173,13 +172,13 @@ def test_publish_sends_only_what_it_validated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(local_result, cwd / "out")
-    send = command.publish_folder
+    send = publish.publish_folder
 
     def change_and_send(*args: Any, **options: Any) -> str:
         flip(cwd / "out" / name, 5)
         return send(*args, **options)
 
-    monkeypatch.setattr(command, "publish_folder", change_and_send)
+    monkeypatch.setattr(publish, "publish_folder", change_and_send)
     done = cli("publish", "out", "--repo", "me/out", "--yes", code=1)
     assert f"{name}: {words}" in " ".join(done.stderr.split())
     assert_nothing_on_main(server)

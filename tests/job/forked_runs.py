@@ -15,7 +15,7 @@ from k2convert.cli.interrupts import catch_interrupts
 # fall into the work and not into the imports.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["k2convert.cli.app", "k2convert.job.prepare", "k2convert.cli.views", "k2convert.quantize.quantizer"]
+    ["k2convert.cli.app", "k2convert.job.prepare", "k2convert.cli.job_view", "k2convert.quantize.quantizer"]
 )
 
 

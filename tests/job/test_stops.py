@@ -262,16 +262,16 @@ def test_a_sentence_that_does_not_come_is_not_waited_for(times: int, tmp_path: P
 _FAILING = """
 import sys, threading
 sys.argv = ["k2convert", "status", "nowhere"]
-import k2convert.cli.status as status
+import k2convert.cli.status_view as status_view
 from k2convert.__main__ import main
 
-def fail(_options):
+def fail(_place):
     import hashlib
     from k2convert.errors import PlanError
     threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 2**31 - 1)).start()
     raise PlanError("no room.")
 
-status.status = fail
+status_view.show_status_of = fail
 main()
 """
 

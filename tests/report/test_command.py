@@ -64,10 +64,31 @@ def test_validation_is_taken_from_a_file(
     folder: Path, validation: dict[str, Any], run_cli: Any, tmp_path: Path, tiny: Path
 ) -> None:
     saved = tmp_path / "validation.json"
-    saved.write_text(json.dumps(validation))
+    saved.write_text(json.dumps(validation | {"folder": str(folder)}))
     run_cli("report", folder, "--validation", saved, "--out", tmp_path, code=0)
     assert "Reference layers" in (tmp_path / "report.html").read_text()
     run_cli("report", folder, "--validation", saved, "--source", tiny, code=2)
+
+
+@pytest.mark.parametrize(
+    ("named", "is_accepted"),
+    [("RESULT", True), ("result", True), ("there/../result", True), ("other", False), ("/x/result", False),
+     ("hf://me/result", False), (".", False)],
+)  # fmt: skip
+def test_the_validation_of_another_result_is_refused(
+    named: str, is_accepted: bool, folder: Path, validation: dict[str, Any], run_cli: Any, tmp_path: Path
+) -> None:
+    result = tmp_path / "result"
+    result.symlink_to(folder)
+    saved = tmp_path / "validation.json"
+    saved.write_text(json.dumps(validation | {"folder": named.replace("RESULT", str(result))}))
+    done = run_cli("report", result, "--validation", saved, "--out", tmp_path / "out", code=0 if is_accepted else 1)
+    assert (tmp_path / "out").exists() == is_accepted
+    if not is_accepted:
+        assert done.stderr == (
+            f"error: {saved}: is the validation of {named}, not of {result}. Name the result as the validation does, "
+            f"or write the file again: `k2convert validate {result} --json > {saved}`.\n"
+        )
 
 
 DOCUMENTS = [{}, {"contract": 1}] + [

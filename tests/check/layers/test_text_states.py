@@ -10,7 +10,7 @@ from command import run_here
 
 from k2convert.check.layers.check import check_layers, states_of_text
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.tally import Tally
+from k2convert.cli.progress import Counts
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
 from k2convert.text.windows import Windows, read_windows
@@ -27,12 +27,12 @@ def windows_of(tiny: Path, tokens: int) -> Windows:
 def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
     expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
-    tally = Tally(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
-    found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=tally))
+    counts = Counts(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
+    found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=counts))
     assert [layer for layer, _ in found] == [1, 3]
     for layer, states in found:
         assert torch.allclose(states, expected[layer], rtol=1e-4, atol=2e-6 * float(expected[layer].abs().max()))
-    assert tally.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
+    assert counts.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
 
 
 def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> None:

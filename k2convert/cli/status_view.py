@@ -1,7 +1,7 @@
-"""`status`: how far a conversion, a calibration or an evaluation is, and what a path holds that is none of them."""
+"""What `status` shows: how far a conversion or an evaluation is, and what a path holds that is neither."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,6 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import EVALUATION_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.progress import format_layer_rate
-from k2convert.cli.verbs import StatusOptions
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, counted, format_bytes, remedy
 from k2convert.forward.work import WorkFolder
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
@@ -28,71 +27,84 @@ from k2convert.records.lock import read_lock
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 
-def status(options: StatusOptions) -> None:
+@dataclass(frozen=True, slots=True)
+class EvaluationStatus:
+    """An evaluation that is not finished. `destination` is its file or the checkpoint that it is of."""
+
+    destination: str
+    running: bool
+    layers: int
+    tokens: int
+    finished_layers: int  # the head of an evaluation is none
+    progress: dict[str, Any] | None  # what the running process wrote last
+    progress_age: float  # seconds since then
+    resumable: bool  # by this version
+    command: str | None  # that began or last resumed it, if it is known
+    resume: str | None  # the command, if it is known and this version resumes it
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationStatus:
+    """How many layers of a conversion by rule gptq are done; `layers` is None if the record lacks it."""
+
+    layers: Any
+    finished_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A conversion, and the evaluation and the publication of its result."""
+
+    destination: str
+    complete: bool
+    running: bool
+    shards: int
+    finished_shards: int
+    bytes: int
+    finished_bytes: int
+    pending: list[str]
+    progress: dict[str, Any] | None
+    progress_age: int | None
+    resume: str | None
+    recipe: dict[str, Any]
+    fingerprint: dict[str, Any]
+    calibration: CalibrationStatus | None
+    evaluation: EvaluationStatus | None
+    published: dict[str, str] | None
+
+
+def show_status_of(place: str) -> None:
     """Show how far the work in a folder is, or the contents of a repository or a file."""
-    place = options.destination
     path = Path(place)
     if place.startswith(SCHEME):
         show_repository(place)
     elif path.is_file():
-        _show_evaluation(path)
-    elif (found := _find_evaluation(path)) is not None:
-        console.show(found.document(), partial(_show_evaluation, found))
+        _show_finished_evaluation(path)
+    elif (evaluation := _find_evaluation(path)) is not None:
+        console.show(evaluation, partial(_show_evaluation, evaluation))
     else:
         _show_job(path)
 
 
-def _show_evaluation(path: Path) -> None:
-    found = find_evaluation(path)
-    assert found is not None  # it is a file
-    texts = ", ".join(name for name, _ in found.text.texts)
-    contents = f"{counted(len(found.rows), 'model')} on {found.text.tokens:,} tokens of {texts}"
-    document = {"complete": True, "models": len(found.rows), "tokens": found.text.tokens}
+def _show_finished_evaluation(path: Path) -> None:
+    evaluation = find_evaluation(path)
+    assert evaluation is not None  # it is a file
+    text = evaluation.text
+    contents = f"{counted(len(evaluation.rows), 'model')} on {text.tokens:,} tokens of {', '.join(dict(text.texts))}"
+    document = {"complete": True, "models": len(evaluation.rows), "tokens": text.tokens}
     console.show(document, f"{path}: complete evaluation: {contents}")
 
 
-@dataclass(frozen=True, slots=True)
-class _BegunEvaluation:
-    """An evaluation that is not finished, and the file that it is for."""
-
-    place: Path
-    work: WorkFolder
-    layers: int
-    tokens: int
-    is_resumable: bool
-
-    @property
-    def finished(self) -> int:
-        """Return how many layers are done; the head of an evaluation is none."""
-        return min(self.work.num_finished(), self.layers)
-
-    @property
-    def command(self) -> JobCommand | None:
-        return read_command(self.work.folder)
-
-    def document(self) -> dict[str, Any]:
-        is_running, progress, _ = read_lock(self.work.folder)
-        command = self.command
-        return {
-            "complete": False,
-            "running": is_running,
-            "layers": self.layers,
-            "tokens": self.tokens,
-            "finished_layers": self.finished,
-            "progress": progress,
-            "resume": None if command is None or not self.is_resumable else command.line(here=str(Path.cwd())),
-        }
-
-
-def _find_evaluation(path: Path) -> _BegunEvaluation | None:
-    """Return the unfinished work on an evaluation's file, named with or without its folder's suffix."""
+def _find_evaluation(path: Path) -> EvaluationStatus | None:
+    """Return the unfinished evaluation for a file, which is named with or without the suffix of its work folder."""
     for place in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        if (found := _opened_evaluation(place, evaluation_works(place)[0])) is not None:
-            return found
+        if (status := _evaluation_status(place, evaluation_works(place)[0])) is not None:
+            return status
     return None
 
 
-def _opened_evaluation(place: Path, work: WorkFolder) -> _BegunEvaluation | None:
+def _evaluation_status(place: Path, work: WorkFolder) -> EvaluationStatus | None:
     begun = work.job()
     if begun is None:
         return None
@@ -100,67 +112,117 @@ def _opened_evaluation(place: Path, work: WorkFolder) -> _BegunEvaluation | None
     tokens = begun.identity.get("tokens")
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
-    return _BegunEvaluation(place, work, layers, tokens, begun.version == IDENTITY_VERSION)
+    is_running, progress, age = read_lock(work.folder)
+    is_resumable = begun.version == IDENTITY_VERSION
+    command = _line(read_command(work.folder))
+    return EvaluationStatus(
+        destination=str(place),
+        running=is_running,
+        layers=layers,
+        tokens=tokens,
+        finished_layers=min(work.num_finished(), layers),
+        progress=progress,
+        progress_age=age,
+        resumable=is_resumable,
+        command=command,
+        resume=command if is_resumable else None,
+    )
 
 
-def _show_evaluation(layer_pass: _BegunEvaluation) -> None:
-    is_running, progress, age = read_lock(layer_pass.work.folder)
-    word = "running" if is_running else "not finished"
-    amount = f"{layer_pass.finished} of {layer_pass.layers} layers, {layer_pass.tokens:,} tokens at most"
-    console.print_line(f"{layer_pass.place}: evaluation {word}: {amount}")
-    if progress is not None:
-        show_progress(progress, age)
-    if not is_running:
-        _show_resume(layer_pass.command, "evaluate", is_resumable=layer_pass.is_resumable)
+def _line(command: JobCommand | None) -> str | None:
+    return None if command is None else command.line(here=str(Path.cwd()))
 
 
-def _show_resume(command: JobCommand | None, verb: str, *, is_resumable: bool) -> None:
+def _show_evaluation(status: EvaluationStatus) -> None:
+    word = "running" if status.running else "not finished"
+    amount = f"{status.finished_layers} of {status.layers} layers, {status.tokens:,} tokens at most"
+    console.print_line(f"{status.destination}: evaluation {word}: {amount}")
+    if status.progress is not None:
+        show_progress(status.progress, status.progress_age)
+    if not status.running:
+        _show_resume(status.command, "evaluate", is_resumable=status.resumable)
+
+
+def _show_resume(command: str | None, verb: str, *, is_resumable: bool) -> None:
     if not is_resumable:
         console.print_note(f"not running: {EARLIER_WORK}")
     elif command is not None:
-        console.print_next(command.line(here=str(Path.cwd())))
+        console.print_next(command)
     else:
         console.print_note(f"not running: the same `k2convert {verb}` command resumes it")
 
 
 def _show_job(folder: Path) -> None:
     journal = Journal(folder)
-    evaluation = _opened_evaluation(folder, evaluation_works(folder)[1])
+    evaluation = _evaluation_status(folder, evaluation_works(folder)[1])
     if journal.job() is None:
         if evaluation is not None:  # of a checkpoint that `run` did not write
-            console.show(evaluation.document(), partial(_show_evaluation, evaluation))
+            console.show(evaluation, partial(_show_evaluation, evaluation))
             return
-        if other := _say_other(folder):
+        if other := _other_contents(folder):
             raise DestinationError(other)
     state = journal.state()
-    document = status_document(state)
+    status = _job_status(folder, state, evaluation)
+    console.show(status, partial(_show_state, status, state))
+
+
+def _job_status(folder: Path, state: JobState, evaluation: EvaluationStatus | None) -> JobStatus:
+    job = state.job
+    resume = None
+    if _lacks_evaluation(folder, state) or (state.is_resumable and not state.is_complete):
+        resume = _line(state.command)
+    calibration = None
     work = conversion_work(folder)
-    layer_pass = None
     if (begun := work.job()) is not None:
-        layer_pass = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
-        document["calibration"] = layer_pass
-    if evaluation is not None:
-        document["evaluation"] = evaluation.document()
-    if _lacks_evaluation(folder, state) and state.command is not None:
-        document["resume"] = state.command.line(here=str(Path.cwd()))
-    found = find_published(folder)
-    document["published"] = None if found is None else {"repo": found.repo, "commit": found.commit}
-    console.show(document, partial(_show_state, folder, state, layer_pass, evaluation))
+        calibration = CalibrationStatus(begun.identity.get("layers"), work.num_finished())
+    published = find_published(folder)
+    return JobStatus(
+        destination=str(folder),
+        complete=state.is_complete,
+        running=state.is_running,
+        shards=len(job.shards),
+        finished_shards=len(state.finished),
+        bytes=sum(job.shards.values()),
+        finished_bytes=sum(job.shards[name] for name in state.finished if name in job.shards),
+        pending=[name for name in job.shards if name not in state.finished],
+        progress=state.progress,
+        progress_age=round(state.progress_age) if state.progress is not None else None,
+        resume=resume,
+        recipe=job.recipe.document(),
+        fingerprint=job.fingerprint,
+        calibration=calibration,
+        evaluation=evaluation,
+        published=None if published is None else {"repo": published.repo, "commit": published.commit},
+    )
 
 
-def _show_state(
-    folder: Path, state: JobState, layer_pass: dict[str, Any] | None, evaluation: _BegunEvaluation | None
-) -> None:
-    is_evaluating = evaluation is not None and read_lock(evaluation.work.folder)[0]
-    show_status(folder, replace(state, progress=None) if is_evaluating else state)
-    if layer_pass is not None and state.progress is None:
-        console.print_line(f"calibrate: {layer_pass['finished_layers']} of {layer_pass['layers']} layers are done")
+def _show_state(status: JobStatus, state: JobState) -> None:
+    folder = Path(status.destination)
+    evaluation = status.evaluation
+    is_evaluating = evaluation is not None and evaluation.running
+    progress = None if is_evaluating else status.progress
+    word = "not finished"
+    if status.complete:
+        word = "complete"
+    elif status.running:
+        word = "running"
+    shards = f"{status.destination}: {word}: {status.finished_shards} of {counted(status.shards, 'shard')}"
+    if progress is None:
+        shards += f", {format_bytes(status.finished_bytes)} of {format_bytes(status.bytes)}"
+    console.print_line(shards)
+    if progress is not None:
+        show_progress(progress, state.progress_age)
+    recipe = status.recipe
+    console.print_line(f"recipe {recipe['name']}: rule {recipe['rule']}, layout {recipe['layout']}")
+    if status.calibration is not None and progress is None:
+        done = f"{status.calibration.finished_layers} of {status.calibration.layers}"
+        console.print_line(f"calibrate: {done} layers are done")
     if evaluation is not None and (is_evaluating or evaluation.command is not None):
         _show_evaluation(evaluation)
         return
     if evaluation is not None:
-        console.print_line(f"evaluate: {evaluation.finished} of {evaluation.layers} layers are done")
-    if not show_published(folder):
+        console.print_line(f"evaluate: {evaluation.finished_layers} of {evaluation.layers} layers are done")
+    if not _show_published(folder):
         _show_next(folder, state)
 
 
@@ -170,8 +232,8 @@ def _lacks_evaluation(folder: Path, state: JobState) -> bool:
     return is_wanted and state.is_resumable and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()
 
 
-def _say_other(folder: Path) -> str:
-    """Return what a folder without a job is, and the command for it; "" if nothing is known of it."""
+def _other_contents(folder: Path) -> str:
+    """Return what a folder without a job holds, and the command for it; "" if nothing is known of it."""
     if (folder / LEDGER_NAME).is_file():
         command = console.command("k2convert", "validate", folder)
         return f"{folder}: is a finished result without the records of its job. `{command}` checks it."
@@ -193,53 +255,15 @@ def _say_other(folder: Path) -> str:
 
 
 def _show_next(folder: Path, state: JobState) -> None:
+    command = state.command
     if not state.is_complete or _lacks_evaluation(folder, state):
         if not state.is_running:
-            _show_resume(state.command, "run", is_resumable=state.is_resumable)
+            _show_resume(_line(command), "run", is_resumable=state.is_resumable)
     elif state.job.recipe.target == "nvfp4":
-        command = state.command
-        here = str(Path.cwd())
-        given = list[str]()
+        words: tuple[str, ...] = ()
         if command is not None and command.source:
-            given += ["--source", command.place(command.source, here=here)]
-        console.print_next(console.command("k2convert", "validate", folder, *given))
-
-
-def status_document(state: JobState) -> dict[str, Any]:
-    resume = None
-    if state.command is not None and state.is_resumable and not state.is_complete:
-        resume = state.command.line(here=str(Path.cwd()))
-    return {
-        "complete": state.is_complete,
-        "running": state.is_running,
-        "shards": len(state.job.shards),
-        "finished_shards": len(state.finished),
-        "bytes": sum(state.job.shards.values()),
-        "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
-        "pending": [name for name in state.job.shards if name not in state.finished],
-        "progress": state.progress,
-        "progress_age": round(state.progress_age) if state.progress is not None else None,
-        "resume": resume,
-        "recipe": state.job.recipe.document(),
-        "fingerprint": state.job.fingerprint,
-    }
-
-
-def show_status(destination: Path, state: JobState) -> None:
-    document = status_document(state)
-    word = "not finished"
-    if state.is_complete:
-        word = "complete"
-    elif state.is_running:
-        word = "running"
-    shards = f"{destination}: {word}: {document['finished_shards']} of {counted(document['shards'], 'shard')}"
-    if state.progress is None:
-        shards += ", " + " of ".join(format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
-    console.print_line(shards)
-    if state.progress is not None:
-        show_progress(state.progress, state.progress_age)
-    recipe = state.job.recipe
-    console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
+            words = ("--source", command.place(command.source, here=str(Path.cwd())))
+        console.print_next(console.command("k2convert", "validate", folder, *words))
 
 
 def show_progress(progress: Mapping[str, Any], age: float) -> None:
@@ -311,7 +335,7 @@ def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
         return parse_ledger(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}")
 
 
-def show_published(folder: Path) -> bool:
+def _show_published(folder: Path) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
     found = find_published(folder)
     left = has_left(folder)
@@ -321,6 +345,6 @@ def show_published(folder: Path) -> bool:
             console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
     elif left:
         console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
-        if (command := read_command(folder)) is not None:
-            console.print_next(command.line(here=str(Path.cwd())))
+        if (command := _line(read_command(folder))) is not None:
+            console.print_next(command)
     return left

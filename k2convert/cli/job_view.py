@@ -1,0 +1,444 @@
+"""Jobs as tables and plain data: their plan, what they need, how far they are, what they made. And the question before
+publishing.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from k2convert.checkpoint.index import missing_sidecars
+from k2convert.cli import console
+from k2convert.cli.console import format_seconds, print_line, print_table
+from k2convert.cli.interrupts import say_when_interrupted
+from k2convert.cli.needs import (
+    TIME_NOTE,
+    Needs,
+    calibration_document,
+    calibration_needs,
+    final_evaluation,
+    final_line,
+    layers_left,
+    memory_line,
+    show_outputs,
+    text_lines,
+)
+from k2convert.cli.options import typed_command
+from k2convert.cli.progress import Counts, Display, waiting
+from k2convert.errors import HubError, UnservableError, counted, format_bytes
+from k2convert.hub.branch import branch_name
+from k2convert.hub.client import MAIN, Hub
+from k2convert.hub.preflight import Target
+from k2convert.hub.request_errors import redacted
+from k2convert.job.locations import Destination
+from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
+from k2convert.job.resources import own_process
+from k2convert.job.run import Outcome, Part, execute
+from k2convert.machine import available_memory
+from k2convert.models import read_architecture
+from k2convert.plan.plan import action_counts
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.command import JobCommand
+from k2convert.records.document import plain
+from k2convert.records.events import Extent
+from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document, summarize
+
+if TYPE_CHECKING:
+    from k2convert.calibration.conversion import CalibrationPlan
+    from k2convert.job.ray import Cluster
+
+_DISK_RATE: Final = 1e9  # bytes a second
+_NETWORK_RATE: Final = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """A shard of the result: its tensors, the bytes that are read and written for it."""
+
+    name: str
+    tensors: int
+    bytes_in: int
+    bytes_out: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What a job would do and need. The fields from `work_folder` to `notices` are of jobs with the Hub."""
+
+    source: str
+    destination: str
+    family: str
+    recipe: dict[str, Any]
+    fingerprint: dict[str, Any]
+    workers: int
+    actions: dict[str, dict[str, int]]
+    tensor_bytes_in: int
+    tensor_bytes_out: int
+    num_tensors_out: int
+    disk_needed: int
+    disk_free: int
+    exclude_modules: list[str]
+    shards: list[PlannedShard]
+    bytes_to_read: int
+    bytes_to_write: int
+    minutes_at_1_gb_s: int
+    work_folder: str | None
+    source_commit: str | None
+    max_disk: int | None
+    branch: str | None
+    private: bool | None
+    notices: list[str]
+    memory_needed: int | None = None  # on this machine; None for a cluster
+    memory_available: int | None = None
+    calibration: dict[str, object] | None = None
+    evaluation: dict[str, object] | None = None
+    cluster: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a job made: the shards of the result and their error, by role. `repo` and `commit` are where it went."""
+
+    destination: str
+    shards: int
+    resumed_shards: int
+    seconds: float
+    tensor_bytes_out: int
+    totals: dict[str, dict[str, Any]]
+    warnings: list[str]
+    below_budget: dict[str, Any] | None
+    repo: str | None
+    commit: str | None
+    contract: dict[str, Any] | None
+    evaluation: dict[str, Any] | None
+
+
+def show_notices(job: Job, source: str) -> None:
+    """Print what is to be known of a job before it is shown or done."""
+    notices = () if job.target is None else job.target.notices
+    for notice in (*notices, job.limits.shrunk):
+        if notice is not None:
+            console.print_note(f"note: {notice}")
+    for name, problem in missing_sidecars(job.source.checkpoint.folder):
+        console.print_note(f"warning: {source}: {name}: {problem}")
+
+
+def show_plan_of(job: Job, source: str, cluster: "AbstractContextManager[Cluster] | None") -> None:
+    """Show what a job would do, and what it needs; raises PlanError, DiskFullError if this machine has too little."""
+    plan = _plan(job, source)
+    views: list[str | Callable[[], None]] = []
+    needs: list[Needs] = []
+    if cluster is not None:
+        with waiting("looks at the cluster"), cluster as connected:
+            capacity = connected.capacity
+        plan = replace(plan, cluster=asdict(capacity))
+        left = f"{capacity.shards_at_a_time:,} shards at a time; the time is not estimated"
+        if capacity.lack:
+            left = f"{capacity.lack}, or wait until the cluster grows"
+        views.append(f"cluster: {counted(capacity.nodes, 'node')}, {counted(capacity.cpus, 'CPU')}; {left}")
+    elif job.gptq is not None:
+        needs.append(calibration_needs(job.gptq, job))
+        plan = replace(plan, calibration=calibration_document(job, job.gptq) | needs[0].document())
+        smoothing = "on" if job.plan.recipe.smoothing else "off"
+        views += [*text_lines(job.gptq), f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)"]
+        views += [*needs[0].lines(), TIME_NOTE]
+    else:
+        views += [memory_line(memory_bytes(job)), _left_line(plan)]
+    if job.uses_hub and cluster is None:
+        views.append(partial(_show_network, job, plan))
+    if job.evaluation is not None:
+        last = final_evaluation(job, job.evaluation)
+        plan = replace(plan, evaluation=last.document())
+        views.append(final_line(last, job.evaluation))
+        needs.append(last)
+    if cluster is None:
+        memory = max([memory_bytes(job), *(need.memory for need in needs)])
+        plan = replace(plan, memory_needed=memory, memory_available=available_memory())
+    console.show(plan, partial(_show_plan, job, plan), *views)
+    check_room(job)
+    if cluster is None:
+        check_job_memory(job)
+    for need in needs:
+        need.check(source)
+    console.print_next(console.own_command())
+
+
+def convert_part(job: Job, part: Part, own: JobCommand) -> None:
+    """Convert a part of a job, by its `own` command, and name the command that ends the job."""
+    whole = typed_command(source=own.source, without="--part")
+    num_shards = len(part.items(job.items))
+    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
+    own_process()
+    of_part = f"this part's {counted(num_shards, 'shard')}"
+    say_when_interrupted(
+        lambda: f"{display.counts.shards} of {of_part} are converted. The same command resumes",
+        own.line(here=own.folder),
+    )
+    with display as events:
+        execute(replace(job, command=whole), part=part, events=events)
+    console.show(
+        {"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)},
+        f"part {part} is converted: {counted(num_shards, 'shard')} of the job's {len(job.plan.jobs)}",
+        partial(console.print_note, "when all parts are done, the command without --part writes index and config:"),
+    )
+    console.print_next(whole.line(here=whole.folder))
+
+
+def show_published_before(job: Job, target: Target) -> None:
+    """Delete what a run left on the Hub that was killed after its last commit, and name the commit."""
+    from k2convert.job.publish import settle_published
+
+    settle_published(job, target)
+    console.print_note(f"{target.repo}: {target.revision} already holds this result")
+    if job.evaluation is not None:
+        console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
+    console.show({"repo": target.repo, "commit": target.head, "published_before": True})
+
+
+def convert(
+    job: Job, command: JobCommand, cluster: "AbstractContextManager[Cluster] | None", *, verify: bool, yes: bool
+) -> None:
+    """Do a job and show what it measured; ask before publishing unless `yes`. Raises any K2ConvertError."""
+    if job.target is not None:
+        confirm(job.target, total_bytes=job.plan.data_bytes, yes=yes)
+    extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
+    display = Display("transfer" if job.uses_hub else "convert", extent)
+    if job.gptq is not None:
+        _start_pass(job, job.gptq, command.source)
+    if job.evaluation is not None:
+        last = final_evaluation(job, job.evaluation)
+        last.check(command.source)
+        console.print_event(final_line(last, job.evaluation))
+    own_process()
+    start = time.monotonic()
+    say_when_interrupted(partial(_how_far, job, display.counts), command.line(here=command.folder))
+    try:
+        with nullcontext() if cluster is None else cluster as connected, display as events:
+            outcome = execute(replace(job, command=command), events=events, cluster=connected, verify=verify)
+    except UnservableError as error:
+        from k2convert.cli.validation_view import show_validation
+
+        show_validation(error.validation)
+        raise
+    job = replace(job, finished=outcome.finished)
+    _show_outcome(job, outcome, command.source, seconds=time.monotonic() - start)
+
+
+def _how_far(job: Job, counts: Counts) -> str:
+    if "evaluate" in counts.meters:
+        from k2convert.job.evaluation import evaluation_works
+
+        layers = read_architecture(job.source.checkpoint).num_layers
+        done = min(evaluation_works(job.destination.folder)[1].num_finished(), layers)
+        what = f"all shards are converted; the evaluation has {done} of {layers} layers"
+    else:
+        done = counts.shards if counts.num_shards else len(job.finished)
+        what = f"{done} of {len(job.plan.jobs)} shards are converted"
+        if job.gptq is not None and "calibrate" in counts.meters:
+            layer_pass = job.gptq.layer_pass
+            what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
+    return f"{what}. The same command resumes"
+
+
+def _start_pass(job: Job, plan: "CalibrationPlan", source: str) -> None:
+    check_room(job)
+    if layers_left(job, plan):
+        calibration_needs(plan, job).check(source)
+        for line in text_lines(plan):
+            console.print_event(line)
+
+
+def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) -> None:
+    recipe = job.plan.recipe
+    totals = summarize(outcome.records.values())
+    missed = below_budget(outcome.records.values(), recipe)
+    contract = None if outcome.validation is None else outcome.validation.contract
+    result = JobResult(
+        destination=str(job.destination if job.uses_hub else job.destination.folder),
+        shards=len(job.plan.jobs),
+        resumed_shards=len(job.finished),
+        seconds=round(seconds, 3),
+        tensor_bytes_out=job.plan.data_bytes,
+        totals={role: metrics_document(metrics) for role, metrics in totals.items()},
+        warnings=doubts(outcome.records.values()),
+        below_budget={"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
+        repo=job.destination.repo,
+        commit=outcome.commit,
+        contract=None
+        if contract is None
+        else {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed},
+        evaluation=None if outcome.evaluation is None else plain(outcome.evaluation),
+    )
+    views: list[str | Callable[[], None]] = []
+    if outcome.calibrated is not None:
+        views.append(partial(show_outputs, outcome.calibrated, job.gptq))
+    views.append(partial(_show_run, job, totals, seconds))
+    views += [partial(console.print_note, f"warning: {doubt}") for doubt in result.warnings]
+    if outcome.evaluation is not None:
+        from k2convert.cli.evaluation_view import show_evaluation
+
+        views.append(partial(show_evaluation, outcome.evaluation))
+    if contract is not None:
+        views.append(contract.summary)
+    if outcome.commit is not None:
+        views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
+    console.show(result, *views)
+    if outcome.commit is None and recipe.target == "nvfp4":
+        given = () if job.uses_hub else ("--source", source)
+        console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
+    check_budget(job.destination.folder, recipe, missed)
+
+
+def _plan(job: Job, source: str) -> JobPlan:
+    plan = job.plan
+    limits = job.limits
+    target = job.target
+    left = [shard for shard in plan.jobs if shard.name not in job.finished]
+    bytes_in = sum(shard.bytes_in for shard in left)
+    bytes_out = sum(shard.data_bytes for shard in left)
+    return JobPlan(
+        source=source,
+        destination=str(job.destination),
+        family=plan.family,
+        recipe=plan.recipe.document(),
+        fingerprint=job.description.fingerprint,
+        workers=limits.workers,
+        actions=action_counts(plan),
+        tensor_bytes_in=job.source.checkpoint.tensor_bytes,
+        tensor_bytes_out=plan.data_bytes,
+        num_tensors_out=sum(shard.num_outputs for shard in plan.jobs),
+        disk_needed=limits.disk_needed,
+        disk_free=limits.disk_free,
+        exclude_modules=list(plan.excludes),
+        shards=[
+            PlannedShard(shard.name, shard.num_outputs, shard.bytes_in, shard.data_bytes, shard.name in job.finished)
+            for shard in plan.jobs
+        ],
+        bytes_to_read=bytes_in,
+        bytes_to_write=bytes_out,
+        minutes_at_1_gb_s=_minutes(bytes_in + bytes_out, _DISK_RATE),
+        work_folder=str(job.destination.folder) if job.uses_hub else None,
+        source_commit=job.source.revision if job.uses_hub else None,
+        max_disk=limits.disk_allowed if job.uses_hub else None,
+        branch=None if target is None else branch_name(job.digest),
+        private=None if target is None else target.private,
+        notices=[] if target is None else list(target.notices),
+    )
+
+
+def _show_plan(job: Job, plan: JobPlan) -> None:
+    recipe = job.plan.recipe
+    print_line(
+        f"{plan.source} ({plan.family}) -> {plan.destination}: {recipe.name}, {recipe.target}, "
+        f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
+    )
+    rows = [
+        (
+            shard.name,
+            f"{shard.tensors:,}",
+            format_bytes(shard.bytes_in),
+            format_bytes(shard.bytes_out),
+            "done" if shard.finished else "to do",
+        )
+        for shard in plan.shards
+    ]
+    shown = rows
+    if len(rows) > 12:
+        shown = [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
+    print_table(counted(len(rows), "shard"), ("shard", "tensors", "in", "out", "state"), shown)
+    rows = [
+        (
+            "copy, times powers of two" if name == "scale" else name,
+            f"{action['source_tensors']:,}",
+            format_bytes(action["bytes_in"]),
+            f"{action['tensors']:,}",
+            format_bytes(action["bytes_out"]),
+        )
+        for name, action in plan.actions.items()
+    ]
+    print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
+    if job.source.remote is not None:
+        print_line(f"source: {job.source.remote.repo} at commit {job.source.remote.commit}")
+    if job.target is not None:
+        kind = "private" if plan.private else "public"
+        print_line(f"publishes to {job.target.name} ({kind}) through its branch {plan.branch}")
+    allowed = ""
+    if plan.max_disk is not None:
+        allowed = f" at once, may use {format_bytes(plan.max_disk)}"
+    print_line(f"disk: needs {format_bytes(plan.disk_needed)}{allowed}, free {format_bytes(plan.disk_free)}")
+
+
+def _left_line(plan: JobPlan) -> str:
+    """Return what a job still has to read and to write."""
+    if not plan.bytes_to_write:
+        return "every shard is done"
+    amounts = f"reads {format_bytes(plan.bytes_to_read)}, writes {format_bytes(plan.bytes_to_write)}"
+    return f"{amounts}: {counted(plan.minutes_at_1_gb_s, 'minute')} at 1 GB/s, one after the other"
+
+
+def _show_network(job: Job, plan: JobPlan) -> None:
+    """Print what a job with the Hub still has to transfer, and how long that takes on a fast and on a slow line."""
+    down = sum(job.limits.source_bytes.values()) if job.source.remote else 0
+    up = plan.bytes_to_write if job.target is not None else 0
+    if not plan.bytes_to_write or not (down or up):
+        return
+    ways = [f"{verb} {format_bytes(count)}" for verb, count in (("downloads", down), ("uploads", up)) if count]
+    slow, fast = (_minutes(max(down, up), rate) for rate in (_NETWORK_RATE, 10 * _NETWORK_RATE))
+    print_line(f"network: {' and '.join(ways)}: {counted(slow, 'minute')} at 1 Gbit/s, {fast:,} at 10 Gbit/s")
+
+
+def _minutes(num_bytes: int, rate: float) -> int:
+    return max(round(num_bytes / rate / 60), 1)
+
+
+def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
+    rows = [
+        (
+            role,
+            f"{m.num_weights:,}",
+            f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
+            f"{m.relative_mse:.5f}",
+            f"{m.achieved_to_max:.3f}" if math.isfinite(m.achieved_to_max) else "",
+        )
+        for role, m in totals.items()
+    ]
+    if rows:
+        columns = ("role", "weights", "SQNR", "relative MSE", "error / max")
+        print_table("weight error against the source", columns, rows)
+    if TOTAL in totals and (words := totals[TOTAL].cast_words) is not None:
+        print_line(f"cast: {words}")
+    fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
+    rate = ""
+    if fresh and seconds:
+        rate = f", {format_bytes(fresh / seconds)}/s in"
+    print_line(f"{job.destination.folder}: {counted(len(job.plan.jobs), 'shard')}, {format_seconds(seconds)}{rate}")
+
+
+def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
+    from k2convert.cli.validation_view import print_serve
+
+    revision = None
+    if destination.revision != MAIN:
+        revision = destination.revision
+    branch = "" if revision is None else f", branch {revision},"
+    print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
+
+    print_serve(str(destination.repo), folder=destination.folder, revision=revision)
+
+
+def confirm(target: Target, *, total_bytes: int, yes: bool) -> None:
+    """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
+    kind = "private" if target.private else "PUBLIC"
+    if not typer.confirm(f"Publish {format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
+        raise HubError(f"{target.repo}: not published.")

@@ -1,0 +1,175 @@
+"""A validation as tables: the contract, weight error, certificate, layers, and the command that serves the result."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from k2convert.check.layers.check import LayersCost
+from k2convert.check.layers.result import LayersReport, Variant, labels
+from k2convert.check.results import (
+    MAX_OFFENDERS,
+    CertificateReport,
+    ContractReport,
+    ValidationReport,
+    WeightsReport,
+    validation_document,
+)
+from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.names import CONFIG_NAME
+from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
+from k2convert.errors import format_bytes
+from k2convert.models import expected_family
+from k2convert.records.ledger import DecodedError, find_ledger
+
+_MAX_NUMBERS: Final = 8  # layers that are listed one by one
+
+
+def cost_line(cost: LayersCost, tokens: int) -> str:
+    """Return what computing layers on so many tokens costs, in a line."""
+    numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
+    below = ""
+    if cost.num_below:
+        below = f" (and {cost.num_below} layers below, for the hidden states of the text)"
+    work = f"{cost.num_experts:,} experts on {tokens:,} tokens and reads {format_bytes(cost.num_bytes)}"
+    return f"--layers {numbers}{below}: computes {work}"
+
+
+def show_validation(report: ValidationReport) -> None:
+    show(validation_document(report), partial(_show_tables, report))
+
+
+def _show_tables(report: ValidationReport) -> None:
+    _show_contract(report.contract)
+    if report.weights is not None:
+        _show_weights("weight error, decoded from the written bytes", report.weights)
+    if report.layers is not None:
+        _show_layers(report.layers)
+    if report.layers_skipped:
+        print_line(f"reference layers: skipped ({report.layers_skipped})")
+    if (other := report.comparison) is not None:
+        if other.note is not None:
+            print_line(other.note)
+        _show_contract(other.contract)
+        _show_weights(f"weight error of {other.folder}", other.weights)
+        print_line(
+            f"by tensor: less error here in {other.better_here:,}, less there in {other.better_there:,}, "
+            f"equal in {other.equal:,}"
+        )
+    print_verdict(report.folder, passed=report.passed)
+
+
+def _show_contract(contract: ContractReport) -> None:
+    rows = [
+        (str(r.number), r.verdict, f"{r.count:,}" if r.count else "", f"{r.title} ({r.note})" if r.note else r.title)
+        for r in contract.rules
+    ]
+    title = f"servable contract: {contract.folder} ({contract.layout}, {contract.activations})"
+    print_table(title, ("rule", "verdict", "count", "what must hold"), rows, left=(0, 1, 3))
+    for rule in contract.rules:
+        for offender in rule.offenders:
+            print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
+
+
+def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
+    equal = ""
+    if error.num_nonzero:
+        equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %"
+    steps = ""
+    if error.max_error_steps is not None:
+        steps = f"{error.max_error_steps:.2f}"
+    plain = _decibels(error.sqnr_db)
+    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal
+
+
+def _decibels(sqnr: float | None) -> str:
+    if sqnr is None:
+        return "zero"
+    if math.isfinite(sqnr):
+        return f"{sqnr:.2f} dB"
+    return "exact" if sqnr > 0 else "broken"
+
+
+def _show_weights(title: str, weights: WeightsReport) -> None:
+    totals = weights.totals()
+    if not totals:
+        print_line(f"{title}: no weight could be measured")
+        return
+    found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
+    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
+    rows = [_error_row(label, error) for label, error in found]
+    shown = [i for i, name in enumerate(columns) if not name or any(row[i] for row in rows)]  # no steps without INT4
+    print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    for module, _ in weights.worst(1):
+        print_line(f"worst: {module}")
+    _show_certificate(weights.certificate)
+    _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
+    _show_comparison_with(
+        "library decoder", weights.decoder_compared, weights.decoder_mismatches, "only with --reference"
+    )
+
+
+def _show_certificate(certificate: CertificateReport) -> None:
+    if not certificate.tensors:
+        print_line(f"certificate: skipped ({certificate.skip_reason or 'no tensor is converted'})")
+        return
+    rows = f"all {certificate.rows:,} rows" if certificate.is_whole else f"{certificate.rows:,} rows, drawn by a hash,"
+    by = f"by the conditions of rule {certificate.rule}"
+    if certificate.skip_reason:
+        by = f"by their error alone ({certificate.skip_reason})"
+    print_line(
+        f"certificate: {rows} of {certificate.tensors:,} tensors checked {by}, {certificate.copies:,} copies compared; "
+        f"{len(certificate.mismatches):,} differ"
+    )
+    for name, problem in list(certificate.mismatches.items())[:MAX_OFFENDERS]:
+        print_line(f"certificate: {name}: {problem}")
+
+
+def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], skip_reason: str) -> None:
+    if not compared:
+        print_line(f"{what}: skipped ({skip_reason})")
+        return
+    first = f", first {mismatches[0]}" if mismatches else ""
+    print_line(f"{what}: {compared:,} tensors compared, {len(mismatches):,} differ{first}")
+
+
+def _show_layers(report: LayersReport) -> None:
+    """Show every layer's rows, the result's own first, and the routers, of which most have the same words."""
+    found = {error.variant for layer in report.layers for error in layer.errors}
+    rows = [
+        (
+            str(layer.layer),
+            label,
+            f"{error.sqnr_db:.2f} dB",
+            f"{error.cosine:.6f}",
+            f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
+        )
+        for layer in report.layers
+        for variant, label in labels(found).items()
+        if (error := layer.error(Variant(variant))) is not None
+    ]
+    title = f"reference layers, error of the output against INT4 in FP32 ({report.hidden_states})"
+    print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
+    for router in dict.fromkeys(layer.router for layer in report.layers):
+        same = [str(layer.layer) for layer in report.layers if layer.router == router]
+        where = ""
+        if len(same) != len(report.layers):
+            where = f" (layer {', '.join(same)})"
+        print_line(f"router: {router}{where}")
+    for layer in report.layers:
+        for failure in layer.failures:
+            print_line(f"layer {layer.layer}: {failure}")
+
+
+def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
+    """Print how to serve a folder or a repository. `folder` has the result's config.json, and its ledger if any."""
+    from k2convert.fit.serving import result_deployment, serve_command
+
+    config = read_json_file(folder / CONFIG_NAME)
+    ledger = find_ledger(folder)
+    family = expected_family(config, ()).name if ledger is None else str(ledger.source.family)
+    kv_cache = None if ledger is None else ledger.recipe.kv_cache
+    deployment = result_deployment(config, kv_cache, family=family, model=model, revision=revision)
+    if deployment.layout is not None:  # else no engine of ours loads it
+        print_next(serve_command("vllm", deployment).line)
