@@ -363,7 +363,7 @@ def result_of_0_3(prune: Prune, tmp_path_factory: pytest.TempPathFactory) -> Pat
     assert run("run", prune("tiny", "survivors"), out, "--quiet") == 0
     shutil.copy(LEDGER_OF_0_3, out / "k2convert.json")
     ledger = read_json(out, "k2convert.json")
-    shutil.rmtree(out / ".k2convert" / "shards")  # its records are of another job
+    shutil.rmtree(out / ".k2convert" / "done")  # its records are of another job
     edit_json(out / ".k2convert" / "job.json", lambda job: job.pop("version"))
     edit_json(
         out / ".k2convert" / "job.json", lambda job: job.update({k: ledger[k] for k in ("fingerprint", "pruning")})

@@ -1,6 +1,5 @@
 """The layers that rule gptq has converted: what was decided, the quantized weights, and what a shard needs of them.
 
-    layer-003.json               what was decided in layer 3 (LayerResult): the claim that it is done
     codes-003.safetensors        its quantized weights, until every shard that needs them is recorded
         MODULE.packed            U8 [N, K/2]
         MODULE.block_scales      U8 [N, K/16]
@@ -15,6 +14,7 @@ that names the tensor.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from k2convert.models.projections import Projection
 from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits, scale_fp32
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
-from k2convert.records.document import Count, Exponent, encode, read_document
+from k2convert.records.document import Count, Exponent, parse, plain
 
 RESIDUAL: Final = "residual"
 CODES: Final = "codes"
@@ -81,19 +81,17 @@ class LayerResult:
 
 
 def write_layer(work: WorkFolder, layer: int, result: LayerResult) -> None:
-    """Declare a layer done, by writing what was decided."""
-    work.write(work.claim(layer), encode(result))
+    """Declare a layer done, with what was decided."""
+    work.finish(layer, plain(result))
 
 
 def read_layer(work: WorkFolder, layer: int) -> LayerResult:
-    """Read what was decided in a layer that is done; raises CheckpointError if the file is damaged."""
-    path = work.claim(layer)
-    work.check(path)
-    return read_document(LayerResult, path)
+    """Read what was decided in a layer that is done; raises CheckpointError if its file is damaged."""
+    return parse(LayerResult, json.dumps(work.result(layer)), where=f"layer {layer}")
 
 
 def needed_files(work: WorkFolder, quantized: Collection[int]) -> dict[int, list[Path]]:
-    """Return what is needed of the layers that are done besides their claims: `quantized` weights of some."""
+    """Return what is needed of the layers that are done besides what was decided: `quantized` weights of some."""
     return {layer: [work.path(CODES, layer)] for layer in range(work.num_finished()) if layer in quantized}
 
 

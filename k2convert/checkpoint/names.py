@@ -30,7 +30,7 @@ JOB_NAME: Final = "job.json"
 COMMAND_NAME: Final = "command.json"
 LOCK_NAME: Final = "lock"
 PUBLISHED_NAME: Final = "published.json"
-RECORDS_FOLDER: Final = "shards"
+DONE_FOLDER: Final = "done"
 DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
 

@@ -1,6 +1,6 @@
 """One layer of every model against the reference's, and the files in which a layer pass keeps what was found.
 
-layer-003.safetensors       layer 3: the claim that it is done
+layer-003.safetensors       the figures of layer 3
     norm                    F64 [windows]: sum |h|^2 of the reference; NaN for a dropped window
     error                   F64 [models, windows]: sum |h - h'|^2
     agreeing                I64 [models, windows]: choices of experts that agree; -1 if that is not known

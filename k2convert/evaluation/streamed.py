@@ -36,7 +36,7 @@ from k2convert.evaluation.scores import Decode, TokenScores, compare_models, des
 from k2convert.forward.layer_pass import LayerPass, PassModel, PassSize
 from k2convert.forward.layers import Progress, each_layer
 from k2convert.forward.weights import WeightReader
-from k2convert.forward.work import HIDDEN
+from k2convert.forward.work import FIGURES, HIDDEN
 from k2convert.records.command import JobCommand
 from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
 from k2convert.records.events import SILENT, Events
@@ -198,7 +198,7 @@ def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass, events: Events)
             else:
                 comparison.run(number, layer)
             if number == len(layer_pass.models) - 1:
-                plan.layer_pass.work.write(plan.layer_pass.work.claim(layer.number), comparison.encode())
+                _finish(plan, layer.number, comparison.encode())
 
 
 def _score(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
@@ -206,7 +206,7 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
     work = plan.layer_pass.work
     last = layer_pass.num_layers
     length = layer_pass.shape[1]
-    kept = kept_windows(_claim(plan, last - 1))
+    kept = kept_windows(_read_figures(plan, last - 1))
     progress = Progress(events, share=len(layer_pass.models))
     found: list[dict[str, NDArray[Any]]] = []
     with ExitStack() as stack:
@@ -235,19 +235,26 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
                 f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
                 "matrix is damaged: download it again."
             )
-    work.write(work.claim(last), save(scores))
+    _finish(plan, last, save(scores))
 
 
-def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
-    path = plan.layer_pass.work.claim(layer)
+def _finish(plan: EvaluationPlan, layer: int, figures: bytes) -> None:
+    """Write the figures of a layer, or of the head after the last one, and declare it done."""
+    work = plan.layer_pass.work
+    work.write(work.path(FIGURES, layer), figures)
+    work.finish(layer)
+
+
+def _read_figures(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
+    path = plan.layer_pass.work.path(FIGURES, layer)
     plan.layer_pass.work.check(path)
     return load(path.read_bytes())
 
 
 def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     """Return the document of what the work folder has."""
-    layers = [_claim(plan, number) for number in range(plan.layer_pass.num_layers)]
-    scores = _claim(plan, plan.layer_pass.num_layers)
+    layers = [_read_figures(plan, number) for number in range(plan.layer_pass.num_layers)]
+    scores = _read_figures(plan, plan.layer_pass.num_layers)
     likeliest = scores["likeliest"]
     kept = kept_windows(layers[-1])
     ids = plan.layer_pass.text.windows.ids

@@ -1,19 +1,18 @@
 """The work folder of a layer pass: what an interrupted one goes on from.
 
     NAME.work/.k2convert/calibration.json   what the pass depends on, field by field; written before the first layer.
-                                            And the blake3 of every file below, which is kept before it gets its name.
                                             The file of an evaluation is evaluation.json
+    NAME.work/.k2convert/done/layer-000.json   layer 0 is done (LayerStep): the blake3 of every file that it wrote, and
+                                            what was decided. The head of an evaluation comes after the last layer
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
-    NAME.work/layer-000.json                what was decided in layer 0: the only claim that the layer is done. That of
-                                            an evaluation is layer-000.safetensors
+    NAME.work/layer-000.safetensors         the figures of layer 0, in an evaluation (evaluation/comparison.py)
     NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
                                             evaluation, BF16 (nearest, ties to even) in a calibration
 
-A layer's other files are complete before that claim is written, and the hidden states that it read are removed after
-that. A file is compared with its blake3 whenever it is read. A run that finds a damaged one begins with the last layer
-whose files are whole, which is the first one if the hidden states before it are gone (`resume`). The states of a
-dropped window are NaN.
+The hidden states that a layer read are removed when it is done. A file is compared with its blake3 whenever it is read.
+A run that finds a damaged one begins with the last layer whose files are whole, which is the first one if the hidden
+states before it are gone (`resume`). The states of a dropped window are NaN.
 """
 
 import shutil
@@ -40,20 +39,13 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
+from k2convert.errors import CheckpointError, DestinationError, MalformedFileError
 from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values
-from k2convert.records.command import say_own_command
-from k2convert.records.document import Count, JsonObject, read_sealed, seal
+from k2convert.records.document import Count, Digest, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.fingerprint import (
-    IDENTITY_VERSION,
-    changed_shards,
-    check_version,
-    describe_changes,
-    other_instructions,
-    source_error,
-)
+from k2convert.records.fingerprint import IDENTITY_VERSION, changed_shards, source_error
 from k2convert.records.lock import lock_destination
+from k2convert.records.work_log import WorkLog, check_same
 
 HIDDEN_STATES: Final = "hidden_states"
 HIDDEN: Final = "hidden"
@@ -72,8 +64,8 @@ class PassJob:
     """Identity of a layer pass. `identity` has every field that its results depend on; a resumed pass needs the same.
 
     `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
-    the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name, `version`
-    the IDENTITY_VERSION of the release that began it.
+    the identity of every source shard (records/fingerprint.py), `version` the IDENTITY_VERSION of the release that
+    began it. `files` are of release 0.3 alone.
     """
 
     identity: JsonObject
@@ -83,15 +75,23 @@ class PassJob:
     version: Count = 1
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """A layer that is done: the blake3 of every file that it wrote, and what was decided."""
+
+    files: dict[str, Digest]
+    result: JsonObject = field(default_factory=JsonObject)
+
+
 Purpose = Literal["calibration", "evaluation"]
 """Purposes of a layer pass."""
 _JOBS: Final[dict[Purpose, tuple[str, str]]] = {
-    "calibration": (CALIBRATION_JOB_NAME, "choose a different destination"),
-    "evaluation": (EVALUATION_NAME, "name a different file with --out"),
+    "calibration": (CALIBRATION_JOB_NAME, "Choose a different destination"),
+    "evaluation": (EVALUATION_NAME, "Name a different file with --out"),
 }
 """The name of a layer pass's description, and how to choose another folder."""
-_CLAIMS: Final[dict[Purpose, str]] = {"calibration": "layer.json", "evaluation": "layer"}
-"""The kind of file that says that a layer is done."""
+FIGURES: Final = "layer"
+"""The kind of file that has the figures of a layer of an evaluation."""
 _STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "evaluation": ("F32", 4)}
 """The dtype of hidden states on disk, and its bytes."""
 
@@ -110,8 +110,9 @@ class WorkFolder:
         self.folder = folder
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
         self._streams = streams
-        self._claim = _CLAIMS[purpose]
-        self._outputs = (self._claim, *others)
+        self._outputs = others if purpose == "calibration" else (FIGURES, *others)
+        self._log = WorkLog(folder / WORK_FOLDER, LayerStep)
+        self._written = dict[str, str]()  # the blake3 of files of the layer in work
         self.purpose: Purpose = purpose
         name, self._elsewhere = _JOBS[purpose]
         self._job_path = folder / WORK_FOLDER / name
@@ -121,7 +122,7 @@ class WorkFolder:
         """Create the folder and lock it for this process; raises LockedError while another process has it."""
         if self.folder.is_dir() and not (self.folder / WORK_FOLDER).is_dir() and list_folder(self.folder):
             raise DestinationError(
-                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or {self._elsewhere}."
+                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it. Or: {self._elsewhere}."
             )
         for path in (self.folder, self.folder / WORK_FOLDER):
             check_no_link(path)
@@ -137,34 +138,34 @@ class WorkFolder:
         except MalformedFileError:
             return None
 
-    def _describe(self, job: PassJob) -> None:
-        write_atomically(self._job_path, seal(job))
-
     def begin(self, job: PassJob, *, events: Events) -> PassJob:
         """Begin a layer pass, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
 
         If its description is damaged, no file of the folder is known: all are removed.
         """
-        found = self.job()
-        if found is None:
+        make_folder(self._log.folder)
+        self._written.clear()
+        before = self.job()
+        if before is None:
             unknown = [path for path in list_folder(self.folder) if path.is_file()]
-            if unknown:
+            if unknown or self._log.steps():
                 events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
+            self._forget_steps()
             for path in unknown:
                 self.remove_file(path)
-            self._describe(replace(job, version=IDENTITY_VERSION))
+            write_atomically(self._job_path, seal(replace(job, version=IDENTITY_VERSION)))
             return job
-        check_version(found.version, self.folder)
-        if changes := describe_changes(found.identity, job.identity):
-            how = other_instructions(found.identity, job.identity)
-            again = how or f"{say_own_command(self.folder)}Repeat it with the same options. "
-            raise ResumeError(
-                f"{self.folder}: holds a different {self.purpose}: {changes}. {again}Otherwise {self._elsewhere}, or "
-                "delete this folder to start over."
-            )
-        if changed := changed_shards(found.source, job.source):
+        check_same(
+            self.folder,
+            before.identity,
+            job.identity,
+            version=before.version,
+            kind=self.purpose,
+            elsewhere=self._elsewhere,
+        )
+        if changed := changed_shards(before.source, job.source):
             raise source_error(changed[0], self.folder)
-        return found
+        return before
 
     def path(self, kind: str, layer: int) -> Path:
         """Return the file of a kind of a layer: tensors unless the kind has a suffix. A stream's is what it reads."""
@@ -172,43 +173,53 @@ class WorkFolder:
         suffix = Path(kind).suffix or SHARD_SUFFIX
         return self.folder / f"{stem}-{layer:03}{suffix}"
 
-    def claim(self, layer: int) -> Path:
-        """Return the file that says that a layer is done."""
-        return self.path(self._claim, layer)
-
     def num_finished(self, job: PassJob | None = None) -> int:
         """Return how many layers are done: they are the first ones. With a `job`, of this job."""
         if job is not None and ((found := self.job()) is None or found.identity != job.identity):
             return 0
         layer = 0
-        while self.claim(layer).is_file():
+        while self._log.path(_step(layer)).is_file():
             layer += 1
         return layer
+
+    def finish(self, layer: int, result: JsonObject | None = None) -> None:
+        """Declare a layer done, with what was decided. Its files are there."""
+        self._log.declare(_step(layer), LayerStep(dict(self._written), result or {}))
+        self._written.clear()
+
+    def result(self, layer: int) -> JsonObject:
+        """Return what was decided in a layer that is done; raises CheckpointError if that is damaged."""
+        if damage := self._damage(layer, ()):
+            raise _damaged(damage)
+        return self._log.read(_step(layer)).result
 
     def _inputs(self, layer: int) -> list[Path]:
         """Return the files that a layer but the first reads."""
         return [self.path(stream, layer) for stream in self._streams]
 
     def record(self, path: Path, digest: str) -> None:
-        """Keep the blake3 of a file, which is about to get its name."""
-        found = self.job()
-        assert found is not None, "a layer pass writes after `begin`"
-        self._describe(replace(found, files=found.files | {path.name: digest}))
+        """Keep the blake3 of a file that the layer in work writes."""
+        self._written[path.name] = digest
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a small file and keep its blake3; raises DiskFullError, DestinationWriteError."""
-        self.record(path, blake3(content).hexdigest())
         write_atomically(path, content)
+        self.record(path, blake3(content).hexdigest())
 
     def check(self, path: Path) -> None:
         """Raise CheckpointError if a file is not there as it was written."""
-        if damage := self._damage((path,)):
-            raise CheckpointError(f"{damage}. Repeat the command: what was in the file is computed again.")
+        if damage := self._damage(None, (path,)):
+            raise _damaged(damage)
 
-    def _damage(self, paths: Iterable[Path]) -> str | None:
-        """Return which file is not there as it was written, None if all are."""
-        found = self.job()
-        digests = {} if found is None else found.files
+    def _damage(self, layer: int | None, paths: Iterable[Path]) -> str | None:
+        """Return which file is not there as it was written, that of a layer or one of `paths`; None if all are."""
+        digests = dict(self._written)
+        for number in range(self.num_finished()):
+            try:
+                digests |= self._log.read(_step(number)).files
+            except MalformedFileError:
+                if number == layer:
+                    return f"{self._log.path(_step(number))}: damaged"
         for path in paths:
             if not path.is_file():
                 return f"{path}: missing"
@@ -219,26 +230,33 @@ class WorkFolder:
     def resume(self, *, num_layers: int, also: Mapping[int, Iterable[Path]], events: Events) -> int:
         """Check what an earlier run left and return how many layers are done; the files of others are removed.
 
-        `also` has the files of a layer that are needed besides its claim. If one is damaged, that is a note.
+        `also` has the files of a layer that are needed besides its figures. If one is damaged, that is a note.
         """
         done = self.num_finished()
         first = 0
         damage = None
-        while first < done and not (damage := self._damage((self.claim(first), *also.get(first, ())))):
+        while first < done and not (damage := self._damage(first, (*self._figures(first), *also.get(first, ())))):
             first += 1
-        while 0 < first < num_layers and (found := self._damage(self._inputs(first))):
+        while 0 < first < num_layers and (found := self._damage(None, self._inputs(first))):
             first = first - 1
             damage = damage or found
         if damage:
-            place = f"with layer {first}" if first else "at the beginning"
-            events.note(f"{damage}: the {self.purpose} starts again {place}")
+            start = f"with layer {first}" if first else "at the beginning"
+            events.note(f"{damage}: the {self.purpose} starts again {start}")
             self.forget(first, num_layers=num_layers)
         return first
 
+    def _figures(self, layer: int) -> list[Path]:
+        return [self.path(FIGURES, layer)] if self.purpose == "evaluation" else []
+
+    def _forget_steps(self) -> None:
+        for step in reversed(self._log.steps()):
+            self._log.forget(step)
+
     def forget(self, first: int, *, num_layers: int) -> None:
-        """Remove the files of the layers from `first` on, but what it reads. Claims go first, the last one first."""
+        """Forget the layers from `first` on, the last one first, and remove their files, but not what `first` reads."""
         for layer in reversed(range(first, num_layers)):
-            self.remove_file(self.claim(layer))
+            self._log.forget(_step(layer))
         for layer in range(first, num_layers):
             for path in (*(self.path(kind, layer) for kind in self._outputs), *self._inputs(layer + 1)):
                 self.remove_file(path)
@@ -251,8 +269,7 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Remove the folder: the layer pass is done. What it is for is removed last."""
-        for layer in range(self.num_finished()):
-            self.remove_file(self.claim(layer))
+        self._forget_steps()
         for path in list_folder(self.folder):
             if path.is_file():
                 self.remove_file(path)
@@ -308,3 +325,11 @@ class WorkFolder:
 
             yield write
             writer.commit(accept=lambda digest: self.record(path, digest))
+
+
+def _step(layer: int) -> str:
+    return f"layer-{layer:03}"
+
+
+def _damaged(damage: str) -> CheckpointError:
+    return CheckpointError(f"{damage}. Repeat the command: what was in the file is computed again.")

@@ -20,12 +20,12 @@ from k2convert.checkpoint.index import is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
     BLOBS_FOLDER,
     CONFIG_NAME,
+    DONE_FOLDER,
     DOWNLOADS_FOLDER,
     EVALUATION_NAME,
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
     LEDGER_NAME,
-    RECORDS_FOLDER,
     REPORT_PAGE_NAME,
     REPORT_PICTURE_NAME,
     REPORT_TEXT_NAME,
@@ -218,7 +218,7 @@ def check_work_folder(folder: Path) -> None:
     """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
-    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER):
+    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, DONE_FOLDER):
         path = folder / name
         if path.exists() and not path.is_dir():
             raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")

@@ -153,7 +153,7 @@ def execute(
         if part is not None:
             return outcome_of(job, run.records, run.finished)
         if cluster is not None:
-            run.journal.sweep(job.description)
+            run.journal.remove_temporary_files(job.description)
         shutil.rmtree(job.downloads, ignore_errors=True)
         job = run.job
         if layer_pass is not None:
@@ -337,10 +337,9 @@ def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
 
 def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
     """Return the records of sound shards and forget the others. `everything` hashes all. The caller holds the lock."""
-    found, damaged_files = journal.find_records(digest)
+    found, again = journal.find_records(digest)
     here = found.only(name for name, record in found.items() if journal.has_file(record))
     doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
-    again = [path.name.removesuffix(".json") for path in damaged_files]
     num_bytes = sum(record.file_bytes for record in doubtful.values())
     if doubtful:
         events.begun(Extent({"check": (num_bytes, 0)}))

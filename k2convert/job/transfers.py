@@ -15,7 +15,7 @@ from k2convert.check.finished_shard import check_finished_shard
 from k2convert.checkpoint.files import discard_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
+from k2convert.checkpoint.names import DONE_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import ChangedFileError, CheckpointError, counted
 from k2convert.hub.branch import Branch, Upload, branch_name, sent_operation
@@ -67,11 +67,11 @@ class Uploads:
         else:
             operation = self.branch.send(upload, sent=lambda sent: self.events.transferred(uploaded=sent))
             leave_cache(path)
-        self.branch.add(upload, operation, records={f"{RECORDS_FOLDER}/{name}.json": seal(record)})
+        self.branch.add(upload, operation, records={f"{DONE_FOLDER}/{name}.json": seal(record)})
 
     def adopt(self, record: ShardRecord) -> None:
         """Take over a shard that another process has sent."""
-        path = self.journal.folder / RECORDS_FOLDER / f"{record.shard}.json"
+        path = self.journal.folder / DONE_FOLDER / f"{record.shard}.json"
         make_folder(path.parent)
         write_atomically(path, seal(record))
         self.records[record.shard] = record
@@ -86,7 +86,7 @@ class Uploads:
 
     def restore(self, digest: str) -> None:
         """Take over what the journal and the branch know of the job with this fingerprint digest."""
-        make_folder(self.journal.folder / RECORDS_FOLDER)
+        make_folder(self.journal.folder / DONE_FOLDER)
         found = self.branch.read_records(wanted=lambda name: not self._has_undamaged(name))
         for name, data in found.items():
             if _is_record(name, data):
@@ -118,7 +118,7 @@ class Uploads:
 
 def _is_record(path: str, data: bytes) -> bool:
     folder, _, name = path.partition("/")
-    if folder != RECORDS_FOLDER or "/" in name or "\\" in name:
+    if folder != DONE_FOLDER or "/" in name or "\\" in name:
         return False
     try:
         return f"{unseal(ShardRecord, data.decode(), where=path).shard}.json" == name

@@ -2,14 +2,14 @@
 
     DEST/.k2convert/job.json              fingerprint, recipe, list of shards and identity of the source, written before
                                           the first shard
-    DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"; its time
+    DEST/.k2convert/done/SHARD.json       written after SHARD is complete and synced: the only claim of "done"; its time
                                           of modification is set to SHARD's, so that a later change of SHARD shows
     DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies);
                                           its number and how far it is, for `status`; empty after the run
     DEST/.k2convert/published.json        where the result was published, written when main of the repository has it;
                                           the shards of a job for the Hub are removed after their upload
 
-Nothing in job.json and shards/ depends on time, host or path of the run: an interrupted and an uninterrupted run of the
+Nothing in job.json and done/ depends on time, host or path of the run: an interrupted and an uninterrupted run of the
 same source end in the same bytes.
 """
 
@@ -40,25 +40,23 @@ from k2convert.checkpoint.names import (
     JOB_NAME,
     LEDGER_NAME,
     PUBLISHED_NAME,
-    RECORDS_FOLDER,
     SHARD_SUFFIX,
     WORK_FOLDER,
 )
-from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError, counted, quoted, remedy
+from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, counted, quoted, remedy
 from k2convert.records.command import JobCommand, read_command, say_own_command
-from k2convert.records.document import encode, read_document, read_sealed, seal
+from k2convert.records.document import encode, read_document
 from k2convert.records.fingerprint import (
     IDENTITY_VERSION,
     JobDescription,
     changed_shards,
     check_version,
-    describe_changes,
-    other_instructions,
     parse_described,
     source_error,
 )
 from k2convert.records.ledger import ShardRecord
 from k2convert.records.lock import read_lock
+from k2convert.records.work_log import WorkLog, check_same
 
 
 class PackedRecords(MutableMapping[str, ShardRecord]):
@@ -122,7 +120,7 @@ class Journal:
         self.destination = destination
         self.suffix = suffix
         self.folder = destination / WORK_FOLDER
-        self._records = self.folder / RECORDS_FOLDER
+        self._log = WorkLog(self.folder, ShardRecord, suffix=suffix)
         self._job_path = self.folder / JOB_NAME
 
     def leave_out_of_uploads(self) -> None:
@@ -133,49 +131,48 @@ class Journal:
 
     def begin(self, job: JobDescription) -> None:
         """Start a job, or resume it if fingerprint and source are the same; raises ResumeError."""
-        make_folder(self._records)
-        found = self.job()
-        if found is None:
+        make_folder(self._log.folder)
+        before = self.job()
+        if before is None:
             self._describe(job)
         else:
-            self._check_same(found, job)
-            # Raise ResumeError if the source of a finished shard changed. Others may: they were downloaded again.
-            if changed := changed_shards(found.source, job.source):
+            self._check_same(before, job)
+            # The source of a finished shard must be the same. Another shard may have been downloaded again.
+            if changed := changed_shards(before.source, job.source):
                 records, _ = self.find_records(job.digest)
                 used = {name for record in records.values() for name in record.source_headers}
                 for name in changed:
                     if name in used:
                         raise source_error(name, self.folder)
-                self._describe(replace(job, source=found.source | {name: job.source[name] for name in changed}))
-        self.sweep(job)
+                self._describe(replace(job, source=before.source | {name: job.source[name] for name in changed}))
+        self.remove_temporary_files(job)
 
     def join(self, job: JobDescription) -> None:
         """Start a job, or take part in the same one beside other processes; raises ResumeError."""
-        make_folder(self._records)
+        make_folder(self._log.folder)
         if self.job() is None:
-            content = encode(job)
-            write_atomically(self._job_path, content, suffix=self.suffix, is_first=True)
-        found = self.job()
-        assert found is not None
-        self._check_same(found, job)
-        if changed := changed_shards(found.source, job.source):
+            write_atomically(self._job_path, encode(job), suffix=self.suffix, is_first=True)
+        before = self.job()
+        assert before is not None
+        self._check_same(before, job)
+        if changed := changed_shards(before.source, job.source):
             raise source_error(changed[0], self.folder)
 
-    def _check_same(self, found: JobDescription, job: JobDescription) -> None:
-        check_version(found.version, self.destination)
-        if changes := describe_changes(found.fingerprint, job.fingerprint):
-            how = other_instructions(found.fingerprint, job.fingerprint) or say_own_command(self.destination)
-            raise ResumeError(
-                f"{self.destination}: holds a different job: {changes}. {how}Choose a different folder, or delete this "
-                "one to start over."
-            )
+    def _check_same(self, before: JobDescription, job: JobDescription) -> None:
+        check_same(
+            self.destination,
+            before.fingerprint,
+            job.fingerprint,
+            version=before.version,
+            elsewhere="Choose a different folder",
+        )
 
     def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, encode(job))
 
     def is_begun(self) -> bool:
         """Return whether a job was begun here, also one whose description was removed."""
-        return is_there(self._job_path) or is_there(self._records)
+        return is_there(self._job_path) or is_there(self._log.folder)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
@@ -201,35 +198,44 @@ class Journal:
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
-        path = self._record_path(record.shard)
+        path = self.destination / record.shard
         with writing(path):
-            mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
-        write_atomically(path, seal(record), mtime_ns=mtime_ns, suffix=self.suffix)
+            mtime_ns = path.stat().st_mtime_ns
+        self._log.declare(record.shard, record, mtime_ns=mtime_ns)
 
     def forget(self, shard: str) -> None:
         """Remove a shard's record: the shard is converted again."""
-        path = self._record_path(shard)
-        with writing(path):
-            remove_file(path)
+        self._log.forget(shard)
 
     def records(self, digest: str) -> PackedRecords:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
-        found = (_read_record(path) for path in self._record_paths())
-        return PackedRecords((record.shard, record) for record in found if record.fingerprint == digest)
-
-    def find_records(self, digest: str) -> tuple[PackedRecords, list[Path]]:
-        """Return the undamaged records of the job with this fingerprint digest, and the files that are damaged."""
         records = PackedRecords()
-        damaged: list[Path] = []
-        for path in self._record_paths():
+        for shard in self._log.steps():
+            with remedy("Run the conversion again: its shard is converted again."):
+                record = self._read(shard)
+            if record.fingerprint == digest:
+                records[shard] = record
+        return records
+
+    def find_records(self, digest: str) -> tuple[PackedRecords, list[str]]:
+        """Return the records of the job with this fingerprint digest, and the shards whose records are damaged."""
+        records = PackedRecords()
+        damaged: list[str] = []
+        for shard in self._log.steps():
             try:
-                record = _read_record(path)
+                record = self._read(shard)
             except CheckpointError:
-                damaged.append(path)
+                damaged.append(shard)
                 continue
             if record.fingerprint == digest:
-                records[record.shard] = record
+                records[shard] = record
         return records, damaged
+
+    def _read(self, shard: str) -> ShardRecord:
+        record = self._log.read(shard)
+        if record.shard != shard:
+            raise MalformedFileError(f"{self._log.path(shard)}: is the record of {quoted(record.shard)}.")
+        return record
 
     def finished(self, digest: str) -> PackedRecords:
         """Return the records of a job whose shards are here with the recorded size."""
@@ -244,7 +250,7 @@ class Journal:
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""
         shard = self.destination / record.shard
-        return shard.stat().st_mtime_ns == self._record_path(record.shard).stat().st_mtime_ns
+        return shard.stat().st_mtime_ns == self._log.path(record.shard).stat().st_mtime_ns
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
@@ -273,30 +279,16 @@ class Journal:
             progress_age=age,
         )
 
-    def _record_path(self, shard: str) -> Path:
-        return self._records / f"{shard}.json"
-
-    def _record_paths(self) -> list[Path]:
-        return [path for path in list_folder(self._records) if path.suffix == ".json"]
-
-    def sweep(self, job: JobDescription) -> None:
+    def remove_temporary_files(self, job: JobDescription) -> None:
         """Remove the half-written shards, records and job descriptions of a killed run, which may not come again."""
         records = [f"{shard}.json" for shard in job.shards]
         shards = [*job.shards, IGNORE_NAME]
-        for folder, files in ((self.destination, shards), (self._records, records), (self.folder, [JOB_NAME])):
+        for folder, files in ((self.destination, shards), (self._log.folder, records), (self.folder, [JOB_NAME])):
             make_folder(folder)
             for path in list_folder(folder):
                 if path.name.endswith(TEMPORARY_SUFFIX) and any(is_temporary(path.name, of=file) for file in files):
                     with suppress(DestinationError):  # a folder of that name is not ours
                         remove_file(path)
-
-
-def _read_record(path: Path) -> ShardRecord:
-    with remedy("Run the conversion again: its shard is converted again."):
-        record = read_sealed(ShardRecord, path)
-        if f"{record.shard}.json" != path.name:
-            raise MalformedFileError(f"{path}: is the record of {quoted(record.shard)}.")
-    return record
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from scripts.fixture_maker.damage import edit_header, edit_index, edit_json
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 LEDGER = "k2convert.json"
-RECORD = ".k2convert/shards/model-00002-of-000003.safetensors.json"
+RECORD = ".k2convert/done/model-00002-of-000003.safetensors.json"
 LONGEST_LINE = 800  # with two paths of temporary folders
 
 VALUES = [

@@ -52,12 +52,12 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
 FAULTS = [
     ("run SOURCE OUT", "stat", "config.json", errno.EIO),
     ("status RESULT", "stat", "job.json", errno.EIO),
-    ("run SOURCE RESULT", "opendir", ".k2convert/shards", errno.EACCES),  # no journal is no empty one
+    ("run SOURCE RESULT", "opendir", ".k2convert/done", errno.EACCES),  # no journal is no empty one
     ("run SOURCE OUT", "stat", INDEX, errno.ESTALE),
     ("run SOURCE OUT", "stat", SHARD, errno.EACCES),
     ("run SOURCE OUT", "open", SHARD, errno.EIO),
     ("run SOURCE OUT", "opendir", "source", errno.EACCES),
-    ("status RESULT", "opendir", ".k2convert/shards", errno.EACCES),
+    ("status RESULT", "opendir", ".k2convert/done", errno.EACCES),
     ("validate RESULT", "stat", "converted", errno.ESTALE),
     ("validate RESULT", "opendir", "converted", errno.EACCES),
     ("report RESULT", "stat", "k2convert.json", errno.EIO),

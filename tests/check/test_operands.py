@@ -52,7 +52,7 @@ def test_a_result_of_another_source_is_refused_as_the_other_result(
 def test_an_unfinished_folder_says_how_far_it_is_and_how_to_go_on(tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
     out = tmp_path / "out"
     run_cli("run", tiny, out, "--rule", "max", "--quiet", code=0)
-    records = sorted((out / ".k2convert" / "shards").iterdir())
+    records = sorted((out / ".k2convert" / "done").iterdir())
     for record in records[1:]:
         record.unlink()
         (out / record.name.removesuffix(".json")).unlink()

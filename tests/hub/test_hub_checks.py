@@ -99,7 +99,7 @@ def test_a_result_below_the_budget_does_not_reach_main(tiny_hub: LoopbackHub, cl
 
 
 def edit_records(cwd: Path, change: Callable[[dict[str, Any]], object]) -> int:
-    folder = cwd / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+    folder = cwd / "k2convert-work" / "me--out" / ".k2convert" / "done"
     paths = sorted(folder.iterdir())
     for path in paths:
         edit_sealed(path, change)

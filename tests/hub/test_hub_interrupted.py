@@ -78,14 +78,14 @@ def test_a_job_continued_with_less_disk_keeps_to_it(
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_hub.traffic.up = Line(1000.0)
     with start_cli(*JOB, cwd=cwd) as process:
-        while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
+        while len(list((work / ".k2convert" / "done").glob("*.json"))) < len(shards) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
     shutil.rmtree(work / ".k2convert" / "download", ignore_errors=True)
     (work / ".k2convert" / "download").mkdir()
     for name in shards[2:]:
         (work / name).unlink()
-        (work / ".k2convert" / "shards" / f"{name}.json").unlink()
+        (work / ".k2convert" / "done" / f"{name}.json").unlink()
     for name in shards[2:4]:
         shutil.copy(tiny / name, work / ".k2convert" / "download")
     assert used_bytes(cwd) < limit

@@ -39,7 +39,7 @@ def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_comma
     tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
 ) -> None:
     tiny_hub.traffic.bytes_per_second = 100_000.0
-    records = cwd / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+    records = cwd / "k2convert-work" / "me--out" / ".k2convert" / "done"
     with start_cli(*JOB, cwd=cwd, stderr=subprocess.PIPE) as process:
         while len(list(records.glob("*.json"))) < 2 and process.poll() is None:
             time.sleep(0.05)

@@ -39,7 +39,7 @@ def sent(hub: Hub, folder: Path) -> Branch:
     branch = opened(hub)
     for upload in uploads(folder):
         if not branch.has(upload.name, upload.sha256, upload.num_bytes):
-            branch.add(upload, branch.send(upload), records={f"shards/{upload.name}.json": b"{}"})
+            branch.add(upload, branch.send(upload), records={f"done/{upload.name}.json": b"{}"})
     branch.commit_group()
     return branch
 
@@ -82,8 +82,8 @@ def test_a_gitignore_on_main_hides_no_records(server: LoopbackHub, hub: Hub, tin
     server.store.create("me/out", private=True)
     hub.api().upload_file(path_or_fileobj=b"/.k2convert/\n", path_in_repo=".gitignore", repo_id="me/out")
     branch = sent(hub, tiny)
-    records = opened(hub).read_records(wanted=lambda name: name.startswith("shards/"))
-    assert sorted(records) == [f"shards/{name}.json" for name in SHARDS]
+    records = opened(hub).read_records(wanted=lambda name: name.startswith("done/"))
+    assert sorted(records) == [f"done/{name}.json" for name in SHARDS]
     branch.commit_to_main(shards=hashes_of(tiny), files={"config.json": b"{}\n"}, message="Add the model")
     assert server.store.read("me/out", ".gitignore") == b"/.k2convert/\n"
 

@@ -157,7 +157,7 @@ def stop(
         WORK.parent.rename("elsewhere")
     if "record damaged" in trip.stopped:
         (branch,) = repo.refs.keys() - {"main"}
-        record = next(name for name in sorted(repo.files(branch)) if name.startswith(".k2convert/shards/"))
+        record = next(name for name in sorted(repo.files(branch)) if name.startswith(".k2convert/done/"))
         repo.commit(branch, repo.files(branch) | {record: Entry(2, b"{}")})
 
 
@@ -354,7 +354,7 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     assert "has no k2convert.json" in cli("status", "hf://me/out", code=1).stderr
 
     repo.commit("main", repo.files() | {"news.md": repo.files()["README.md"]})
-    record = sorted((WORK / ".k2convert" / "shards").iterdir())[0]
+    record = sorted((WORK / ".k2convert" / "done").iterdir())[0]
     whole = record.read_bytes()
     record.write_bytes(whole.replace(b'"file_bytes":1', b'"file_bytes":2', 1))
     assert record.read_bytes() != whole
@@ -379,7 +379,7 @@ def test_an_evaluation_in_the_work_folder_is_published_if_it_is_of_these_weights
     tiny_hub: LoopbackHub, cli: RunCli, local_result: Path
 ) -> None:
     """The same bytes are converted there, so that an evaluation made elsewhere is of them."""
-    (WORK / ".k2convert" / "shards").mkdir(parents=True)
+    (WORK / ".k2convert" / "done").mkdir(parents=True)
     write_evaluation(WORK, evaluation_of(local_result))
     whole = (WORK / "evaluation.json").read_bytes()
     document = json.loads(whole)

@@ -115,7 +115,7 @@ def problems_after_crash(destination: Path, whole: dict[str, bytes]) -> list[str
 
 
 def record_of(shard: str) -> str:
-    return f".k2convert/shards/{shard}.json"
+    return f".k2convert/done/{shard}.json"
 
 
 def problems_of(fault: int, code: int, lines: list[str]) -> list[str]:

@@ -91,7 +91,7 @@ def test_a_stopped_driver_is_started_again_and_makes_no_recorded_shard_twice(
 ) -> None:
     out = tmp_path / "out"
     driver = start(*job(tiny, out, nodes))
-    while not (recorded := list((out / ".k2convert" / "shards").glob("*.json"))):
+    while not (recorded := list((out / ".k2convert" / "done").glob("*.json"))):
         assert driver.is_alive()
     send(driver, number)
     driver.join(30)
@@ -169,7 +169,7 @@ def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(small: Path, no
 @pytest.mark.slow
 def test_an_expected_error_names_the_node(small: Path, nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (out / ".k2convert" / "shards").mkdir(parents=True)
+    (out / ".k2convert" / "done").mkdir(parents=True)
     (out / "model-00001-of-000003.safetensors").mkdir()
     error = said(run_here(*job(small, out, nodes), code=1).stderr)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]

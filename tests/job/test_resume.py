@@ -47,7 +47,7 @@ def test_a_killed_run_is_resumed(seed: int, tiny: Path, seconds: float, local_re
     for shard in destination.glob("*.safetensors"):
         assert shard.read_bytes() == (local_result / shard.name).read_bytes(), f"{shard.name} is half-written"
     done = {p.name: p.stat().st_mtime_ns for p in destination.glob("*.safetensors")}
-    recorded = {p.name.removesuffix(".json") for p in (destination / ".k2convert" / "shards").glob("*.json")}
+    recorded = {p.name.removesuffix(".json") for p in (destination / ".k2convert" / "done").glob("*.json")}
     assert recorded <= set(done), "a record without its shard"
 
     assert finish("run", tiny, destination, "--workers", 4) == 0

@@ -15,9 +15,9 @@ from k2convert.forward.work import WorkFolder
 from k2convert.records.lock import lock_destination, read_lock, share_destination
 
 SHARD = "model-00002-of-000003.safetensors"
-FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/download", ".k2convert/source", "extra"]
+FOLDERS = [".k2convert", ".k2convert/done", ".k2convert/download", ".k2convert/source", "extra"]
 WRITTEN = ("config.json", "generation_config.json", "extra/notes.txt", SHARD)
-RECORDS = (".k2convert/job.json", f".k2convert/shards/{SHARD}.json")
+RECORDS = (".k2convert/job.json", f".k2convert/done/{SHARD}.json")
 LATE = ("model.safetensors.index.json", "k2convert.json", "hf_quant_config.json")
 FILES = [*WRITTEN, *RECORDS, ".k2convert/lock", ".k2convert/published.json"]
 FILES += [f"{name}.tmp" for name in (*WRITTEN, *RECORDS, *LATE)]
@@ -82,7 +82,7 @@ def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path:
     """A hard link cannot be told from a file that a killed run left, so the name is removed and the file made anew."""
     destination = tmp_path / "out"
     precious = tmp_path / "precious"
-    (destination / ".k2convert" / "shards").mkdir(parents=True)
+    (destination / ".k2convert" / "done").mkdir(parents=True)
     precious.write_text("the only copy")
     for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp", ".k2convert/lock"):
         os.link(precious, destination / name)
@@ -147,8 +147,8 @@ def test_the_work_folder_of_an_evaluation_is_no_link(tmp_path: Path) -> None:
 
 
 def test_the_sweep_removes_only_names_of_this_program(small: Path, copied: Path) -> None:
-    kept = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/shards/notes.json.tmp"]
-    ours = [f"{SHARD}.tmp", f".k2convert/shards/{SHARD}.json.tmp"]
+    kept = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/done/notes.json.tmp"]
+    ours = [f"{SHARD}.tmp", f".k2convert/done/{SHARD}.json.tmp"]
     for name in (*kept, *ours):
         (copied / name).write_text("x")
     (copied / "folder.tmp").mkdir()

@@ -100,7 +100,7 @@ def test_parts_may_each_have_a_copy(source: Path, own: Path, tmp_path: Path) -> 
 def test_a_changed_source_shard_of_which_nothing_was_made_is_accepted(source: Path, own: Path, tmp_path: Path) -> None:
     """Such as one that was damaged, and downloaded again."""
     (own / SHARD).unlink()
-    (own / ".k2convert" / "shards" / f"{SHARD}.json").unlink()
+    (own / ".k2convert" / "done" / f"{SHARD}.json").unlink()
     flip(source / SHARD, -1000)
     assert run("run", source, own, "--json") == 0
     assert run("run", source, tmp_path / "new", "--json") == 0

@@ -58,7 +58,7 @@ def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Pat
 def test_unfinished_conversion_is_reported_up_to_its_last_shard(records_only: Path, is_foreign: bool) -> None:
     for name in ("k2convert.json", "config.json"):
         (records_only / name).unlink()
-    record = records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json"
+    record = records_only / ".k2convert/done/model-00003-of-000005.safetensors.json"
     if is_foreign:
         edit_sealed(record, lambda record: record.update(fingerprint="0" * 64))
     else:

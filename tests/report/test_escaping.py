@@ -79,7 +79,7 @@ def test_the_page_is_self_contained(name: str, local_result: Path, request: pyte
 
 
 def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Path) -> None:
-    record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
+    record = records_only / ".k2convert/done/model-00002-of-000005.safetensors.json"
     shard = HOSTILE.replace("/", "")  # a file name cannot contain a slash
 
     def poison_record(document: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Pa
     edit_json(records_only / "k2convert.json", poison_ledger)
     copied = json.loads(record.read_text()) | {"shard": shard, "projections": []}
     del copied["checksum"]
-    (records_only / f".k2convert/shards/{shard}.json").write_bytes(seal(copied))
+    (records_only / f".k2convert/done/{shard}.json").write_bytes(seal(copied))
     rule = {"number": 1, "title": HOSTILE, "verdict": "fail", "count": 1, "note": HOSTILE}
     rule["offenders"] = [{"name": HOSTILE, "problem": HOSTILE}]
     layer = {"layer": 1, "router_unchanged": False, "failures": [HOSTILE], "errors": []}

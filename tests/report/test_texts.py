@@ -147,7 +147,7 @@ def shards_left(folder: Path) -> None:
 def unfinish(folder: Path) -> None:
     for name in ("k2convert.json", "config.json"):
         (folder / name).unlink()
-    (folder / ".k2convert/shards/model-00003-of-000005.safetensors.json").unlink()
+    (folder / ".k2convert/done/model-00003-of-000005.safetensors.json").unlink()
 
 
 @pytest.mark.parametrize(
