@@ -143,35 +143,34 @@ class WorkFolder:
 
         If its description is damaged, no file of the folder is known: all are removed.
         """
-        make_folder(self._log.folder)
         self._written.clear()
         before = self.job()
-        if before is None:
-            unknown = [path for path in list_folder(self.folder) if path.is_file()]
-            if unknown or self._log.steps():
-                events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
-            self._forget_steps()
-            for path in unknown:
-                self.remove_file(path)
-            write_atomically(self._job_path, seal(replace(job, version=IDENTITY_VERSION)))
-            return job
-        check_same(
-            self.folder,
-            before.identity,
-            job.identity,
-            version=before.version,
-            kind=self.purpose,
-            elsewhere=self._elsewhere,
-        )
-        if changed := changed_shards(before.source, job.source):
-            raise source_error(changed[0], self.folder)
-        return before
+        if before is not None:
+            check_same(
+                self.folder,
+                before.identity,
+                job.identity,
+                version=before.version,
+                kind=self.purpose,
+                elsewhere=self._elsewhere,
+            )
+            if changed := changed_shards(before.source, job.source):
+                raise source_error(changed[0], self.folder)
+        make_folder(self._log.folder)
+        if before is not None:
+            return before
+        unknown = [path for path in list_folder(self.folder) if path.is_file()]
+        if unknown or self._log.steps():
+            events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
+        self._forget_steps()
+        for path in unknown:
+            self.remove_file(path)
+        write_atomically(self._job_path, seal(replace(job, version=IDENTITY_VERSION)))
+        return job
 
     def path(self, kind: str, layer: int) -> Path:
-        """Return the file of a kind of a layer: tensors unless the kind has a suffix. A stream's is what it reads."""
-        stem = Path(kind).stem
-        suffix = Path(kind).suffix or SHARD_SUFFIX
-        return self.folder / f"{stem}-{layer:03}{suffix}"
+        """Return the file of a kind of a layer. That of a stream is what the layer reads."""
+        return self.folder / f"{kind}-{layer:03}{SHARD_SUFFIX}"
 
     def num_finished(self, job: PassJob | None = None) -> int:
         """Return how many layers are done: they are the first ones. With a `job`, of this job."""

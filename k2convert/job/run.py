@@ -350,7 +350,7 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
             again.append(name)
         events.progress(bytes_in=record.file_bytes)
     for name in again:
-        journal.forget(name)
+        journal.log.forget(name)
     if here or again:
         looked = "finished shards have their recorded size and time (--verify hashes them too)"
         if doubtful:

@@ -7,6 +7,7 @@ it, so that a different machine can continue the job.
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -29,6 +30,7 @@ from k2convert.job.shard import ShardTask
 from k2convert.models import find_family
 from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
+from k2convert.records.fingerprint import JobDescription
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import ShardRecord
 
@@ -67,13 +69,11 @@ class Uploads:
         else:
             operation = self.branch.send(upload, sent=lambda sent: self.events.transferred(uploaded=sent))
             leave_cache(path)
-        self.branch.add(upload, operation, records={f"{DONE_FOLDER}/{name}.json": seal(record)})
+        self.branch.add(upload, operation, records={_path_on_branch(name): seal(record)})
 
     def adopt(self, record: ShardRecord) -> None:
         """Take over a shard that another process has sent."""
-        path = self.journal.folder / DONE_FOLDER / f"{record.shard}.json"
-        make_folder(path.parent)
-        write_atomically(path, seal(record))
+        self.journal.log.declare(record.shard, record)
         self.records[record.shard] = record
         self._sent_by_node.add(record.shard)
 
@@ -84,15 +84,16 @@ class Uploads:
         del self._on_branch[: len(on_branch)]
         return names
 
-    def restore(self, digest: str) -> None:
-        """Take over what the journal and the branch know of the job with this fingerprint digest."""
-        make_folder(self.journal.folder / DONE_FOLDER)
-        found = self.branch.read_records(wanted=lambda name: not self._has_undamaged(name))
-        for name, data in found.items():
-            if _is_record(name, data):
-                write_atomically(self.journal.folder / name, data)
-        known, _ = self.journal.find_records(digest)
-        self.records.update(known)
+    def restore(self, job: JobDescription) -> None:
+        """Take over what the journal and the branch know of a job."""
+        here, _ = self.journal.find_records(job.digest)
+        wanted = {_path_on_branch(shard) for shard in job.shards if shard not in here}
+        for path, data in self.branch.read_records(wanted=wanted.__contains__).items():
+            with suppress(ValueError):  # CheckpointError is one: a damaged record is none
+                record = unseal(ShardRecord, data.decode(), where=path)
+                if _path_on_branch(record.shard) == path:
+                    self.journal.log.declare(record.shard, record)
+        self.records.update(self.journal.find_records(job.digest)[0])
 
     def is_checked(self, name: str) -> bool:
         """Return whether a shard was converted and compared with the source. A local run does not compare."""
@@ -109,21 +110,9 @@ class Uploads:
         shards = {name: (record.sha256 or "", record.file_bytes) for name, record in self.records.items()}
         return self.branch.commit_to_main(shards=shards, files=files, message=message)
 
-    def _has_undamaged(self, name: str) -> bool:
-        try:
-            return _is_record(name, (self.journal.folder / name).read_bytes())
-        except OSError:
-            return False
 
-
-def _is_record(path: str, data: bytes) -> bool:
-    folder, _, name = path.partition("/")
-    if folder != DONE_FOLDER or "/" in name or "\\" in name:
-        return False
-    try:
-        return f"{unseal(ShardRecord, data.decode(), where=path).shard}.json" == name
-    except ValueError:  # CheckpointError is one
-        return False
+def _path_on_branch(shard: str) -> str:
+    return f"{DONE_FOLDER}/{shard}.json"
 
 
 def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> Uploads:
@@ -131,7 +120,7 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
     branch = Branch(job.hub, target, branch_name(job.digest))
     branch.open()
     uploads = Uploads(branch, journal, PackedRecords(), events)
-    uploads.restore(job.digest)
+    uploads.restore(job.description)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
         job.hub.notify(f"{counted(num_unchecked, 'shard')} of an earlier run not validated: converting again")
     return uploads

@@ -89,9 +89,9 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
 
     def only(self, shards: Iterable[str]) -> "PackedRecords":
         """Return the records of some of the shards."""
-        found = PackedRecords()
-        found._packed.update((shard, self._packed[shard]) for shard in shards)
-        return found
+        chosen = PackedRecords()
+        chosen._packed.update((shard, self._packed[shard]) for shard in shards)
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Journal:
         self.destination = destination
         self.suffix = suffix
         self.folder = destination / WORK_FOLDER
-        self._log = WorkLog(self.folder, ShardRecord, suffix=suffix)
+        self.log = WorkLog(self.folder, ShardRecord, suffix=suffix)
         self._job_path = self.folder / JOB_NAME
 
     def leave_out_of_uploads(self) -> None:
@@ -131,7 +131,7 @@ class Journal:
 
     def begin(self, job: JobDescription) -> None:
         """Start a job, or resume it if fingerprint and source are the same; raises ResumeError."""
-        make_folder(self._log.folder)
+        make_folder(self.log.folder)
         before = self.job()
         if before is None:
             self._describe(job)
@@ -149,7 +149,7 @@ class Journal:
 
     def join(self, job: JobDescription) -> None:
         """Start a job, or take part in the same one beside other processes; raises ResumeError."""
-        make_folder(self._log.folder)
+        make_folder(self.log.folder)
         if self.job() is None:
             write_atomically(self._job_path, encode(job), suffix=self.suffix, is_first=True)
         before = self.job()
@@ -172,7 +172,7 @@ class Journal:
 
     def is_begun(self) -> bool:
         """Return whether a job was begun here, also one whose description was removed."""
-        return is_there(self._job_path) or is_there(self._log.folder)
+        return is_there(self._job_path) or is_there(self.log.folder)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
@@ -201,27 +201,21 @@ class Journal:
         path = self.destination / record.shard
         with writing(path):
             mtime_ns = path.stat().st_mtime_ns
-        self._log.declare(record.shard, record, mtime_ns=mtime_ns)
-
-    def forget(self, shard: str) -> None:
-        """Remove a shard's record: the shard is converted again."""
-        self._log.forget(shard)
+        self.log.declare(record.shard, record, mtime_ns=mtime_ns)
 
     def records(self, digest: str) -> PackedRecords:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
-        records = PackedRecords()
-        for shard in self._log.steps():
+        records, damaged = self.find_records(digest)
+        if damaged:
             with remedy("Run the conversion again: its shard is converted again."):
-                record = self._read(shard)
-            if record.fingerprint == digest:
-                records[shard] = record
+                self._read(damaged[0])
         return records
 
     def find_records(self, digest: str) -> tuple[PackedRecords, list[str]]:
         """Return the records of the job with this fingerprint digest, and the shards whose records are damaged."""
         records = PackedRecords()
         damaged: list[str] = []
-        for shard in self._log.steps():
+        for shard in self.log.steps():
             try:
                 record = self._read(shard)
             except CheckpointError:
@@ -232,9 +226,9 @@ class Journal:
         return records, damaged
 
     def _read(self, shard: str) -> ShardRecord:
-        record = self._log.read(shard)
+        record = self.log.read(shard)
         if record.shard != shard:
-            raise MalformedFileError(f"{self._log.path(shard)}: is the record of {quoted(record.shard)}.")
+            raise MalformedFileError(f"{self.log.path(shard)}: is the record of {quoted(record.shard)}.")
         return record
 
     def finished(self, digest: str) -> PackedRecords:
@@ -250,7 +244,7 @@ class Journal:
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""
         shard = self.destination / record.shard
-        return shard.stat().st_mtime_ns == self._log.path(record.shard).stat().st_mtime_ns
+        return shard.stat().st_mtime_ns == self.log.path(record.shard).stat().st_mtime_ns
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
@@ -283,7 +277,7 @@ class Journal:
         """Remove the half-written shards, records and job descriptions of a killed run, which may not come again."""
         records = [f"{shard}.json" for shard in job.shards]
         shards = [*job.shards, IGNORE_NAME]
-        for folder, files in ((self.destination, shards), (self._log.folder, records), (self.folder, [JOB_NAME])):
+        for folder, files in ((self.destination, shards), (self.log.folder, records), (self.folder, [JOB_NAME])):
             make_folder(folder)
             for path in list_folder(folder):
                 if path.name.endswith(TEMPORARY_SUFFIX) and any(is_temporary(path.name, of=file) for file in files):
@@ -326,7 +320,8 @@ def has_left(folder: Path) -> bool:
     if find_published(folder) is not None:
         return True
     journal = Journal(folder)
-    if (job := journal.job()) is None:
+    job = journal.job()
+    if job is None:
         return False
     records, _ = journal.find_records(job.digest)
     return all(shard in records and records[shard].is_checked for shard in job.shards)

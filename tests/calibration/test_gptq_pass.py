@@ -95,7 +95,7 @@ def passed(
 
 
 def files_of(work: WorkFolder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(work.folder.iterdir()) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(work.folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")

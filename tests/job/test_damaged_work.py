@@ -14,8 +14,9 @@ from k2convert.errors import CheckpointError
 
 OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
-STREAMS = ("layer-000.json", "hidden-001.safetensors", "residual-001.safetensors")
-RESULTS = ("layer-001.json", "codes-001.safetensors")
+DONE = ".k2convert/done/layer-000.json"
+STREAMS = (DONE, "hidden-001.safetensors", "residual-001.safetensors")
+RESULTS = (".k2convert/done/layer-001.json", "codes-001.safetensors")
 NAMES = (*STREAMS, *RESULTS, ".k2convert/calibration.json")
 
 
@@ -65,14 +66,15 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     tmp_path: Path,
 ) -> None:
     out = Path(shutil.copytree(stopped[name], tmp_path / "out"))
-    path = conversion_work(out).folder / name
+    work = conversion_work(out).folder
+    path = work / name
     damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
     error = run_here("run", source, out, "--calibrate", text, *OPTIONS, code=0).stderr
-    if damage == "missing" and name.startswith("layer-"):
-        path, fact = path.with_name("hidden-001.safetensors"), "missing"  # nothing says that the layer was done
+    if damage == "missing" and "layer-" in name:
+        path, fact = work / "hidden-001.safetensors", "missing"  # nothing says that the layer was done
     else:
         fact = "missing" if damage == "missing" and name[0] != "." else "damaged"
-    if (name, damage) != ("layer-000.json", "missing"):
+    if (name, damage) != (DONE, "missing"):
         assert f"{path}: {fact}: the calibration starts again at the beginning" in error
     assert contents(out) == whole
 

@@ -36,10 +36,11 @@ SENTENCES = {
     "evaluate": LAYERS,
     "validate": r"interrupted: nothing is kept\. The same command starts again",
 }
-EVALUATING = "out/.k2convert/evaluation.work/layer-000.safetensors"
+DONE = ".k2convert/done/layer-000.json"
+EVALUATING = f"out/.k2convert/evaluation.work/{DONE}"
 AT_WORK = {
     "run": "out/.k2convert/job.json",
-    "run --calibrate": "out/.k2convert/calibration.work/layer-000.json",
+    "run --calibrate": f"out/.k2convert/calibration.work/{DONE}",
     "run --evaluate": EVALUATING,
     "evaluate": EVALUATING,
 }
@@ -187,7 +188,7 @@ def test_a_layer_of_rule_gptq_is_left_in_time_wherever_it_is(tmp_path: Path) -> 
     make(["token-ids", str(ids), "--tokens", "4096"])
     use = ("--set", "calibration.tokens=2048", "--set", "smoothing=false", "--device", "cpu")
     case = Case(("run", source, out, "--calibrate", ids, *use), tmp_path)
-    claim = out / ".k2convert" / "calibration.work" / "layer-000.safetensors"
+    claim = out / ".k2convert" / "calibration.work" / DONE
     codes: list[int] = []
     for attempt in range(10):
         due: list[float] = []
