@@ -176,7 +176,7 @@ def validate(
     from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
     from k2convert.job.guest import guest, read_optional_place, read_place
-    from k2convert.job.opened import open_ends
+    from k2convert.job.results import open_result_at
     from k2convert.records.events import SILENT
 
     check_flags(reference=reference)
@@ -185,11 +185,7 @@ def validate(
     other = read_optional_place("against", against)
     with (
         guest(),
-        open_ends(
-            read_place("result", result),
-            read_optional_place("source", source),
-            hub=Hub(),
-        ) as opened,
+        open_result_at(read_place("result", result), source=read_optional_place("source", source), hub=Hub()) as opened,
     ):
         found = validate_checkpoint(
             folder=opened.folder,

@@ -68,7 +68,7 @@ def fit(
     from k2convert.fit.memory import CONTEXT, Settings
     from k2convert.fit.model import read_model
     from k2convert.hub.client import Hub
-    from k2convert.job.locations import open_source
+    from k2convert.job.locations import open_checkpoint_at
 
     console.set_output(json=json)
     chosen = {"--tp": tp, "--ep": ep, "--pp": pp, "--dp-attention": dp_attention, "--experts auto": experts == AUTO}
@@ -78,7 +78,7 @@ def fit(
         (given and count is None, f"{given}: needs --gpu and --count"),
     )
     kind = None if gpu is None else _find_gpu(gpu)
-    with open_source(checkpoint, hub=Hub(notify=console.print_note)) as opened:
+    with open_checkpoint_at(checkpoint, hub=Hub(notify=console.print_note)) as opened:
         whole = read_model(opened.checkpoint)
     asked = Question(
         place=checkpoint,

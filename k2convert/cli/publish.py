@@ -111,7 +111,7 @@ def _send(publication: "Publication", source: str | None, *, yes: bool) -> str:
     from k2convert.cli import console
     from k2convert.cli.job_view import confirm
     from k2convert.cli.progress import Display
-    from k2convert.job.opened import open_origin
+    from k2convert.job.results import open_result_at
     from k2convert.job.publish import publish_folder, validate_publication
     from k2convert.records.events import Extent
 
@@ -120,12 +120,12 @@ def _send(publication: "Publication", source: str | None, *, yes: bool) -> str:
     if not console.Output.quiet:
         files = ", ".join(publication.files)
         console.print_note(f"publishes {counted(len(publication.ledger.shards), 'shard')} and these files: {files}")
-    with open_origin(source, hub=publication.hub) as (origin, shards):
+    with open_result_at(str(publication.folder), source=source, hub=publication.hub) as opened:
         for name, problem in missing_sidecars(folder):
             console.print_note(f"warning: {folder}: {name}: {problem}")
         confirm(publication.target, total_bytes=num_bytes, yes=yes)
         with Display("validate", Extent({"check": (folder_bytes(folder), 0)})) as events:
-            validation, hashes = validate_publication(publication, source=origin, shards=shards, events=events)
+            validation, hashes = validate_publication(publication, opened, events=events)
         if not console.Output.quiet:
             console.print_note(validation.contract.summary)
         with Display("publish", Extent({"upload": (num_bytes, 0)})) as events:

@@ -21,7 +21,7 @@ from k2convert.hub.client import SCHEME
 if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
     from k2convert.fit.model import Tensor
-    from k2convert.job.opened import Opened
+    from k2convert.job.results import OpenResult
 
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 
@@ -42,7 +42,7 @@ def report(
     from k2convert.check.results import validation_document
     from k2convert.cli import console
     from k2convert.hub.client import Hub
-    from k2convert.job.opened import open_ends
+    from k2convert.job.results import open_result_at
     from k2convert.records.journal import Journal
     from k2convert.records.ledger import find_ledger
     from k2convert.report import write_report
@@ -50,7 +50,7 @@ def report(
 
     console.set_output(json=json, quiet=quiet)
     refuse_contradictions((source and validation, "--validation replaces the measurement: leave out --source"))
-    with open_ends(destination, source, hub=Hub(notify=console.notifier())) as opened:
+    with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
         folder = opened.folder
         is_remote = opened.shards.result is not None
         read_records(folder)  # raises if there is nothing to report on
@@ -111,7 +111,7 @@ def _is_same_place(folder: str, result: str) -> bool:
     return bool(names) and not path.is_absolute() and names in ends
 
 
-def _tensors(opened: "Opened") -> "list[Tensor] | None":
+def _tensors(opened: "OpenResult") -> "list[Tensor] | None":
     """Return the tensors of the opened result's shards; None if a shard is not here or is damaged."""
     from k2convert.checkpoint.header import ShardHeader
     from k2convert.checkpoint.index import open_checkpoint
@@ -128,7 +128,7 @@ def _tensors(opened: "Opened") -> "list[Tensor] | None":
         return None
 
 
-def _validate(opened: "Opened", source: str | None) -> "ValidationReport | None":
+def _validate(opened: "OpenResult", source: str | None) -> "ValidationReport | None":
     from k2convert.check.validate import validate_checkpoint
     from k2convert.cli.progress import Display
     from k2convert.records.events import Extent

@@ -32,7 +32,7 @@ from k2convert.hub.client import SCHEME, Hub, parse_repo
 if TYPE_CHECKING:
     from k2convert.check.layers.check import LayersCost
     from k2convert.check.validate import LayersRequest
-    from k2convert.job.opened import Opened
+    from k2convert.job.results import OpenResult
     from k2convert.records.command import JobCommand
 
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
@@ -76,7 +76,7 @@ def validate(
     from k2convert.cli import console
     from k2convert.cli.progress import Display
     from k2convert.cli.validation_view import cost_line, print_serve, show_validation
-    from k2convert.job.opened import open_ends
+    from k2convert.job.results import open_result_at
     from k2convert.records.command import read_command
     from k2convert.records.events import Extent
     from k2convert.records.journal import check_shards_are_here
@@ -98,7 +98,7 @@ def validate(
     if text:
         require_extra("calibrate", purpose="--text")
     request = None if layers is None else LayersRequest(_layer_numbers(layers), hidden_states, tokens)
-    with open_ends(destination, source, hub=Hub(notify=console.notifier())) as opened:
+    with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
         if request is not None:
             request = _checked_request(opened, request, text)
         if opened.shards.result is None:
@@ -145,7 +145,7 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
 
 
-def _checked_request(opened: "Opened", request: "LayersRequest", text: list[Path] | None) -> "LayersRequest":
+def _checked_request(opened: "OpenResult", request: "LayersRequest", text: list[Path] | None) -> "LayersRequest":
     """Check a request now: it is used after the pass over the shards, which may take hours. Reads the text, if any."""
     from k2convert.checkpoint.header import read_header
     from k2convert.cli import console
@@ -170,7 +170,7 @@ def _checked_request(opened: "Opened", request: "LayersRequest", text: list[Path
     return replace(request, hidden_states=windows)
 
 
-def _layers_cost(opened: "Opened", request: "LayersRequest") -> "LayersCost | None":
+def _layers_cost(opened: "OpenResult", request: "LayersRequest") -> "LayersCost | None":
     """Return the cost of --layers, before anything is read; None if the result cannot be opened."""
     from k2convert.check.layers.check import layers_cost
     from k2convert.checkpoint.index import open_checkpoint

@@ -30,7 +30,7 @@ from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.hub.source import resolve_source
-from k2convert.job.locations import check_output_path, open_source
+from k2convert.job.locations import check_output_path, open_checkpoint_at
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import allowed_disk, device_name, output_headers
@@ -106,7 +106,7 @@ def open_evaluation(
         for place in places:
             revision = pinned.get(_REVISION.format(place))
             opened = stack.enter_context(
-                open_source(place, hub=hub, pinned=None if revision is None else str(revision))
+                open_checkpoint_at(place, hub=hub, pinned=None if revision is None else str(revision))
             )
             name = names[place] if counts[names[place]] == 1 else place
             ledger = None

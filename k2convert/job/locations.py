@@ -29,11 +29,10 @@ from k2convert.checkpoint.names import (
     REPORT_PAGE_NAME,
     REPORT_PICTURE_NAME,
     REPORT_TEXT_NAME,
-    SHARD_SUFFIX,
     SOURCE_COPY_FOLDER,
     WORK_FOLDER,
 )
-from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
+from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, K2ConvertError, remedy
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
@@ -64,78 +63,68 @@ class Destination:
 
 
 @contextmanager
-def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
-    """Open a folder, or the headers and small files of a repository, at the commit `pinned` if a job began with it."""
-    ref = parse_repo(text) if text.startswith(SCHEME) else None
-    if ref is None:
+def open_checkpoint_at(place: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
+    """Open a folder, or the headers and small files of a repository, at the commit `pinned` if a job began with it.
+
+    A name without hf:// is a folder, never looked up on the Hub. Raises CheckpointError, HubError.
+    """
+    repo = repo_at(place)
+    if repo is None:
         with remedy(SOURCE_REMEDY):
-            checkpoint = open_checkpoint(Path(text))
+            checkpoint = open_checkpoint(Path(place))
         yield Source(checkpoint)
         return
     from k2convert.hub.source import open_remote
 
-    with temporary_folder() as temporary:
-        folder = temporary / ref.repo
-        folder.mkdir(parents=True)
-        remote = _resolve(hub, ref, pinned)
-        with shown_as(text, folder):
-            with remedy(_REMOTE_REMEDY):
-                checkpoint = open_remote(hub, remote, folder=folder)
-            yield Source(checkpoint, remote)
+    remote = _resolve(hub, repo, pinned)
+    with folder_of(repo, shown_as=place) as folder:
+        with remedy(_REMOTE_REMEDY):
+            checkpoint = open_remote(hub, remote, folder=folder)
+        yield Source(checkpoint, remote)
+
+
+def repo_at(place: str) -> RepoRef | None:
+    """Return the repository of an address; None for a folder."""
+    if place.startswith(SCHEME):
+        return parse_repo(place)
+    return None
 
 
 @contextmanager
-def shown_as(text: str, temporary: Path) -> Generator[None]:
-    """Name the repository, not its temporary folder or file, in the messages of expected errors."""
-    try:
-        yield
-    except K2ConvertError as error:
-        error.args = tuple(arg.replace(str(temporary), text) if isinstance(arg, str) else arg for arg in error.args)
-        raise
-
-
-@contextmanager
-def open_result(text: str, *, hub: Hub) -> "Generator[tuple[Path, RemoteRepo | None]]":
-    """Open a converted folder, or a repository: its small files, and an empty file for every shard. Raises HubError."""
-    ref = parse_repo(text) if text.startswith(SCHEME) else None
-    if ref is None:
-        yield Path(text), None
-        return
-    from k2convert.hub.source import fetch_small_files, mark_other_files, resolve_source
-
-    remote = resolve_source(hub, ref)
-    if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
-        raise HubError(f"{text}: has no shards, so it holds no result. Check the name and the revision.")
+def folder_of(repo: RepoRef, *, shown_as: str) -> Generator[Path]:
+    """Make a temporary folder for a repository. Expected errors name the repository as it is shown, not the folder."""
     with temporary_folder() as temporary:
-        folder = temporary / ref.repo
+        folder = temporary / repo.repo
         folder.mkdir(parents=True)
-        fetch_small_files(hub, remote, folder=folder)
-        mark_other_files(remote, folder=folder)
-        with shown_as(text, folder):
-            yield folder, remote
+        try:
+            yield folder
+        except K2ConvertError as error:
+            error.args = tuple(
+                arg.replace(str(folder), shown_as) if isinstance(arg, str) else arg for arg in error.args
+            )
+            raise
 
 
-def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
+def _resolve(hub: Hub, repo: RepoRef, pinned: str | None) -> "RemoteRepo":
     from k2convert.hub.request_errors import HubRequestError
     from k2convert.hub.source import resolve_source
 
-    if ref.revision is not None or pinned is None:
-        return resolve_source(hub, ref)
-    try:
-        return resolve_source(hub, RepoRef(ref.repo, pinned))
-    except HubRequestError as error:
-        if error.status != 404:
-            raise
-        return resolve_source(hub, ref)  # the job began with a different repository; the journal will refuse it
+    if repo.revision is None and pinned is not None:
+        try:
+            return resolve_source(hub, RepoRef(repo.repo, pinned))
+        except HubRequestError as error:
+            if error.status != 404:  # else the job began with a different repository; the journal will refuse it
+                raise
+    return resolve_source(hub, repo)
 
 
 def read_destination(text: str, *, work_folder: Path | None = None) -> Destination:
     """Return a folder, or hf://owner/name[@branch] with its work folder; raises HubError if that is no branch."""
-    ref = parse_repo(text) if text.startswith(SCHEME) else None
-    if ref is None:
+    repo = repo_at(text)
+    if repo is None:
         return Destination(Path(text))
-    name = str(ref).removeprefix(SCHEME).replace("/", "--")
-    return Destination(work_folder or WORK_ROOT / name, ref.repo, target_revision(ref))
+    name = str(repo).removeprefix(SCHEME).replace("/", "--")
+    return Destination(work_folder or WORK_ROOT / name, repo.repo, target_revision(repo))
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

@@ -11,7 +11,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError
 from k2convert.hub.client import Hub
-from k2convert.job.locations import open_source
+from k2convert.job.locations import open_checkpoint_at
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
@@ -85,7 +85,7 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
     from k2convert.plan.inspection import inspect_checkpoint
 
     conversion: dict[str, object] | None = None
-    with open_source(source, hub=hub) as opened:
+    with open_checkpoint_at(source, hub=hub) as opened:
         ledger = None
         with suppress(CheckpointError):
             ledger = find_ledger(opened.checkpoint.folder)

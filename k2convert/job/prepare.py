@@ -15,7 +15,7 @@ from k2convert.hub.client import Hub, check_endpoint
 from k2convert.job.locations import (
     Destination,
     check_destination,
-    open_source,
+    open_checkpoint_at,
     refuse_other_files,
     refuse_symlinks,
 )
@@ -115,7 +115,7 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
     begun = Journal(options.destination.folder).job()
     if begun is not None:
         check_version(begun.version, options.destination.folder)
-    with open_source(options.source, hub=hub, pinned=begun and begun.source_revision) as source:
+    with open_checkpoint_at(options.source, hub=hub, pinned=begun and begun.source_revision) as source:
         checkpoint = source.checkpoint
         recipe = choose_recipe(checkpoint, options.recipe, options.settings)
         if options.text is not None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
-from k2convert.check.remote import LOCAL, Shards
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
-from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
+from k2convert.checkpoint.index import list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
@@ -30,6 +29,7 @@ from k2convert.hub.source_card import SourceCard, accepted_card, read_source_car
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
 from k2convert.job.resources import Item, output_headers
+from k2convert.job.results import OpenResult
 from k2convert.job.transfers import Uploads
 from k2convert.machine import BUFFERS
 from k2convert.records.events import SILENT, Events
@@ -183,11 +183,7 @@ def published_files(folder: Path, shards: set[str]) -> list[Path]:
 
 
 def validate_publication(
-    publication: Publication,
-    *,
-    source: Checkpoint | None = None,
-    shards: Shards = LOCAL,
-    events: Events = SILENT,
+    publication: Publication, opened: OpenResult, *, events: Events = SILENT
 ) -> tuple[ValidationReport, dict[str, str]]:
     """Validate the folder and hash its shards in the same pass (sha256); raises UnservableError, CalibrationError."""
     folder = publication.folder
@@ -197,7 +193,9 @@ def validate_publication(
         digests[shard].update(data.data)
 
     with remedy("Run the conversion again: it replaces what is damaged."):
-        validation = validate_checkpoint(folder=folder, source=source, events=events, visitor=hash_bytes, shards=shards)
+        validation = validate_checkpoint(
+            folder=folder, source=opened.source, events=events, visitor=hash_bytes, shards=opened.shards
+        )
     if not validation.passed:
         raise UnservableError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation
