@@ -114,7 +114,7 @@ def convert(
     from k2convert.choices import Device
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
-    from k2convert.job.guest import guest, read_optional_place, read_place, read_places
+    from k2convert.job.host_process import host_process, read_optional_path, read_path, read_paths
     from k2convert.job.locations import read_destination
     from k2convert.job.opening import text_files
     from k2convert.job.prepare import JobOptions, open_job
@@ -123,15 +123,15 @@ def convert(
     from k2convert.records.ledger import below_budget, check_budget
 
     check_flags(private=private, verify=verify)
-    files = read_places("text", text, least=0)
+    files = read_paths("text", text, least=0)
     check_choice("device", device, get_args(Device))
     with (
-        guest(torch_for="text" if files else None),
+        host_process(torch_for="text" if files else None),
         open_job(
             JobOptions(
-                source=read_place("source", source),
-                destination=read_destination(read_place("destination", destination)),
-                recipe=read_optional_place("recipe", recipe),
+                source=read_path("source", source),
+                destination=read_destination(read_path("destination", destination)),
+                recipe=read_optional_path("recipe", recipe),
                 settings=settings or {},
                 text=text_files(files, device=device, rounds=True) if files else None,
                 workers=workers,
@@ -175,17 +175,17 @@ def validate(
     from k2convert.check.validate import validate_checkpoint
     from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
-    from k2convert.job.guest import guest, read_optional_place, read_place
+    from k2convert.job.host_process import host_process, read_optional_path, read_path
     from k2convert.job.results import open_result_at
     from k2convert.records.events import SILENT
 
     check_flags(reference=reference)
     if reference:
         require_extra("reference", purpose="reference")
-    other = read_optional_place("against", against)
+    other = read_optional_path("against", against)
     with (
-        guest(),
-        open_result_at(read_place("result", result), source=read_optional_place("source", source), hub=Hub()) as opened,
+        host_process(),
+        open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
     ):
         found = validate_checkpoint(
             folder=opened.folder,
@@ -228,7 +228,7 @@ def evaluate(
     from k2convert.choices import AskedActivations, ComputedKvCache
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
-    from k2convert.job.guest import guest, read_optional_place, read_place, read_places
+    from k2convert.job.host_process import host_process, read_optional_path, read_path, read_paths
     from k2convert.job.opening import text_files
     from k2convert.plan.recipe import text_use
     from k2convert.records.events import SILENT
@@ -238,15 +238,15 @@ def evaluate(
     if kv_cache is not None:
         check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
     check_flags(any_text=any_text, replace=replace)
-    path = read_optional_place("out", out)
-    with guest(torch_for="evaluate"):
+    path = read_optional_path("out", out)
+    with host_process(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure
         from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
 
         with open_evaluation(
-            read_place("reference", reference),
-            read_places("checkpoints", checkpoints),
-            text_files(read_places("text", text), device=device),
+            read_path("reference", reference),
+            read_paths("checkpoints", checkpoints),
+            text_files(read_paths("text", text), device=device),
             text_use(tokens=tokens, window=window, seed=seed),
             EvaluationOptions(
                 activations,
@@ -270,8 +270,8 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     Raises CheckpointError, PlanError for an unknown family, and HubError.
     """
     from k2convert.hub.client import Hub
-    from k2convert.job.guest import guest, read_place
+    from k2convert.job.host_process import host_process, read_path
     from k2convert.job.opening import inspect_source
 
-    with guest():
-        return inspect_source(read_place("source", source), hub=Hub())
+    with host_process():
+        return inspect_source(read_path("source", source), hub=Hub())

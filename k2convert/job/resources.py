@@ -184,7 +184,7 @@ def own_process() -> None:
 
 
 def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
-    """Prepare for hours of work: one torch thread, a short GIL interval, bounded buffers. See `as_guest`."""
+    """Prepare for hours of work: one torch thread, a short GIL interval, bounded buffers. See `restoring_process`."""
     threads = _torch_threads()
     if threads is not None:
         import torch
@@ -198,42 +198,42 @@ def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
 
 @dataclass(slots=True)
 class _Host:
-    """State of a process when its first guest came: torch's threads are None until torch is loaded."""
+    """State of a process before the first call that changed it: torch's threads are None until torch is loaded."""
 
-    guests: int = 0
+    num_calls: int = 0  # that run now
     interval: float = 0.0
     threads: int | None = None
     bars: dict[str, bool] = field(default_factory=dict[str, bool])
 
 
 _HOST: Final = _Host()
-_ARRIVING: Final = Lock()
+_HOST_LOCK: Final = Lock()
 
 
 @contextmanager
-def as_guest(*, uses_torch: bool = False) -> Generator[None]:
+def restoring_process(*, uses_torch: bool = False) -> Generator[None]:
     """Put back what the block changes for the process. The last of several threads restores what the first found."""
     threads = _torch_threads(load=uses_torch)
-    with _ARRIVING:
-        if _HOST.guests == 0:
+    with _HOST_LOCK:
+        if _HOST.num_calls == 0:
             _HOST.interval = sys.getswitchinterval()
             _HOST.bars = progress_bars()
             _HOST.threads = threads
-        elif threads == 1:  # torch gives a new thread the number that another guest chose
+        elif threads == 1:  # torch gives a new thread the number that another call chose
             threads = _HOST.threads
         _HOST.threads = _HOST.threads or threads
-        _HOST.guests += 1
+        _HOST.num_calls += 1
     try:
         yield
     finally:
-        with _ARRIVING:
-            _HOST.guests -= 1
+        with _HOST_LOCK:
+            _HOST.num_calls -= 1
             threads = threads or _HOST.threads
             if threads is not None:
                 import torch
 
                 torch.set_num_threads(threads)
-            if _HOST.guests == 0:
+            if _HOST.num_calls == 0:
                 sys.setswitchinterval(_HOST.interval)
                 restore_progress_bars(_HOST.bars)
                 BUFFERS.limit(POOL_BYTES)

@@ -1,4 +1,4 @@
-"""The functions of the package are guests in a process: they leave everything of it as they found it."""
+"""The functions of the package run in a process of somebody else: they leave everything of it as they found it."""
 
 import gc
 import json
@@ -38,7 +38,7 @@ def umask() -> int:
 
 
 def state() -> dict[str, Any]:
-    """Everything of this process that a guest could change."""
+    """Everything of this process that a call could change."""
     return {
         "environment": dict(os.environ),
         "environment of children": json.loads(python(CHILD).stdout),

@@ -1,4 +1,4 @@
-"""A function of the package is a guest in another program: it checks its arguments, and puts back what it changes.
+"""Functions of the package run in another program: they check their arguments, and put back what they change.
 
 The command line checks its options itself, and sets up a process of its own (resources.own_process, bound_memory).
 """
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import cast
 
 from k2convert.errors import ArgumentError, K2ConvertError, MachineError, explain, quoted, require_extra
-from k2convert.job.resources import as_guest
+from k2convert.job.resources import restoring_process
 
 
 @contextmanager
-def guest(*, torch_for: str | None = None) -> Generator[None]:
+def host_process(*, torch_for: str | None = None) -> Generator[None]:
     """Run a function of the package in the block; raises MissingDependencyError, MachineError instead of OSError."""
     if torch_for is not None:
         require_extra("calibrate", purpose=torch_for)
-    with as_guest(uses_torch=torch_for is not None):
+    with restoring_process(uses_torch=torch_for is not None):
         try:
             yield
         except K2ConvertError:
@@ -26,7 +26,7 @@ def guest(*, torch_for: str | None = None) -> Generator[None]:
             raise MachineError(str(explain(error, resumes=True))) from error
 
 
-def read_place(name: str, given: object) -> str:
+def read_path(name: str, given: object) -> str:
     """Return a path or an address as text; raises ArgumentError for what is neither, and for what names no file."""
     try:
         text = os.fsdecode(given)  # type: ignore[arg-type]  # its errors are below
@@ -38,20 +38,20 @@ def read_place(name: str, given: object) -> str:
     return text
 
 
-def read_optional_place(name: str, given: object) -> str | None:
+def read_optional_path(name: str, given: object) -> str | None:
     """Return a path or an address as text, or None if none is given; raises ArgumentError."""
     if given is None:
         return None
-    return read_place(name, given)
+    return read_path(name, given)
 
 
-def read_places(name: str, given: object, *, least: int = 1) -> list[str]:
+def read_paths(name: str, given: object, *, least: int = 1) -> list[str]:
     """Return several paths or addresses as text. One that is not in a list counts as one. Raises ArgumentError."""
     if isinstance(given, str | bytes) or hasattr(given, "__fspath__"):
-        return [read_place(name, given)]
+        return [read_path(name, given)]
     if not isinstance(given, Iterable):
         raise ArgumentError(f"{name} {quoted(given)}: expected paths in a list.")
-    found = [read_place(name, one) for one in cast(Iterable[object], given)]
-    if len(found) < least:
+    paths = [read_path(name, path) for path in cast(Iterable[object], given)]
+    if len(paths) < least:
         raise ArgumentError(f"{name}: expected at least one path.")
-    return found
+    return paths
