@@ -175,7 +175,7 @@ def prepare(
     refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
         calibration = plan_pass(text, source, folder, plan.jobs, description, hub=hub)
-        calibrated = _kept_calibration(folder, description)
+        calibrated = _recorded_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, plan=calibration: plan.last_layer(item.name)))
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
     limits = _plan_limits(options, plan, items, source, num_finished=len(finished), calibration=calibration)
@@ -236,11 +236,20 @@ def _plan_limits(
             f"{format_bytes(memory)} of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
             f"time, not {wanted / 1e6:,.0f} MB"
         )
-    small_bytes += layer_room
-    return Limits(workers, source_bytes, shards, allowed, small_bytes, free, inflight, layer_room, shrunk)
+    return Limits(
+        workers=workers,
+        source_bytes=source_bytes,
+        disk_shards=shards,
+        disk_allowed=allowed,
+        disk_small=small_bytes + layer_room,
+        disk_free=free,
+        inflight=inflight,
+        layer_room=layer_room,
+        shrunk=shrunk,
+    )
 
 
-def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
+def _recorded_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
     with suppress(CheckpointError):
         ledger = find_ledger(folder)
         if ledger is not None and ledger.fingerprint == description.fingerprint:

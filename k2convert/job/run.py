@@ -20,11 +20,12 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_digest, own_suffix
+from k2convert.checkpoint.files import discard_file, file_digest, own_suffix
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import PlanError, SourceReadError, counted, format_bytes, quoted
+from k2convert.hub.client import ignore
 from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.locations import check_work_folder
@@ -131,7 +132,7 @@ def execute(
     if cluster is None:
         check_job_memory(job)
     resources.settle_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
-    with _opened(job, part, verify, events) as run:
+    with _open_run(job, part, verify, events) as run:
         layer_pass = None
         if run.job.gptq is not None:
             from k2convert.calibration.conversion import open_pass
@@ -141,15 +142,11 @@ def execute(
                 run.job.gptq, job.plan.recipe, names, calibrated=run.job.calibrated, events=run.events
             )
         events.begun(_extent(run, layer_pass, cluster), keep=run.keep)
-        with _stages(run, layer_pass, cluster) as stages:
-            Pipeline(
-                run.items,
-                stages=stages,
-                room=job.limits.room if cluster is None else sys.maxsize,  # nodes have their own
-                source_bytes=job.limits.source_bytes,
-                stop=run.stop,
-                to_upload=run.to_upload,
-            ).run()
+        if cluster is not None:
+            _run_stages(run, _cluster_stages(run, cluster), room=sys.maxsize)  # nodes have their own
+        else:
+            with _open_stages(run, layer_pass) as stages:
+                _run_stages(run, stages, room=job.limits.room)
         if part is not None:
             return outcome_of(job, run.records, run.finished)
         if cluster is not None:
@@ -186,57 +183,75 @@ class _Run:
     journal: Journal
     events: Events
     keep: Keep | None
-    mine: Sequence[Item]
+    own: Sequence[Item]  # all items, or those of a part
+    finished: PackedRecords
+    records: PackedRecords
     uploads: "Uploads | None" = None
-    finished: PackedRecords = field(default_factory=PackedRecords)
-    records: PackedRecords = field(default_factory=PackedRecords)
     items: list[Item] = field(default_factory=list[Item])
     to_upload: list[Item] = field(default_factory=list[Item])
     stop: Event = field(default_factory=Event)
 
 
 @contextmanager
-def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Generator[_Run]:
+def _open_run(job: Job, part: Part | None, verify: bool, events: Events) -> Generator[_Run]:
+    """Lock the destination, for a run alone or for a part beside others, and find what is left to do."""
     folder = job.destination.folder
     make_folder(folder / WORK_FOLDER)
     check_work_folder(folder / WORK_FOLDER)
-    journal = Journal(folder, suffix=TEMPORARY_SUFFIX if part is None else own_suffix())
-    with lock_destination(folder, events=events) if part is None else share_destination(folder, events=events) as keep:
-        was_begun = journal.job() is not None
-        (journal.begin if part is None else journal.join)(job.description)
-        if job.command is not None:
-            keep_command(folder, job.command, suffix=journal.suffix)
-        journal.leave_out_of_uploads()
-        run = _Run(job, journal, events, keep, job.items if part is None else part.items(job.items))
-        if part is None:
-            run.finished = verify_shards(journal, job.digest, everything=verify, events=events)
-            run.records = run.finished.only(run.finished)
-            if job.source.remote is not None:
-                from k2convert.job.transfers import keep_small_files
+    if part is None:
+        with lock_destination(folder, events=events) as keep:
+            yield _resume(job, keep, verify, events)
+    else:
+        with share_destination(folder, events=events):
+            yield _join(job, part, events)
 
-                checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
-                run.job = job = replace(job, source=replace(job.source, checkpoint=checkpoint))
-            if job.target is not None:
-                from k2convert.job.transfers import open_uploads
 
-                run.uploads = open_uploads(job, job.target, journal, events)
-                run.records = run.uploads.records
-            run.items, run.to_upload = _remaining(run)
-            if was_begun or len(run.items) + len(run.to_upload) < len(job.items):
-                total = len(run.mine)
-                done = total - len(run.items) - len(run.to_upload)
-                word = "resuming"
-                if job.target is None and is_complete(job, run.records):
-                    word = "already complete"
-                rest = ""
-                if run.to_upload:
-                    rest = f", {len(run.to_upload)} more converted and not yet uploaded"
-                events.note(f"{job.destination}: {word}: {done} of {counted(total, 'shard')} done{rest}")
-        else:  # other tasks write at the same time: nothing of theirs is checked or removed
-            run.finished = journal.finished(job.digest)
-            run.records = run.finished.only(run.finished)
-            run.items = [item for item in run.mine if item.name not in run.finished]
-        yield run
+def _resume(job: Job, keep: Keep, verify: bool, events: Events) -> _Run:
+    journal = Journal(job.destination.folder)
+    was_begun = journal.job() is not None
+    journal.begin(job.description)
+    _save_command(journal, job)
+    finished = verify_shards(journal, job.digest, everything=verify, events=events)
+    if job.source.remote is not None:
+        from k2convert.job.transfers import copy_small_files
+
+        checkpoint = replace(job.source.checkpoint, folder=copy_small_files(job))
+        job = replace(job, source=replace(job.source, checkpoint=checkpoint))
+    run = _Run(job, journal, events, keep, own=job.items, finished=finished, records=finished.only(finished))
+    if job.target is not None:
+        from k2convert.job.transfers import open_uploads
+
+        run.uploads = open_uploads(job, job.target, journal, events)
+        run.records = run.uploads.records
+    run.items, run.to_upload = _remaining(run)
+    num_done = len(job.items) - len(run.items) - len(run.to_upload)
+    if was_begun or num_done:
+        word = "resuming"
+        if job.target is None and is_complete(job, run.records):
+            word = "already complete"
+        rest = ""
+        if run.to_upload:
+            rest = f", {len(run.to_upload)} more converted and not yet uploaded"
+        events.note(f"{job.destination}: {word}: {num_done} of {counted(len(job.items), 'shard')} done{rest}")
+    return run
+
+
+def _join(job: Job, part: Part, events: Events) -> _Run:
+    """Take part in a job. Other parts write at the same time: nothing of theirs is checked or removed."""
+    journal = Journal(job.destination.folder, suffix=own_suffix())
+    journal.join(job.description)
+    _save_command(journal, job)
+    finished = journal.finished(job.digest)
+    own = part.items(job.items)
+    run = _Run(job, journal, events, None, own=own, finished=finished, records=finished.only(finished))
+    run.items = [item for item in own if item.name not in finished]
+    return run
+
+
+def _save_command(journal: Journal, job: Job) -> None:
+    if job.command is not None:
+        keep_command(journal.destination, job.command, suffix=journal.suffix)
+    journal.leave_out_of_uploads()
 
 
 def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
@@ -245,7 +260,7 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
     to_upload: list[Item] = []
     uploads = run.uploads
     folder = run.job.destination.folder
-    for item in run.mine:
+    for item in run.own:
         record = run.records.get(item.name)
         if uploads is not None and not uploads.is_checked(item.name):
             discard_file(folder / item.name)
@@ -261,7 +276,7 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
 
 def _extent(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | None") -> Extent:
     job = run.job
-    names = {item.name for item in run.mine}
+    names = {item.name for item in run.own}
     left = {item.name for item in run.items}
     phases: dict[Phase, tuple[int, int]] = {}
     if job.source.remote is not None and cluster is None:
@@ -276,41 +291,66 @@ def _extent(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | N
     if job.target is not None and cluster is None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*run.items, *run.to_upload)))
-    extent = Extent(phases, len(run.mine), len(run.mine) - len(run.items))
+    extent = Extent(phases, len(run.own), len(run.own) - len(run.items))
     if layer_pass is None:
         return extent
     return replace(extent, layer_tokens=layer_pass.plan.layer_pass.ids.size)
 
 
-@contextmanager
-def _stages(run: _Run, layer_pass: "PassBesideJob | None", cluster: "Cluster | None") -> Generator[Stages]:
-    job = run.job
-    limits = run.job.limits
-    remote = job.source.remote if cluster is None else None
-    fetch = None
-    if remote is not None:
-        from k2convert.job.transfers import fetch_shard, sweep_downloads
+def _run_stages(run: _Run, stages: Stages, *, room: int) -> None:
+    Pipeline(
+        run.items,
+        stages=stages,
+        room=room,
+        source_bytes=run.job.limits.source_bytes,
+        stop=run.stop,
+        to_upload=run.to_upload,
+    ).run()
 
-        fetch = partial(fetch_shard, job, remote, stop=run.stop, events=run.events)
-        sweep_downloads(job, run.items, run.to_upload)
+
+@contextmanager
+def _open_stages(run: _Run, layer_pass: "PassBesideJob | None") -> Generator[Stages]:
+    """Start the threads of this machine, and the layer pass beside them, for the block."""
+    job = run.job
+    limits = job.limits
+    fetch = None
+    if job.source.remote is not None:
+        from k2convert.job.transfers import clean_up_downloads, fetch_shard
+
+        fetch = partial(fetch_shard, job, job.source.remote, stop=run.stop, events=run.events)
+        clean_up_downloads(job, run.items, run.to_upload)
     running = nullcontext()
     if layer_pass is not None:
         running = layer_pass.running(space=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, running:
         yield Stages(
             fetch=fetch,
-            convert=partial(_here, run, threads, layer_pass) if cluster is None else partial(_on_node, run, cluster),
+            convert=partial(_convert, run, threads, layer_pass),
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
-            num_workers=limits.workers if cluster is None else max(len(run.items), 1),
+            num_workers=limits.workers,
         )
 
 
-def _here(run: _Run, threads: resources.Threads, layer_pass: "PassBesideJob | None", item: Item) -> None:
-    job = run.job
-    calibration = None if layer_pass is None else layer_pass.wait_for(item.name)
-    task = replace(shard_task(job, item.name), calibration=calibration, suffix=run.journal.suffix)
+def _cluster_stages(run: _Run, cluster: "Cluster") -> Stages:
+    """Return the stages of a job whose shards are fetched, converted and sent by the nodes of a cluster."""
+    return Stages(
+        fetch=None,
+        convert=partial(_convert_on_node, run, cluster),
+        drop_source=ignore,
+        drop_output=lambda shard: discard_file(run.job.destination.folder / shard),
+        uploads=run.uploads,
+        num_workers=max(len(run.items), 1),
+    )
+
+
+def _convert(run: _Run, threads: resources.Threads, layer_pass: "PassBesideJob | None", item: Item) -> None:
+    """Convert one shard on this machine, check it if it is for the Hub, and record it."""
+    calibration = None
+    if layer_pass is not None:
+        calibration = layer_pass.wait_for(item.name)
+    task = replace(shard_task(run.job, item.name), calibration=calibration, suffix=run.journal.suffix)
     record = convert_shard(task, threads=threads, events=run.events, stop=run.stop)
     if task.for_upload:
         from k2convert.job.transfers import check_for_upload
@@ -323,7 +363,8 @@ def _here(run: _Run, threads: resources.Threads, layer_pass: "PassBesideJob | No
     run.events.shard_finished(item.name)
 
 
-def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
+def _convert_on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
+    """Have a node convert one shard, and record it."""
     from k2convert.job.ray import convert_on_node
 
     record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)

@@ -126,7 +126,7 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
     return uploads
 
 
-def keep_small_files(job: Job) -> Path:
+def copy_small_files(job: Job) -> Path:
     """Copy a remote source's small files into the work folder: they were fetched to a temporary one. Returns it."""
     planned_from = job.source.checkpoint.folder
     folder = job.destination.folder / WORK_FOLDER / SOURCE_COPY_FOLDER
@@ -139,7 +139,7 @@ def keep_small_files(job: Job) -> Path:
     return folder
 
 
-def sweep_downloads(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> None:
+def clean_up_downloads(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> None:
     """Keep the downloads of an earlier run that are needed first, as far as the room allows. Remove the others."""
     keep: set[str] = set()
     taken = sum(item.output_bytes for item in to_upload)

@@ -145,14 +145,14 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_changed_side_file(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = transfers.keep_small_files
+    keep = transfers.copy_small_files
 
     def keep_changed(job: Any) -> Path:
         folder = keep(job)
         flip(folder / "tokenizer_config.json", 5)
         return folder
 
-    monkeypatch.setattr(transfers, "keep_small_files", keep_changed)
+    monkeypatch.setattr(transfers, "copy_small_files", keep_changed)
     done = cli(*JOB, code=1)
     assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())
     assert_nothing_on_main(tiny_hub)
