@@ -16,7 +16,7 @@ from k2convert.errors import DestinationWriteError
 
 JOB = Path(".k2convert") / "job.json"
 LOCK = Path(".k2convert") / "lock"
-RECORD = Path(".k2convert") / "shards" / "model-00002-of-000005.safetensors.json"
+RECORD = Path(".k2convert") / "done" / "model-00002-of-000005.safetensors.json"
 
 Change = Callable[[dict[str, Any]], object]
 
