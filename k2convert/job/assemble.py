@@ -58,9 +58,9 @@ def encode_config(plan: Plan, source: Source) -> bytes:
         )
     content = dump_json(config_document(plan, source.checkpoint))
     result = parse_json_object(content.decode(), where=CONFIG_NAME)
-    for place, _, _ in config_differences(source.checkpoint.parse_config(), result, unread=QUANTIZATION_KEYS):
+    for key, _, _ in config_differences(source.checkpoint.parse_config(), result, unread=QUANTIZATION_KEYS):
         raise InvalidCheckpointError(
-            f"{CONFIG_NAME}: {place} would differ from the source's. It was not written. Run the same command again; "
+            f"{CONFIG_NAME}: {key} would differ from the source's. It was not written. Run the same command again; "
             "if this happens twice, it is a defect of k2convert."
         )
     return content
@@ -106,15 +106,15 @@ def _encode_index(plan: Plan, metadata: Mapping[str, Any]) -> bytes:
 
 def _placed_names(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the result's tensors and their shards by name. Nothing else is named like the tensors of a projection."""
-    places: list[tuple[str, str, ConvertStep | None, Projection | None]] = []
+    tensors: list[tuple[str, str, ConvertStep | None, Projection | None]] = []
     for shard in plan.jobs:
         for step in shard.steps:
             if isinstance(step, CopyStep):
-                places.append((step.tensor.name, shard.name, None, None))
+                tensors.append((step.tensor.name, shard.name, None, None))
             else:
-                places += ((f"{member.module}.", shard.name, step, member) for member in step.members)
-    places.sort(key=itemgetter(0))
-    for name, shard, step, member in places:
+                tensors += ((f"{member.module}.", shard.name, step, member) for member in step.members)
+    tensors.sort(key=itemgetter(0))
+    for name, shard, step, member in tensors:
         if step is None or member is None:
             yield name, shard
         else:

@@ -150,32 +150,32 @@ def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars:
         return
     shards = {Path(job.name): job for job in jobs}
     own = {*shards, *sidecars, *map(Path, (*_WRITTEN, REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME))}
-    around = {folder for path in own for folder in path.parents}
+    parents = {folder for path in own for folder in path.parents}
     with remedy(_MOVE):
-        found = [(path, path.relative_to(destination)) for path in walk_folder(destination)]
-    refused = [(path, relative) for path, relative in found if _is_in_the_way(path, relative, own, around)]
-    found_shards = [relative for _, relative in refused if relative in shards]
-    if found_shards and all(_is_written(destination / one, shards[one]) for one in found_shards):
+        files = [(path, path.relative_to(destination)) for path in walk_folder(destination)]
+    refused = [(path, relative) for path, relative in files if _is_in_the_way(path, relative, own, parents)]
+    own_shards = [relative for _, relative in refused if relative in shards]
+    if own_shards and all(_is_written(destination / shard, shards[shard]) for shard in own_shards):
         raise DestinationError(
-            f"{destination}: has shards of this job, such as {found_shards[0]}, but not {WORK_FOLDER}, which lists "
+            f"{destination}: has shards of this job, such as {own_shards[0]}, but not {WORK_FOLDER}, which lists "
             f"finished shards. `cp -r FOLDER/*` leaves it out. Copy it too: `cp -a FOLDER/. {destination}`. Or choose "
             "a different folder."
         )
     for path, relative in refused:
-        what = "it would become part of the result"
-        if relative in own or relative in around:
-            what = "the job needs this name"
-        raise DestinationError(f"{path}: is not from k2convert, and {what}. {_MOVE}")
+        reason = "it would become part of the result"
+        if relative in own or relative in parents:
+            reason = "the job needs this name"
+        raise DestinationError(f"{path}: is not from k2convert, and {reason}. {_MOVE}")
 
 
-def _is_in_the_way(path: Path, relative: Path, own: Container[Path], around: Container[Path]) -> bool:
+def _is_in_the_way(path: Path, relative: Path, own: Container[Path], parents: Container[Path]) -> bool:
     mode = mode_of(path)
     if relative in own or path.name.startswith("."):
         return relative in own
     if S_ISDIR(mode):
         return False
     is_special = bool(mode) and not S_ISREG(mode)
-    return is_special or relative in around or is_part_of_checkpoint(relative)
+    return is_special or relative in parents or is_part_of_checkpoint(relative)
 
 
 def _is_written(path: Path, job: ShardJob) -> bool:

@@ -90,9 +90,9 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
 def _with_card(
     hub: Hub, files: Mapping[str, Path | bytes], *, here: str | None, there: str | None
 ) -> dict[str, Path | bytes]:
-    made = files[CARD_NAME]
-    assert isinstance(made, bytes)
-    card = card_to_commit(hub, made, here=here, there=there)
+    new = files[CARD_NAME]
+    assert isinstance(new, bytes)
+    card = card_to_commit(hub, new, here=here, there=there)
     others = {name: content for name, content in files.items() if name != CARD_NAME}
     if card is None:
         return others

@@ -76,13 +76,13 @@ def choose_workers(requested: int | None) -> int:
 
 
 def check_memory(
-    place: str, *, needed: int, available: int, of_gpu: bool = False, use: str = "fewer tokens, a shorter window, or "
+    subject: str, *, needed: int, available: int, of_gpu: bool = False, use: str = "fewer tokens, a shorter window, or "
 ) -> None:
     """Refuse what needs more memory than there is; raises PlanError with both numbers. `use` helps without more."""
     if needed > available:
         kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
         raise PlanError(
-            f"{place}: needs about {format_bytes(needed)} of {kind}, but {format_bytes(available)} is available. "
+            f"{subject}: needs about {format_bytes(needed)} of {kind}, but {format_bytes(available)} is available. "
             f"Use {use}a {other} with more memory."
         )
 
@@ -261,16 +261,16 @@ class Item:
 def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:
     """Return the least room to convert all items, one by one. `source_bytes` is empty for local sources."""
     uses = Counter(source for item in items for source in item.sources)
-    held: dict[str, int] = {}
-    kept = needed = 0
+    fetched: dict[str, int] = {}
+    stored = needed = 0
     for item in items:
-        held |= {source: source_bytes.get(source, 0) for source in item.sources}
-        needed = max(needed, kept + sum(held.values()) + item.output_bytes)
+        fetched |= {source: source_bytes.get(source, 0) for source in item.sources}
+        needed = max(needed, stored + sum(fetched.values()) + item.output_bytes)
         for source in item.sources:
             uses[source] -= 1
             if not uses[source]:
-                del held[source]
-        kept += 0 if outputs_leave else item.output_bytes
+                del fetched[source]
+        stored += 0 if outputs_leave else item.output_bytes
     return needed
 
 

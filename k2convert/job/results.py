@@ -39,9 +39,9 @@ class OpenResult:
             return self.num_bytes
         return layer_bytes(self.source, layers, family=detect_family(self.source))
 
-    def named(self, found: ValidationReport) -> ValidationReport:
+    def named(self, report: ValidationReport) -> ValidationReport:
         """Name what was validated as the user did, not by its temporary folder."""
-        return replace(found, folder=self.name, contract=replace(found.contract, folder=self.name))
+        return replace(report, folder=self.name, contract=replace(report.contract, folder=self.name))
 
 
 @contextmanager

@@ -164,8 +164,8 @@ def execute(
             from k2convert.job.evaluation import evaluate_result
 
             branch = None if run.uploads is None else run.uploads.branch.name
-            found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
-            outcome = replace(outcome, evaluation=found)
+            evaluation = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
+            outcome = replace(outcome, evaluation=evaluation)
         if run.uploads is None or job.target is None:
             return outcome
         from k2convert.job.publish import publish_result
@@ -378,8 +378,8 @@ def _convert_on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
 
 def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> PackedRecords:
     """Return the records of sound shards and forget the others. `everything` hashes all. The caller holds the lock."""
-    found, again = journal.find_records(digest)
-    here = found.only(name for name, record in found.items() if journal.has_file(record))
+    records, again = journal.find_records(digest)
+    here = records.only(name for name, record in records.items() if journal.has_file(record))
     doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
     num_bytes = sum(record.file_bytes for record in doubtful.values())
     if doubtful:

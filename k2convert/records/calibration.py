@@ -100,8 +100,8 @@ class CalibrationRecord:
     @property
     def held_out(self) -> dict[int, OutputErrors]:
         """The errors after each converted layer on windows kept out of the fit, in order; empty if unknown."""
-        found = {number: layer.gptq for number, layer in self.layers.items()} | self.dense_layers
-        return {n: g.held_out for n, g in sorted(found.items()) if g is not None and g.held_out is not None}
+        layers = {number: layer.gptq for number, layer in self.layers.items()} | self.dense_layers
+        return {n: g.held_out for n, g in sorted(layers.items()) if g is not None and g.held_out is not None}
 
     @property
     def measured_on(self) -> str:
@@ -116,13 +116,13 @@ class CalibrationRecord:
     @property
     def warning(self) -> str | None:
         """Which layers would have less error by rule `mse`, on the windows that were kept out; None for none."""
-        worse = {number: found for number, found in self.held_out.items() if found.is_worse}
+        worse = {number: errors for number, errors in self.held_out.items() if errors.is_worse}
         if not worse:
             return None
-        layer, found = max(worse.items(), key=lambda item: item[1].gptq_error - item[1].mse_error)
+        layer, errors = max(worse.items(), key=lambda item: item[1].gptq_error - item[1].mse_error)
         count = f"{len(worse):,} of {len(self.held_out):,} layers"
         return (
             f"In {count}, the error of the outputs is larger than by rule mse, {self.measured_on}. Layer {layer} "
-            f"is the worst, with {found.gptq_error:.3g} instead of {found.mse_error:.3g}. Use more tokens, or "
+            f"is the worst, with {errors.gptq_error:.3g} instead of {errors.mse_error:.3g}. Use more tokens, or "
             "a different text."
         )

@@ -33,9 +33,9 @@ class JobCommand:
             return command
         return f"cd {shell_line([self.folder])} && {command}"
 
-    def names(self, places: Iterable[Path]) -> bool:
-        """Return whether one of these places, which may have been moved since, is a word. hf:// is not looked for."""
-        resolved = {place.resolve() for place in places}
+    def names(self, folders: Iterable[Path]) -> bool:
+        """Return whether one of these folders, which may have been moved since, is a word. hf:// is not looked for."""
+        resolved = {folder.resolve() for folder in folders}
         paths = (Path(self.folder, word.rpartition("=")[2]).expanduser() for word in self.words)
         return any("://" in word for word in self.words) or any(path.resolve() in resolved for path in paths)
 
@@ -73,8 +73,8 @@ def _in_bytes(word: str) -> str:
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
     # Whoever gets the folder should not learn where it was made. In ASCII: the name of a file need not be UTF-8.
-    kept = replace(command, folder=os.path.relpath(command.folder, destination.resolve()))
-    content = json.dumps(asdict(kept)).encode()
+    saved = replace(command, folder=os.path.relpath(command.folder, destination.resolve()))
+    content = json.dumps(asdict(saved)).encode()
     write_atomically(_path(destination), content, suffix=suffix)
 
 
@@ -87,14 +87,15 @@ def say_own_command(destination: Path) -> str:
 
 
 def read_command(destination: Path) -> JobCommand | None:
-    """Return the command that was kept; None if there is none that can be shown, or the folder was moved since."""
+    """Return the command that was saved; None if there is none that can be shown, or the folder was moved since."""
     try:
-        kept = read_document(JobCommand, _path(destination))
+        saved = read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
-    command = replace(kept, folder=os.path.normpath(destination.resolve() / kept.folder))
-    places = (destination, destination.with_name(destination.name.removesuffix(WORK_SUFFIX)), destination.parent.parent)
-    return command if command.names(places) else None
+    command = replace(saved, folder=os.path.normpath(destination.resolve() / saved.folder))
+    beside = destination.with_name(destination.name.removesuffix(WORK_SUFFIX))
+    folders = (destination, beside, destination.parent.parent)
+    return command if command.names(folders) else None
 
 
 def _path(destination: Path) -> Path:

@@ -80,9 +80,9 @@ def parse(kind: type[T], text: str, *, where: str, extra: Literal["forbid", "ign
 
 def unseal(kind: type[T], text: str, *, where: str) -> T:
     """Return the document in the text of a sealed file; raises MalformedFileError."""
-    found = _SEAL.match(text)
-    content = "{" + text[found.end() :] if found else ""
-    if found is None or blake3(content.encode()).hexdigest() != found[1]:
+    match = _SEAL.match(text)
+    content = "{" + text[match.end() :] if match else ""
+    if match is None or blake3(content.encode()).hexdigest() != match[1]:
         raise MalformedFileError(f"{where}: its checksum is missing or wrong.")
     return parse(kind, content, where=where)
 
@@ -100,13 +100,13 @@ def read_sealed(kind: type[T], path: Path) -> T:
 def _explain(error: ValidationError) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False)[:_MAX_PROBLEMS]:
-        place = ".".join(shortened(str(part)) for part in problem["loc"] if part != "[key]")
+        location = ".".join(shortened(str(part)) for part in problem["loc"] if part != "[key]")
         kind = problem["type"]
         reason = problem["msg"].removeprefix("Value error, ")
         if kind in _WORDS:
-            lines.append(f"{place} {_WORDS[kind]}")
+            lines.append(f"{location} {_WORDS[kind]}")
         elif kind == "value_error":
-            lines.append(f"{place}: {reason}" if place else reason)
+            lines.append(f"{location}: {reason}" if location else reason)
         else:
-            lines.append(f"{place} is {quoted(problem['input'])} ({reason[0].lower()}{reason[1:]})")
+            lines.append(f"{location} is {quoted(problem['input'])} ({reason[0].lower()}{reason[1:]})")
     return "; ".join(lines)

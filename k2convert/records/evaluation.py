@@ -187,17 +187,17 @@ def find_evaluation(path: Path) -> Evaluation | None:
 def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     """Read a result's evaluation.json if there is one; raises CheckpointError if its weights or config differ."""
     with remedy(_REMEDY):
-        found = find_evaluation(folder)
-    if found is None or found.kind != KIND:
+        evaluation = find_evaluation(folder)
+    if evaluation is None or evaluation.kind != KIND:
         return None
     where = folder / EVALUATION_NAME
-    if not found.rows:
+    if not evaluation.rows:
         raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
     config = None
     if (folder / CONFIG_NAME).is_file():
         config = file_digest(folder / CONFIG_NAME)
-    if any(row.model.config not in (None, config) for row in found.rows):
+    if any(row.model.config not in (None, config) for row in evaluation.rows):
         raise CheckpointError(f"{where}: measures a different {CONFIG_NAME} than this result has. {_REMEDY}")
-    if any(row.model.weights != weights for row in found.rows):
+    if any(row.model.weights != weights for row in evaluation.rows):
         raise CheckpointError(f"{where}: measures other weights than this result has. {_REMEDY}")
-    return found
+    return evaluation

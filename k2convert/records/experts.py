@@ -50,18 +50,18 @@ def read_list(path: Path, architecture: Architecture, config: Mapping[str, Any])
             experts = {int(module.rsplit(".", 2)[1]): numbers for module, numbers in modules.items()}
             if len(experts) < len(modules):
                 raise MalformedFileError(f"{path}: has a layer twice.")
-            found = _List(experts)
+            listed = _List(experts)
         else:
             stated = mapping_or_empty(document.get("pruning", document))
             stated = {key: value for key, value in stated.items() if key not in _NOTES}
-            found = parse(_List, dump_json(stated).decode(), where=str(path))
+            listed = parse(_List, dump_json(stated).decode(), where=str(path))
     total = architecture.num_experts
-    if found.num_source_experts not in (None, total):
+    if listed.num_source_experts not in (None, total):
         raise PlanError(
-            f"{path}: is for a model with {found.num_source_experts} experts per layer, but this model has {total}. "
+            f"{path}: is for a model with {listed.num_source_experts} experts per layer, but this model has {total}. "
             "Use a file made for this model."
         )
-    kept = {layer: tuple(sorted(numbers)) for layer, numbers in sorted(found.experts.items())}
+    kept = {layer: tuple(sorted(numbers)) for layer, numbers in sorted(listed.experts.items())}
     try:
         check_kept(kept, architecture, config)
     except PlanError as error:

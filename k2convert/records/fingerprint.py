@@ -51,13 +51,13 @@ def local_identity(path: Path) -> str:
     sample = blake3()
     try:
         with path.open("rb", buffering=0) as file:
-            found = os.fstat(file.fileno())
-            step = max(found.st_size - _SAMPLE_BYTES, 0) / (_SAMPLES - 1)
-            for place in range(_SAMPLES):
-                sample.update(os.pread(file.fileno(), _SAMPLE_BYTES, round(place * step)))
+            status = os.fstat(file.fileno())
+            step = max(status.st_size - _SAMPLE_BYTES, 0) / (_SAMPLES - 1)
+            for number in range(_SAMPLES):
+                sample.update(os.pread(file.fileno(), _SAMPLE_BYTES, round(number * step)))
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    return f"{found.st_size} bytes, sample {sample.hexdigest()}"
+    return f"{status.st_size} bytes, sample {sample.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ def parse_described(kind: type[Described], text: str, *, where: str) -> Describe
     if not isinstance(rule, str) or rule in RULES:
         return parse(kind, text, where=where, extra="ignore")
     known = json.dumps(document | {"recipe": cast("dict[str, Any]", recipe) | {"rule": "mse"}})
-    found: Any = parse(kind, known, where=where, extra="ignore")
-    return replace(found, recipe=found.recipe.model_copy(update={"rule": rule}))
+    described: Any = parse(kind, known, where=where, extra="ignore")
+    return replace(described, recipe=described.recipe.model_copy(update={"rule": rule}))
 
 
 def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:

@@ -191,9 +191,9 @@ class Journal:
     def _check_version(self) -> None:
         """Refuse the description of an earlier release, which may have fields of its own; raises ResumeError."""
         with suppress(MalformedFileError):
-            found = parse_json_object(read_text_file(self._job_path), where=str(self._job_path))
-            version = found.get("version", 1)
-            if "fingerprint" in found and isinstance(version, int):
+            document = parse_json_object(read_text_file(self._job_path), where=str(self._job_path))
+            version = document.get("version", 1)
+            if "fingerprint" in document and isinstance(version, int):
                 check_version(version, self.destination)
 
     def record(self, record: ShardRecord) -> None:

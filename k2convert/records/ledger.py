@@ -33,8 +33,8 @@ from k2convert.records.fingerprint import Source, StoredRecipe, fingerprint_dige
 
 def _checked(metrics: WeightMetrics) -> WeightMetrics:
     for field in fields(metrics):
-        found: Any = getattr(metrics, field.name)
-        values: Any = (*found, *found.values()) if isinstance(found, dict) else (found,)
+        figure: Any = getattr(metrics, field.name)
+        values: Any = (*figure, *figure.values()) if isinstance(figure, dict) else (figure,)
         if not all(value is None or (value >= 0 and math.isfinite(value)) for value in values):
             raise ValueError(f"{field.name} has a figure that is negative or not finite")
     if max(metrics.scale_histogram, default=0) > 127:
@@ -176,9 +176,9 @@ class ShardRecord:
     checked: ShardFindings | None = None
 
     def __post_init__(self) -> None:
-        found = self.checked
+        checked = self.checked
         modules = {projection.module for projection in self.projections}
-        if found is not None and not found.decoded.keys() == modules:
+        if checked is not None and not checked.decoded.keys() == modules:
             raise ValueError("checked and projections name different modules")
 
     @property
@@ -328,12 +328,12 @@ def doubts(records: Iterable[ShardRecord]) -> list[str]:
                 zeros.append(projection.module)
             elif doubt := doubt_of(projection.metrics.num_minus_eight, projection.metrics.num_codes):
                 minus_eights[projection.module] = doubt
-    found = list[str]()
+    sentences = list[str]()
     if zeros:
-        found.append(f"{_some(zeros)}: {ALL_ZERO}")
+        sentences.append(f"{_some(zeros)}: {ALL_ZERO}")
     if minus_eights:
-        found.append(f"{_some(list(minus_eights))}: {next(iter(minus_eights.values()))}")
-    return found
+        sentences.append(f"{_some(list(minus_eights))}: {next(iter(minus_eights.values()))}")
+    return sentences
 
 
 def _some(names: Sequence[str]) -> str:
@@ -355,13 +355,13 @@ def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> N
 
 
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:
-    """Return the bytes to write to `path`. If an equal ledger is there, its versions are kept: those that converted."""
+    """Return the bytes to write to `path`. If an equal ledger is there, its versions stay: those that converted."""
     try:
-        found = parse_ledger(read_text_file(path), where=str(path))
+        earlier = parse_ledger(read_text_file(path), where=str(path))
     except CheckpointError:
         return encode(ledger)
-    kept = encode(replace(ledger, versions=found.versions))
-    return kept if kept == encode(found) else encode(ledger)
+    unchanged = encode(replace(ledger, versions=earlier.versions))
+    return unchanged if unchanged == encode(earlier) else encode(ledger)
 
 
 def parse_ledger(text: str, *, where: str) -> Ledger:
