@@ -72,7 +72,7 @@ REFUSED: list[tuple[Callable[[Path], object], str, int, str]] = [
     (nothing, f"{RUN} --max-disk 2MB", 1, "at once, but may use 2.00 MB. Allow more with --max-disk"),
     *(
         (in_work(name, is_folder=False), f"{RUN} --work-dir w", 1, f"{name}: is not a folder")
-        for name in ("source", "download", "shards")
+        for name in ("source", "download", "done")
     ),
     *(
         (in_work(f"download/{SHARDS[0]}{end}", is_folder=True), f"{RUN} --work-dir w", 1, "Is a directory")
