@@ -111,8 +111,8 @@ def _send(publication: "Publication", source: str | None, *, yes: bool) -> str:
     from k2convert.cli import console
     from k2convert.cli.job_view import confirm
     from k2convert.cli.progress import Display
-    from k2convert.job.results import open_result_at
     from k2convert.job.publish import publish_folder, validate_publication
+    from k2convert.job.results import open_result_at
     from k2convert.records.events import Extent
 
     folder = publication.folder
