@@ -38,28 +38,20 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def of_int4(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     """Codes uint8 [N, K/2] and scale bits uint16 [N, K/32] are changed when they are read."""
-    right = source_formats.INT4.load
-
-    def load(packed: Any, scale: Any, rows: int, name: str) -> Int4Weight:
-        weight: Any = right(packed, scale, rows, name)
-        return Int4Weight(*map(np.ascontiguousarray, change(weight.packed, weight.scale_bits)))
-
-    return _of_format(source_formats.INT4, load)
+    return _of_format(source_formats.INT4, lambda w: Int4Weight(*_contiguous(change(w.packed, w.scale_bits))))
 
 
 def of_mxfp4(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     """Codes uint8 [N, K/2] and scale bytes uint8 [N, K/32] are changed when they are read."""
-    right = source_formats.MXFP4.load
-
-    def load(packed: Any, scale: Any, rows: int, name: str) -> Mxfp4Weight:
-        weight: Any = right(packed, scale, rows, name)
-        return Mxfp4Weight(*map(np.ascontiguousarray, change(weight.packed, weight.scale_bytes)))
-
-    return _of_format(source_formats.MXFP4, load)
+    return _of_format(source_formats.MXFP4, lambda w: Mxfp4Weight(*_contiguous(change(w.packed, w.scale_bytes))))
 
 
-def _of_format(known: Any, load: Any) -> Patch:
-    changed = replace(known, load=load)
+def _contiguous(arrays: tuple[Any, Any]) -> Any:
+    return map(np.ascontiguousarray, arrays)
+
+
+def _of_format(known: Any, change: Callable[[Any], Any]) -> Patch:
+    changed = replace(known, load=lambda *parts: change(known.load(*parts)))
     rows = tuple(changed if row is known else row for row in source_formats.SOURCE_FORMATS)
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,15 +70,19 @@ def of_bf16(change: Callable[[Any], Any]) -> Patch:
 
 def of_result(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     """Codes [N, K/2] and block scales [N, K/16] are changed before they are measured and written."""
+    return _of_quantized(lambda source, result: change(result.packed.copy(), result.block_scales.copy()))
+
+
+def _of_quantized(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     right = NativeQuantizer.quantize
 
     def quantize(self: Any, source: Any, *, name: str, magnitude: Any, **options: Any) -> Any:
         result, _ = right(self, source, name=name, magnitude=magnitude, **options)
-        packed, scales = change(result.packed.copy(), result.block_scales.copy())
-        changed = replace(result, packed=np.ascontiguousarray(packed), block_scales=np.ascontiguousarray(scales))
+        packed, scales = _contiguous(change(source, result))
+        changed = replace(result, packed=packed, block_scales=scales)
         return changed, measure_quantized(source, changed, name=name, magnitude=magnitude)
 
-    return lambda monkeypatch: monkeypatch.setattr(NativeQuantizer, "quantize", quantize)
+    return lambda patch: patch.setattr(NativeQuantizer, "quantize", quantize)
 
 
 def of_scale(change: Callable[[Any, Magnitude], float]) -> Patch:
@@ -275,20 +271,17 @@ def each(*patches: Patch) -> Patch:
 
 def of_ties(*, is_up: bool) -> Patch:
     """Weights halfway between two codes are all rounded away from zero, or all toward it."""
-    right = NativeQuantizer.quantize
 
-    def quantize(self: Any, source: Any, *, name: str, magnitude: Any, **options: Any) -> Any:
-        result, _ = right(self, source, name=name, magnitude=magnitude, **options)
+    def change(source: Any, result: Any) -> tuple[Any, Any]:
         steps = (decode_e4m3(result.block_scales) * result.global_scale).repeat(16, axis=1)
         ratio = np.abs(source.values()) / steps
         nibbles = unpack_nibbles(result.packed)
         for code, (low, high) in enumerate(itertools.pairwise(E2M1_VALUES)):
             is_tie = ratio == (low + high) / 2
             nibbles = np.where(is_tie, nibbles & 8 | np.uint8(code + is_up), nibbles)
-        changed = replace(result, packed=pack_nibbles(nibbles.astype(np.uint8)))
-        return changed, measure_quantized(source, changed, name=name, magnitude=magnitude)
+        return pack_nibbles(nibbles.astype(np.uint8)), result.block_scales
 
-    return lambda patch: patch.setattr(NativeQuantizer, "quantize", quantize)
+    return _of_quantized(change)
 
 
 def by_definition(change: Patch) -> Patch:
@@ -346,3 +339,28 @@ def smaller_code(codes: Any, scales: Any) -> tuple[Any, Any]:
 def last_scale(codes: Any, scales: Any) -> tuple[Any, Any]:
     scales[-1, -1] -= 1
     return codes, scales
+
+
+def minus_zero(codes: Any, scales: Any) -> tuple[Any, Any]:
+    nibbles = unpack_nibbles(codes)
+    return pack_nibbles(np.where(nibbles == 0, np.uint8(8), nibbles)), scales
+
+
+def other_code(wrong: int, code: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a change that writes one code in place of another one, whatever the sign."""
+
+    def change(codes: Any, scales: Any) -> tuple[Any, Any]:
+        nibbles = unpack_nibbles(codes)
+        return pack_nibbles(np.where(nibbles & 7 == wrong, nibbles & 8 | np.uint8(code), nibbles)), scales
+
+    return change
+
+
+def next_scale(codes: Any, scales: Any) -> tuple[Any, Any]:
+    return codes, (scales + 1).clip(max=0x7E)
+
+
+def larger(scales: Any) -> Any:
+    """Make one block scale four times as large, or less if it is clipped."""
+    scales[5, 1] = min(int(scales[5, 1]) + 16, 0x7E)
+    return scales
