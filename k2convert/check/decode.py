@@ -1,8 +1,7 @@
 """The error of every written NVFP4 weight against its source, by the compiled code, and the figures of a ledger.
 
-metrics/measure.py compares source and result element by element, whatever the rule. Here it gets its own table of E4M3
-numbers, and any bytes, those of damaged scales too. It reads the source by the conversion's own code: what that hides
-the certificate finds (certificate.py).
+metrics/measure.py compares source and result element by element, whatever the rule. It reads both by the conversion's
+own code: what that hides the certificate finds (certificate.py).
 
 A weight with channel exponents is q * s * 2**-a. `Totals` are those of a ledger, measured again. If the global scale is
 known only from a rounded divisor, only figures of the source remain.
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.document import plain
@@ -28,21 +28,7 @@ from k2convert.records.ledger import TOTAL, DecodedError, doubt_of
 F64 = NDArray[np.float64]
 
 
-def _e4m3_values() -> F64:
-    """All 256 E4M3 numbers by the definition (bias 7, no infinities, 0x7F and 0xFF are NaN)."""
-    values = np.empty(256)
-    for byte in range(128):
-        exponent = byte >> 3
-        mantissa = byte & 7
-        values[byte] = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-    values[127] = np.nan
-    values[128:] = -values[:128]
-    return values
-
-
-_E4M3 = _e4m3_values()
-
-
+_E4M3: Final = decode_e4m3(np.arange(256, dtype=np.uint8))  # any bytes, those of damaged scales too
 COUNTED: Final = ("equal_blocks", "recoverable_codes", "num_five_or_seven", "num_minus_eight")
 """Counts that a ledger states beside the error; the last three are of INT4 weights."""
 

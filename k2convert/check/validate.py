@@ -83,7 +83,9 @@ def validate_checkpoint(
     source = result.source
     if layers is not None and source is not None and shards.is_remote:
         return _validate_layers(result, source, layers, reference=reference, events=events, shards=shards)
-    found = _scan(result, _recorded(result), reference=reference, events=events, visitor=visitor, shards=shards)
+    found = validate_shards(
+        result, recorded=_recorded(result), with_library=reference, events=events, visitor=visitor, shards=shards
+    )
     contract, weights = _report(result, found)
     layers_report = None
     skipped = ""
@@ -98,7 +100,10 @@ def validate_checkpoint(
         other = _open_other(against, source)
         local = replace(shards, result=None)
         other = _with_smoothing(other, local)
-        their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=local))
+        recorded = _recorded(other)
+        their_contract, their_weights = _report(
+            other, validate_shards(other, recorded=recorded, events=events, shards=local)
+        )
         assert their_weights is not None
         both = [(e, their_weights.errors[m]) for m, e in weights.errors.items() if m in their_weights.errors]
         is_calibrated = any(r.ledger is not None and r.ledger.calibration is not None for r in (result, other))
@@ -124,6 +129,11 @@ def _with_smoothing(result: Result, shards: Shards) -> Result:
 
 def _check_operands(result: Result) -> None:
     folder = result.folder
+    if result.ledger is not None and result.ledger.recipe.target == "bf16":
+        raise CheckpointError(
+            f"{folder}: holds a BF16 copy (target bf16), but only NVFP4 checkpoints can be validated. {LEDGER_NAME} has "
+            "the hash of every shard."
+        )
     source = result.source
     known = result.family.source_format
     packed = (t for name, t in result.tensors.items() if name.endswith(f".{WEIGHT_PACKED}"))
@@ -223,7 +233,7 @@ def _validate_layers(
         stems = (part.family.moe_prefix(layer), f"{part.family.mlp_norm.format(layer=layer)}.")
         of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(stems))
         with shards.around_tensors(part.tensors.values(), of_source):
-            found = _scan(part, recorded, reference=reference, events=events)
+            found = validate_shards(part, recorded=recorded, with_library=reference, events=events)
             every.add(found)
             contract, _ = _report(part, found)
             if contract.passed:
@@ -252,31 +262,6 @@ def validate_sent(
     result = read_result(folder, source=source, known_headers=dict(headers))
     contract, weights = _report(result, join_findings(records))
     return ValidationReport(str(folder), contract, weights, layers=None, comparison=None)
-
-
-def _scan(
-    result: Result,
-    recorded: Mapping[str, ProjectionRecord],
-    *,
-    reference: bool = False,
-    events: Events,
-    visitor: ShardBytes | None = None,
-    shards: Shards = LOCAL,
-) -> ShardsFound:
-    """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
-    if result.ledger is not None and result.ledger.recipe.target == "bf16":
-        raise CheckpointError(
-            f"{result.folder}: holds a BF16 copy (target bf16), but only NVFP4 checkpoints can be validated. "
-            f"{LEDGER_NAME} has the hash of every shard."
-        )
-    return validate_shards(
-        result,
-        recorded=recorded,
-        with_library=reference,
-        events=events,
-        visitor=visitor,
-        shards=shards,
-    )
 
 
 def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, WeightsReport | None]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import convert as convert_source
-from converted import Converted, Kind, change, change_tensor, copy_of, next_number, on_all, set_byte, validate
+from converted import Converted, Kind, change_tensor, copy_of, next_number, set_byte, validate
 
 from k2convert.check.contract.result import read_result
 from k2convert.check.results import Verdict, validation_document
@@ -71,16 +70,6 @@ def found_by_certificate_alone(converted: Converted) -> dict[str, str]:
     return report.weights.certificate.mismatches
 
 
-def step(by: int) -> Change:
-    """Move every E4M3 byte by one step, within the normal numbers."""
-
-    def apply(scales: torch.Tensor) -> torch.Tensor:
-        moved = scales.view(torch.uint8).to(torch.int16) + by
-        return moved.clamp(0x08, 0x7E).to(torch.uint8).view(scales.dtype)
-
-    return apply
-
-
 def one_block(scales: torch.Tensor) -> torch.Tensor:
     byte = int(scales.view(torch.uint8).view(-1)[100])
     return set_byte(scales, 100, byte + 1 if byte < 0x7E else byte - 1)
@@ -98,12 +87,6 @@ def one_sign(packed: torch.Tensor) -> torch.Tensor:
 def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
     packed[17] = 0
     return packed
-
-
-@pytest.mark.parametrize("by", [1, -1])
-def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> None:
-    change(mse, on_all(step(by), f".{mse.names.block_scale}"))
-    assert len(found_by_certificate_alone(mse)) == 36
 
 
 @pytest.mark.quick(2)
@@ -133,14 +116,6 @@ def test_a_global_scale_one_step_of_fp32_away(converted: Converted) -> None:
     found = found_by_certificate_alone(converted)
     assert sorted(found) == modules
     assert all(converted.names.global_scale in problem and "the rule gives" in problem for problem in found.values())
-
-
-def test_another_power_of_two_with_block_scales_that_make_up_for_it(mse: Converted) -> None:
-    """The weights are the same numbers, but the rule gives other bytes."""
-    module = mse.expert(1, 1, "down")
-    change_tensor(mse, f"{module}.{mse.names.global_scale}", lambda g: g * 2)
-    change_tensor(mse, f"{module}.{mse.names.block_scale}", lambda s: (s.view(torch.uint8) - 8).view(s.dtype))
-    assert list(found_by_certificate_alone(mse)) == [module]
 
 
 @pytest.mark.quick(4)
@@ -206,25 +181,6 @@ def test_without_a_known_rule_only_the_error_is_checked(
     assert reason in found["certificate"]["skip_reason"]
     damage.edit_tensor(mse.folder, f"{mse.expert(3, 2, 'gate')}.{mse.names.weight}", row_of_zeros)
     assert list(validate(mse).weights.certificate.mismatches) == [mse.expert(3, 2, "gate")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "mse")])
-def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
-    made = request.getfixturevalue(source)
-    roles = ("experts", "shared_experts", "dense_mlp")
-    out = convert_source(made, tmp_path / "out", layout="compressed-tensors", rule=rule, roles=roles)
-    shutil.rmtree(out / ".k2convert")
-    result = Converted(Kind("compressed-tensors", source, "w4a4", rule), out, made)
-    report = validate(result)
-    assert report.passed, report.weights
-    modules = [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")] + ["model.layers.1.mlp.shared_experts.down_proj"]
-    for module in modules[:2]:
-        change_tensor(result, f"{module}.weight_global_scale", next_number)
-    change_tensor(result, f"{modules[2]}.weight_packed", one_sign)
-    report = validate(result)
-    assert sorted(report.weights.certificate.mismatches) == modules
 
 
 def test_a_source_as_the_result_and_a_result_as_the_source_are_refused(mse: Converted) -> None:
