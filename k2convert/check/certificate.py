@@ -115,7 +115,6 @@ class Verdict:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def add(self, other: "Verdict") -> None:
-        """Add the findings on another shard."""
         self.rows |= other.rows
         self.copies += other.copies
         self.all_rows &= other.all_rows
@@ -168,12 +167,11 @@ class ShardFile:
 
     def read(self, begin: int, end: int) -> U8:
         """Return bytes [begin, end); Fault if the file ends before."""
-        data = bytearray()
-        while len(data) < end - begin:
+        data = os.pread(self.descriptor, end - begin, begin)
+        while data and len(data) < end - begin:
             part = os.pread(self.descriptor, end - begin - len(data), begin + len(data))
-            if not part:
-                raise Fault(f"the file ends before byte {end:,}")
-            data += part
+            data = data + part if part else b""
+        _expect(len(data) == end - begin, f"the file ends before byte {end:,}")
         return np.frombuffer(data, dtype=np.uint8)
 
 
@@ -186,13 +184,11 @@ class Checkpoint:
         self._lock = Lock()
 
     def release(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             os.close(file.descriptor)
         self._files.clear()
 
     def file(self, path: Path) -> ShardFile:
-        """Return an open file."""
         with self._lock:
             if path not in self._files:
                 self._files[path] = ShardFile(path)
@@ -204,7 +200,6 @@ class Checkpoint:
         return None if path is None else self.file(path).tensor(name)
 
     def get(self, name: str) -> Tensor:
-        """Return a tensor by its name; Fault if there is none."""
         if (tensor := self.find(name)) is None:
             raise Fault(f"there is no {name}")
         return tensor
@@ -241,24 +236,34 @@ class SourceWeight:
         """Return the largest scale, over the powers of two of its columns; of a BF16 weight the largest |w| / 7."""
         if self.scales is None:
             return Fraction(self.amax()) / 7
-        units = np.abs(self.units(self.scales.read().reshape(self.shape[0], -1)))
-        if self.exponents is not None:
-            units = np.ldexp(units, -self.exponents.reshape(-1, _GROUP).min(axis=1).astype(np.int32))
-        return Fraction(float(units.max(initial=0.0)))
+        keys, units = self._sizes()
+        if self.exponents is None:
+            return Fraction(float(units[keys.max(initial=0)]))
+        powers = self.exponents.reshape(-1, _GROUP).min(axis=1).astype(np.int32)
+        return Fraction(float(np.ldexp(units[keys].reshape(-1, powers.size), -powers).max(initial=0.0)))
+
+    @np.errstate(invalid="ignore")
+    def _sizes(self) -> tuple[NDArray[np.integer[Any]], F64]:
+        """Return the bytes of all scales without their signs, as ascending numbers, and the scales that these are."""
+        assert self.scales is not None
+        if self.kind == "MXFP4":
+            return self.scales.read().reshape(-1), self.units(np.arange(256, dtype=np.uint8))
+        every = np.arange(1 << 15, dtype="<u2")
+        return self.scales.read().view("<u2") & every[-1], self.units(every.view(np.uint8))
 
     def amax(self) -> float:
         """Return the largest |w| after rounding to BF16."""
         if self.scales is None or self.exponents is not None:
             parts = _cut(np.arange(self.shape[0]), self.shape[1])
             return max((float(np.abs(_to_bf16(self.values(part))).max(initial=0.0)) for part in parts), default=0.0)
-        units = np.abs(self.units(self.scales.read())).reshape(-1)
-        most = 8.0 if self.kind == "INT4" else 6.0
+        keys, units = self._sizes()
         largest = 0.0
-        candidates = np.flatnonzero(units == units.max(initial=0.0))[:_GROUP]  # most weights are answered by these
+        candidates = np.flatnonzero(keys == keys.max(initial=0))[:_GROUP]  # most weights are answered by these
         for _ in range(2):
             sizes = np.abs(self._group_numbers(candidates)).max(axis=1, initial=0.0)
-            largest = max(largest, float(_to_bf16(sizes * units[candidates]).max(initial=0.0)))
-            candidates = np.flatnonzero(_to_bf16(units * most) > largest)
+            largest = max(largest, float(_to_bf16(sizes * units[keys[candidates]]).max(initial=0.0)))
+            least = np.searchsorted(units * (8 if self.kind == "INT4" else 6), largest, side="right")
+            candidates = np.flatnonzero(keys >= least)
         return largest
 
     def largest_exponent(self) -> int | None:
@@ -300,7 +305,6 @@ class Certificate:
         self._shared_scale = lru_cache(maxsize=8)(self._scale_of)
 
     def release(self) -> None:
-        """Close all files."""
         self.source_weight.cache_clear()
         self.written.release()
         self.source.release()
@@ -378,11 +382,11 @@ class Certificate:
         return self.found
 
     def _module(self, module: str, layout: str) -> None:
-        claim = self.claim
         self.found.rows[module] = 0
-        _expect(claim.layout in (None, layout), f"is in the layout {layout}, but the recipe's is {claim.layout}")
+        is_named = self.claim.layout in (None, layout)
+        _expect(is_named, f"is in the layout {layout}, but the recipe's is {self.claim.layout}")
         role = _role(module)
-        is_named = claim.roles is None or role is None or role in claim.roles
+        is_named = self.claim.roles is None or role is None or role in self.claim.roles
         _expect(is_named, f"was converted, but the recipe does not name {role}")
         weight = self.source_weight(module)
         rows, columns = weight.shape
@@ -538,14 +542,10 @@ def _cut(rows: Rows, columns: int) -> list[Rows]:
 
 def _nibbles(data: U8) -> U8:
     """Return two nibbles for each byte, the low one first."""
-    nibbles = np.empty((*data.shape[:-1], 2 * data.shape[-1]), dtype=np.uint8)
-    nibbles[..., 0::2] = data & 15
-    nibbles[..., 1::2] = data >> 4
-    return nibbles
+    return np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def _blocks(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return [R, K] as blocks [M, 16]."""
     return rows.reshape(-1, _BLOCK)
 
 
