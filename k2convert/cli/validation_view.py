@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from k2convert.check.layers.check import LayersCost
 from k2convert.check.layers.result import LayersReport, Variant, labels
 from k2convert.check.results import (
     MAX_OFFENDERS,
@@ -23,10 +22,13 @@ from k2convert.errors import format_bytes
 from k2convert.models import expected_family
 from k2convert.records.ledger import DecodedError, find_ledger
 
+if TYPE_CHECKING:
+    from k2convert.check.layers.check import LayersCost  # which loads torch
+
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
 
 
-def cost_line(cost: LayersCost, tokens: int) -> str:
+def cost_line(cost: "LayersCost", tokens: int) -> str:
     """Return what computing layers on so many tokens costs, in a line."""
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
     below = ""
