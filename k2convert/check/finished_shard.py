@@ -45,7 +45,10 @@ def check_finished_shard(
     the source changed.
     """
     source = read_source_shards(source_folder, record.source_headers)
-    result = open_shard(path, family=family, source=source, recipe=recipe)
+    try:
+        result = open_shard(path, family=family, source=source, recipe=recipe)
+    except CheckpointError:  # its header is not the one that was written
+        raise ChangedFileError(path) from None
     if calibration is not None:
         layers = {parts.layer for parts in result.source_names.values()} & set(calibration.layers)
         exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}

@@ -34,7 +34,6 @@ from k2convert.cli.progress import Counts, Display, waiting
 from k2convert.errors import HubError, UnservableError, counted, format_bytes
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
-from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
@@ -51,6 +50,7 @@ from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, 
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
+    from k2convert.hub.preflight import Target
     from k2convert.job.ray import Cluster
 
 _DISK_RATE: Final = 1e9  # bytes a second
@@ -191,7 +191,7 @@ def convert_part(job: Job, part: Part, own: JobCommand) -> None:
     console.print_next(whole.line(here=whole.folder))
 
 
-def show_published_before(job: Job, target: Target) -> None:
+def show_published_before(job: Job, target: "Target") -> None:
     """Delete what a run left on the Hub that was killed after its last commit, and name the commit."""
     from k2convert.job.publish import settle_published
 
@@ -433,7 +433,7 @@ def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)
 
 
-def confirm(target: Target, *, total_bytes: int, yes: bool) -> None:
+def confirm(target: "Target", *, total_bytes: int, yes: bool) -> None:
     """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
     if yes:
         return

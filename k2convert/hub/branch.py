@@ -24,12 +24,13 @@ from k2convert.checkpoint.names import IGNORE_NAME, WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import MAIN, Hub, ignore
 from k2convert.hub.download import file_sha256
-from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import HubRequestError, explain_transport, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+
+    from k2convert.hub.preflight import Target
 
     Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
@@ -66,7 +67,7 @@ class _Pending:
 class Branch:
     """The work branch of one job in one repository. Several threads may send and add, but only one may commit."""
 
-    def __init__(self, hub: Hub, target: Target, name: str) -> None:
+    def __init__(self, hub: Hub, target: "Target", name: str) -> None:
         self.hub = hub
         self.target = target
         self.repo = target.repo

@@ -82,8 +82,10 @@ def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
 
     with monkeypatch.context() as during:
         planted(during, plant)
-        done = cli(*JOB, code=1)
-    assert f"{SHARD}: does not match its recorded hash" in done.stderr
+        done = cli(*JOB, code=3)
+    assert f"{SHARD}: model.layers." in done.stderr
+    assert "codes are not the nearest ones" in done.stderr
+    assert "The shard was not uploaded. Run the same command again" in done.stderr
     assert_nothing_on_main(tiny_hub)
     again = cli(*JOB, code=0)
     assert ALL_RULES in " ".join(again.stdout.split())
