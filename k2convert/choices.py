@@ -14,8 +14,7 @@ AskedActivations = Literal["w4a4", "w4a16", "both"]
 
 QuantizerKind = Literal["native", "reference"]  # k2convert's own arithmetic, or compressed-tensors followed by ModelOpt
 
-Target = Literal["nvfp4", "bf16"]
-"""Targets of a conversion. With int4 they stay as they are, and experts are dropped."""
+Target = Literal["nvfp4", "bf16"]  # what a conversion writes; bf16 is a copy of the weights
 
 RoleName = Literal["experts", "shared_experts", "dense_mlp"]  # the roles whose weights a recipe may convert
 KvCache = Literal["fp8"]  # KV cache types that a config may declare

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from k2convert.choices import Activations, Layout, Rule
+from k2convert.choices import Activations, Layout, Rule, Target
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import (
     CHECKS,
@@ -52,6 +52,7 @@ SETTINGS_HELP: Final = (
     "Change a key of the recipe: smoothing=false, kv_cache=fp8, calibration.tokens=65536. May be repeated."
 )
 Settings = Annotated[list[str] | None, option(SETTINGS_HELP, "KEY=VALUE", RESULT, name="--set")]
+To = Annotated[Target | None, option("What the result holds: NVFP4, or a copy of the weights in BF16.", panel=RESULT)]
 LayoutOption = Annotated[Layout | None, option("Tensor names and config of the result.", panel=RESULT)]
 ActivationsOption = Annotated[Activations | None, option("4-bit activations, or weight-only.", panel=RESULT)]
 Evaluate = Annotated[
@@ -76,6 +77,7 @@ def run(
     rule: RuleOption = None,
     recipe: Recipe = None,
     settings: Settings = None,
+    to: To = None,
     layout: LayoutOption = None,
     activations: ActivationsOption = None,
     evaluate: Evaluate = None,
@@ -123,7 +125,7 @@ def run(
         source=source,
         destination=read_destination(destination, work_folder=work_dir),
         recipe=recipe,
-        settings=_recipe_settings(settings or (), rule=rule, layout=layout, activations=activations),
+        settings=_recipe_settings(settings or (), rule=rule, target=to, layout=layout, activations=activations),
         text=text_files(calibrate, device=device, rounds=True) if calibrate else None,
         workers=workers,
         max_disk=read_size("--max-disk", max_disk),

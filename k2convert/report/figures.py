@@ -252,7 +252,7 @@ def read_records(folder: Path) -> Ledger | JobDescription:
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
     if known.recipe.target != "nvfp4":
-        raise CheckpointError(f"{folder}: holds a BF16 copy (target bf16), which is exact: there is no error to show.")
+        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16), which is exact: there is no error to show.")
     return known
 
 

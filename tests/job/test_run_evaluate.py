@@ -62,7 +62,7 @@ def test_a_result_with_fewer_experts_and_a_bf16_copy_are_evaluated(
     run_here("run", tmp_path / "source", tmp_path / "pruned", "--quiet", code=0)
     words = ("--text", text, "--tokens", "512", "--window", "128", "--device", "cpu", "--quiet")
     run_here("evaluate", tiny, tmp_path / "pruned", *words, code=0)
-    run_here("run", short, tmp_path / "bf16", "--set", "target=bf16", "--evaluate", text, code=0)
+    run_here("run", short, tmp_path / "bf16", "--to", "bf16", "--evaluate", text, code=0)
     pruned, exact = (json.loads(document(tmp_path / name))["rows"][0] for name in ("pruned", "bf16"))
     assert pruned["figures"]["divergence"]["mean"] > 1e-3
     assert all(layer["routing_agreement"] < 1 for layer in pruned["layers"][1:])
