@@ -15,7 +15,7 @@ from structure import ROOT, TINY
 
 WITHOUT = """
 import json, sys
-for name in "torch triton compressed_tensors modelopt llmcompressor transformers".split():
+for name in "torch triton compressed_tensors modelopt llmcompressor transformers tokenizers jinja2".split():
     sys.modules[name] = None
 from command import run_here
 done = [run_here(*words) for words in json.load(sys.stdin)]
@@ -59,6 +59,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
     commands: dict[tuple[str | Path, ...], str] = {
         ("run", TINY, out, "--set", "quantizer=reference"): "reference",
         ("run", TINY, out, "--calibrate", TINY / "eval.txt"): "calibrate",
+        ("evaluate", TINY, converted, "--text", TINY / "eval.txt"): "calibrate",
         (*validate, "--layers", "1"): "torch",
         (*validate, "--layers", "all"): "torch",
         (*validate, "--layers", "1", "--text", TINY / "eval.txt"): "calibrate",

@@ -380,7 +380,10 @@ def _left_line(plan: JobPlan) -> str:
     if not plan.bytes_to_write:
         return "every shard is done"
     amounts = f"reads {format_bytes(plan.bytes_to_read)}, writes {format_bytes(plan.bytes_to_write)}"
-    return f"{amounts}: {counted(plan.minutes_at_1_gb_s, 'minute')} at 1 GB/s, one after the other"
+    time = counted(plan.minutes_at_1_gb_s, "minute")
+    if plan.bytes_to_read + plan.bytes_to_write < 60 * _DISK_RATE:
+        time = "under a minute"
+    return f"{amounts}: {time} at 1 GB/s, one after the other"
 
 
 def _show_network(job: Job, plan: JobPlan) -> None:

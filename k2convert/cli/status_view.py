@@ -19,7 +19,7 @@ from k2convert.job.evaluation import evaluation_works
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.evaluation import find_evaluation
-from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION
+from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION, earlier_result
 from k2convert.records.journal import JobState, Journal, find_published, has_left
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
@@ -162,6 +162,8 @@ def _show_job(folder: Path) -> None:
         if other := _other_contents(folder):
             raise DestinationError(other)
     state = journal.state()
+    if earlier := earlier_result(state.job.version, folder):
+        raise DestinationError(earlier)
     status = _job_status(folder, state, evaluation)
     console.show(status, partial(_show_state, status, state))
 

@@ -205,14 +205,19 @@ def check_version(version: int, folder: Path) -> None:
     """Refuse to go on with the work in a folder that an earlier release began; raises ResumeError."""
     if version == IDENTITY_VERSION:
         return
+    raise ResumeError(earlier_result(version, folder) or f"{folder}: holds work that was {EARLIER_WORK}")
+
+
+def earlier_result(version: int, folder: Path) -> str:
+    """Say that a folder holds a finished result of an earlier release; "" if it does not."""
     is_finished = all((folder / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
-    if is_finished and any(folder.glob(f"*{SHARD_SUFFIX}")):
-        command = shell_line(("k2convert", "validate", str(folder)))
-        raise ResumeError(
-            f"{folder}: holds a finished result of release 0.3 or earlier, which stays as it is. `{command}` checks "
-            "it. To convert again, choose a new folder."
-        )
-    raise ResumeError(f"{folder}: holds work that was {EARLIER_WORK}")
+    if version == IDENTITY_VERSION or not is_finished or not any(folder.glob(f"*{SHARD_SUFFIX}")):
+        return ""
+    command = shell_line(("k2convert", "validate", str(folder)))
+    return (
+        f"{folder}: holds a finished result of release 0.3 or earlier, which stays as it is. `{command}` checks it. To "
+        "convert again, choose a new folder."
+    )
 
 
 def source_error(shard: str, work: Path) -> ResumeError:

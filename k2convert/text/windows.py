@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 import numpy as np
 from blake3 import blake3
@@ -32,8 +32,10 @@ from k2convert.errors import CalibrationError, MalformedFileError, SourceReadErr
 from k2convert.models import read_architecture
 from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
-from k2convert.text.chat import ChatTemplate
 from k2convert.text.tokenizers import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from k2convert.text.chat import ChatTemplate
 
 MAX_LINE_BYTES: Final = 16 << 20
 
@@ -286,6 +288,8 @@ def read_windows(
                 f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
                 "the checkpoint, or token ids (.npy, .jsonl) instead of text."
             )
+        from k2convert.text.chat import ChatTemplate  # whose jinja2 comes with the extra for texts
+
         model = open_tokenizer(tokenizer)
         template = ChatTemplate(tokenizer)
         of_line = partial(text_of_line, tokenizer=model, template=template)

@@ -89,6 +89,9 @@ def test_a_finished_result_is_said_to_be_one(local_result: Path, tmp_path: Path)
     assert f"`{command}`" in done.stderr
     assert contents(out) == before
     run_here(*command.split()[1:], code=0)
+    shown = run_here("status", out, code=1)
+    assert f"{out}: holds a finished result of release 0.3 or earlier" in shown.stderr
+    assert "not finished" not in shown.stderr
 
 
 def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
