@@ -98,11 +98,11 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
     certificate = weights.get("certificate")  # documents of earlier releases have none
     if certificate and int(certificate["tensors"]):
         wrong = len(certificate["mismatches"])
-        outcome = f"{wrong:,} differ" if wrong else "none differs"
+        outcome = f"{wrong:,} have faults" if wrong else "no fault was found"
         rows = "Every row" if certificate["is_whole"] else f"{int(certificate['rows']):,} rows"
         yield (
             f"{rows} of {int(certificate['tensors']):,} converted tensors, and {int(certificate['copies']):,} copies, "
-            f"were compared with the source by code that shares nothing with the conversion: {outcome}."
+            f"were checked against the source by code that shares nothing with the conversion: {outcome}."
         )
     for key, reference in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         if compared := int(weights[key]["compared"]):

@@ -107,7 +107,9 @@ def caution(report: Report) -> str:
     bits = f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
     if source.bits == NVFP4_BITS:
         bits = f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
-    text = f"These are errors of weights against {exact}. {change} It does not save space: {bits}."
+    text = (
+        f"These are errors of weights against {exact}. {change} It does not make {source.title} weights smaller: {bits}."
+    )
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are larger than those "
@@ -283,7 +285,7 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
         return
     better = sum(not errors.is_worse for errors in held_out)
     yield (
-        f"The output error is at most that of rule mse after {better:,} of {len(held_out):,} MoE layers, "
+        f"The output error is at most that of rule mse after {better:,} of {len(held_out):,} layers, "
         f"{record.measured_on}. It is the mean over tokens of |h - h'|² / |h|², where h are the hidden states of the "
         "INT4 model."
     )
