@@ -65,6 +65,11 @@ def make_folder(folder: Path) -> None:
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
+        for path in (folder, *folder.parents):
+            if path.exists() and not path.is_dir():
+                raise DestinationWriteError(
+                    f"{path}: is not a folder, and k2convert needs a folder there. Remove it, or choose another place."
+                ) from None
         raise DestinationWriteError(
             f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
         ) from None

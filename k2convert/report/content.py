@@ -108,7 +108,8 @@ def caution(report: Report) -> str:
     if source.bits == NVFP4_BITS:
         bits = f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
     text = (
-        f"These are errors of weights against {exact}. {change} It does not make {source.title} weights smaller: {bits}."
+        f"These are errors of weights against {exact}. {change} "
+        f"It does not make {source.title} weights smaller: {bits}."
     )
     if calibration is not None and calibration.gptq:
         text += (
