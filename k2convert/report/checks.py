@@ -98,7 +98,7 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
     certificate = weights.get("certificate")  # documents of earlier releases have none
     if certificate and int(certificate["tensors"]):
         wrong = len(certificate["mismatches"])
-        outcome = f"{wrong:,} have faults" if wrong else "no fault was found"
+        outcome = f"faults in {wrong:,} of them" if wrong else "no fault was found"
         rows = "Every row" if certificate["is_whole"] else f"{int(certificate['rows']):,} rows"
         yield (
             f"{rows} of {int(certificate['tensors']):,} converted tensors, and {int(certificate['copies']):,} copies, "

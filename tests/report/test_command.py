@@ -47,7 +47,7 @@ def test_weights_that_the_rule_does_not_give_are_shown(folder: Path, tiny: Path,
     assert "next: k2convert publish" not in done.stderr
     page = (tmp_path / "report.html").read_text()
     assert "do not serve it: see what was compared" in page
-    assert "by code that shares nothing with the conversion: 1 differ." in page
+    assert "by code that shares nothing with the conversion: faults in 1 of them." in page
 
 
 def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) -> None:
