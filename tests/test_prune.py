@@ -373,7 +373,6 @@ def result_of_0_3(prune: Prune, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.usefixtures("quick_pictures")
 def test_a_result_that_0_3_pruned_validates_and_reports(result_of_0_3: Path, tmp_path: Path) -> None:
-    run_here("status", result_of_0_3, code=0)
     run_here("validate", result_of_0_3, code=0)
     run_here("report", result_of_0_3, "--out", tmp_path, code=0)
     assert (tmp_path / "report.html").exists()
