@@ -18,7 +18,7 @@ from reprlib import Repr
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
-Extra = Literal["torch", "calibrate", "reference", "fit", "ray"]
+Extra = Literal["torch", "calibrate", "reference", "ray"]
 
 _EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
     "torch": ("torch",),
@@ -276,6 +276,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def format_estimate(count: float) -> str:
+    """Format an estimated size with two digits."""
+    return re.sub(r"\.0+ ", " ", format_bytes(float(f"{count:.1e}")))
+
+
 _AGAIN: Final = "then run the same command again."
 _NO_MEMORY: Final = (
     f"not enough memory. Close other programs, raise the limit (`ulimit -v`), or use a larger machine, {_AGAIN}"
@@ -288,6 +293,7 @@ _REMEDIES: Final = {
     errno.EACCES: "Check its permissions and those of its folders.",
     errno.EPERM: "Check its permissions and those of its folders.",
     errno.EMFILE: f"Raise the limit on open files (`ulimit -n`), {_AGAIN}",
+    errno.ELOOP: "Remove the link that leads to itself.",
     errno.ENFILE: f"Close other programs, {_AGAIN}",
     errno.ENOENT: f"Something removed it meanwhile: restore it, {_AGAIN}",
     errno.ESTALE: f"Mount the network disk again, {_AGAIN}",

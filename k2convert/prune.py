@@ -7,7 +7,8 @@
 Nothing else differs. Shards keep their names and the order of their tensors. src/reap/prune.py of CerebrasResearch/reap
 and REAPPruningModifier of llm-compressor change the same parts of a loaded model.
 
-DEST/.k2convert/prune.json says which source and which experts DEST is made from. A shard that has its final name is
+DEST/.k2convert/prune.json says which source and which experts DEST is made from; command.json is what `status` shows to
+resume. A shard that has its final name is
 finished: it was synced before it was renamed. config.json comes last.
 """
 
@@ -29,7 +30,15 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LOCK_NAME, LOST_FOUND, WORK_FOLDER
+from k2convert.checkpoint.names import (
+    COMMAND_NAME,
+    CONFIG_NAME,
+    INDEX_NAME,
+    LOCK_NAME,
+    LOST_FOUND,
+    PRUNE_NAME,
+    WORK_FOLDER,
+)
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import DestinationError, ResumeError, check_disk, remedy
@@ -39,13 +48,13 @@ from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
 from k2convert.models.names import Family, Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, check_model, check_source_form
+from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.document import Count, LayerNumber, encode, read_document
 from k2convert.records.events import SILENT, Events
 from k2convert.records.experts import KeptExperts, read_list
 from k2convert.records.fingerprint import changed_shards, fingerprint_digest, local_identity, source_digest
 from k2convert.records.lock import lock_destination
 
-PRUNE_NAME: Final = "prune.json"
 PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are read whole: 15 MB in K3
 
 
@@ -148,8 +157,11 @@ def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
     return pruning
 
 
-def copy_pruned(pruning: Pruning, *, events: Events = SILENT) -> None:
-    """Write what is left of a planned copy; raises DestinationError, SourceReadError, DiskFullError, LockedError."""
+def copy_pruned(pruning: Pruning, *, command: JobCommand | None = None, events: Events = SILENT) -> None:
+    """Write what is left of a planned copy; raises DestinationError, SourceReadError, DiskFullError, LockedError.
+
+    `command` is saved: `status` names it while the copy is not finished.
+    """
     folder = pruning.destination
     make_folder(folder / WORK_FOLDER)
     with lock_destination(folder, events=events), closing(ShardReader(pruning.source.path)) as reader:
@@ -158,6 +170,8 @@ def copy_pruned(pruning: Pruning, *, events: Events = SILENT) -> None:
         record = folder / WORK_FOLDER / PRUNE_NAME
         if not record.exists():
             write_atomically(record, encode(begun))
+        if command is not None:
+            keep_command(folder, command)
         for shard in pruning.shards:
             if not _is_written(folder / shard.name, shard):
                 _write_shard(folder / shard.name, shard, reader, events)
@@ -251,7 +265,7 @@ def _begun(source: Checkpoint, kept: KeptExperts) -> _Begun:
 def _check_begun(destination: Path, now: _Begun) -> None:
     """Refuse a folder that has anything else, or is of another list or source (DestinationError, ResumeError)."""
     record = destination / WORK_FOLDER / PRUNE_NAME
-    own = {LOCK_NAME, PRUNE_NAME, f"{PRUNE_NAME}.tmp"}
+    own = {LOCK_NAME, PRUNE_NAME, f"{PRUNE_NAME}.tmp", COMMAND_NAME, f"{COMMAND_NAME}.tmp"}
     if not record.exists():
         files = [path for path in list_folder(destination) if path.name not in (WORK_FOLDER, LOST_FOUND)]
         files += [path for path in list_folder(destination / WORK_FOLDER) if path.name.split("-")[0] not in own]
@@ -262,13 +276,13 @@ def _check_begun(destination: Path, now: _Begun) -> None:
     what = ""
     if before.experts != now.experts:
         layer = next(n for n in {**before.experts, **now.experts} if before.experts.get(n) != now.experts.get(n))
-        what = f"another list of experts (layer {layer} differs)"
+        what = f"with a different list of experts (layer {layer} differs)"
     elif (before.source_headers, before.source_config) != (now.source_headers, now.source_config):
-        what = "another source: its headers or its config differ"
+        what = "from a different source: its headers or its config differ"
     elif changed := changed_shards(before.source, now.source):
-        what = f"another source: {changed[0]} has other bytes"
+        what = f"from a different source: {changed[0]} has other bytes"
     if what:
-        raise ResumeError(f"{destination}: is made from {what}. Choose a new folder, or delete this one.")
+        raise ResumeError(f"{destination}: was made {what}. Choose a new folder, or delete this one.")
 
 
 def _is_written(path: Path, shard: PrunedShard) -> bool:

@@ -180,6 +180,26 @@ def test_running_it_again_writes_only_what_is_missing(prune: Prune, tiny: Path, 
     assert contents(tiny) == before
 
 
+def test_the_status_of_a_copy_names_the_command_that_finishes_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = write_list(tmp_path / "keep.json", LISTS["survivors"])
+    words = ["k2convert", "prune", str(tiny), "copy", "--keep", str(keep)]
+    monkeypatch.setattr("sys.argv", words)
+    run_here(*words[1:], code=0)
+    (tmp_path / "copy" / "config.json").unlink()
+    (tmp_path / "copy" / "model-00005-of-000005.safetensors").unlink()
+    for verb in (("run", "copy", "out"), ("inspect", "copy"), ("prune", "copy", "out", "--keep", keep)):
+        assert_refused(run_here(*verb), "copy: is not finished. `k2convert status copy` says how to finish it")
+    shown = run_here("status", "copy", code=0)
+    assert "copy: pruned copy not finished: 4 shards" in shown.stdout
+    assert shown.stderr == f"next: {shlex.join(words)}\n"
+    assert json.loads(run_here("status", "copy", "--json", code=0).stdout)["resume"] == shlex.join(words)
+    run_here(*words[1:], code=0)
+    assert "copy: pruned copy complete: 5 shards" in run_here("status", "copy", code=0).stdout
+
+
 def test_a_snapshot_of_the_cache_is_a_source(prune: Prune, tiny: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--me--tiny" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -227,7 +247,7 @@ def test_a_dry_run_writes_nothing_and_the_next_commands_work(
 
 def other_config(source: Path) -> str:
     edit_config(source, rope_theta=5.0)
-    return "another source: its headers or its config differ"
+    return "from a different source: its headers or its config differ"
 
 
 def other_bytes(source: Path) -> str:
@@ -235,7 +255,7 @@ def other_bytes(source: Path) -> str:
     data = bytearray(shard.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     shard.write_bytes(data)
-    return "another source: model-00002-of-000005.safetensors has other bytes"
+    return "from a different source: model-00002-of-000005.safetensors has other bytes"
 
 
 @pytest.mark.parametrize("change", [other_config, other_bytes])
@@ -248,7 +268,7 @@ def test_another_source_is_refused_by_name(change: Callable[[Path], str], tiny: 
     run_here("prune", moved, *words[2:], code=0)  # a copy is the same source
     before = contents(tmp_path / "out")
     problem = change(source)
-    assert_refused(run_here(*words), f"is made from {problem}. Choose a new folder, or delete this one.")
+    assert_refused(run_here(*words), f"was made {problem}. Choose a new folder, or delete this one.")
     assert contents(tmp_path / "out") == before
 
 
@@ -257,7 +277,7 @@ def test_another_list_and_other_files_are_refused(tiny: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     run_here("prune", tiny, out, "--keep", keep, "--quiet", code=0)
     other = write_list(tmp_path / "other.json", LISTS["survivors"] | {2: list(range(10))})
-    assert_refused(run_here("prune", tiny, out, "--keep", other), "is made from another list of experts (layer 2")
+    assert_refused(run_here("prune", tiny, out, "--keep", other), "was made with a different list of experts (layer 2")
     for name in ("config.json", ".k2convert/job.json"):
         path = tmp_path / name.replace("/", "-") / name
         path.parent.mkdir(parents=True)

@@ -51,7 +51,7 @@ def check_no_link(path: Path) -> None:
     """Refuse a link at `path` (DestinationError). A path that cannot be looked at passes: opening it will fail."""
     with suppress(OSError):
         if stat.S_ISLNK(path.lstat().st_mode):
-            raise DestinationError(f"{path}: is a link, and k2convert writes through none. Remove it.")
+            raise DestinationError(f"{path}: is a link, and k2convert does not write through links. Remove it.")
 
 
 def make_folder(folder: Path) -> None:

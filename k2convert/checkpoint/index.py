@@ -8,6 +8,7 @@ with other numbers. A frozen document is still a dict of dicts and lists, so jso
 Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
 
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,14 +35,17 @@ from k2convert.checkpoint.names import (
     EVALUATION_NAME,
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
+    JOB_NAME,
     LEDGER_NAME,
     PROCESSOR_NAMES,
+    PRUNE_NAME,
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
     SNAPSHOTS,
     TIKTOKEN_NAME,
     TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
+    WORK_FOLDER,
 )
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
 
@@ -144,10 +148,16 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
 
 
 def check_level(folder: Path) -> None:
-    """Refuse a folder above a checkpoint's, as that of a repository in the Hub's cache (CheckpointError)."""
+    """Refuse a folder above a checkpoint's, as that of a repository in the Hub's cache, and what a job has not
+    finished (CheckpointError).
+    """
     with suppress(OSError):  # what cannot be looked at is not the one
         if is_there(folder / CONFIG_NAME):
             return
+        if any(is_there(folder / WORK_FOLDER / name) for name in (JOB_NAME, PRUNE_NAME)):
+            raise CheckpointError(
+                f"{folder}: is not finished. `k2convert status {shlex.quote(str(folder))}` says how to finish it."
+            )
         folders = [path.parent for level in ("*", f"{SNAPSHOTS}/*") for path in folder.glob(f"{level}/{CONFIG_NAME}")]
         if folders:
             newest = max(folders, key=lambda path: path.stat().st_mtime)

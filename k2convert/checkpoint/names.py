@@ -28,6 +28,7 @@ REPORT_PICTURE_NAME: Final = "report.png"
 WORK_FOLDER: Final = ".k2convert"  # in the destination; the names below are in it
 JOB_NAME: Final = "job.json"
 COMMAND_NAME: Final = "command.json"
+PRUNE_NAME: Final = "prune.json"
 LOCK_NAME: Final = "lock"
 PUBLISHED_NAME: Final = "published.json"
 DONE_FOLDER: Final = "done"

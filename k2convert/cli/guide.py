@@ -21,7 +21,7 @@ def guide(topic: Annotated[str | None, argument("[TOPIC]", "Topic of a page.")] 
     elif topic in pages:
         print_markdown(pages[topic])
     else:
-        raise typer.BadParameter(f"{quoted(topic)} is no topic of the guide. Topics: {', '.join(pages)}.")
+        raise typer.BadParameter(f"{quoted(topic)} is not a guide topic. Topics: {', '.join(pages)}.")
 
 
 def read_pages() -> dict[str, str]:

@@ -136,7 +136,7 @@ def show_plan_of(job: Job, source: str, cluster: "AbstractContextManager[Cluster
     views: list[str | Callable[[], None]] = []
     needs: list[Needs] = []
     if cluster is not None:
-        with waiting("looks at the cluster"), cluster as connected:
+        with waiting("looking at the cluster"), cluster as connected:
             capacity = connected.capacity
         plan = replace(plan, cluster=asdict(capacity))
         left = f"{capacity.shards_at_a_time:,} shards at a time; the time is not estimated"
@@ -148,7 +148,7 @@ def show_plan_of(job: Job, source: str, cluster: "AbstractContextManager[Cluster
         plan = replace(plan, calibration=calibration_document(job, job.gptq) | needs[0].document())
         smoothing = "on" if job.plan.recipe.smoothing else "off"
         views += [*text_lines(job.gptq), f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)"]
-        views += [*needs[0].lines(), TIME_NOTE]
+        views += [*needs[0].lines(), f"{TIME_NOTE}. Times of some machines: k2convert guide calibrate"]
     else:
         views += [memory_line(memory_bytes(job)), _left_line(plan)]
     if job.uses_hub and cluster is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
-from k2convert.errors import format_bytes
+from k2convert.errors import format_estimate
 from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.forward.layer_pass import PassText
 
-TIME_NOTE: Final = (
-    "time: the first layer will say how long the others take. For a table of machines: k2convert guide calibrate"
-)
+TIME_NOTE: Final = "time: known from its rate after the first layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Needs:
         """Return the memory that is needed and the memory that is there, in lines."""
         lines = [memory_line(self.memory)]
         if self.gpu_memory:
-            free = format_bytes(gpu_memory(self.devices)[0])
-            lines.append(f"memory of the GPU: needs about {format_bytes(self.gpu_memory)}, free {free}")
+            free = format_estimate(gpu_memory(self.devices)[0])
+            lines.append(f"memory of the GPU: needs about {format_estimate(self.gpu_memory)}, free {free}")
         return lines
 
     def document(self) -> dict[str, object]:
@@ -53,7 +51,7 @@ class Needs:
 
 def memory_line(needed: int) -> str:
     """Return the memory that is needed, and that is available."""
-    return f"memory: needs about {format_bytes(needed)}, available {format_bytes(available_memory())}"
+    return f"memory: needs about {format_estimate(needed)}, available {format_estimate(available_memory())}"
 
 
 def calibration_needs(plan: CalibrationPlan, job: Job) -> Needs:

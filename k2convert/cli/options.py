@@ -173,7 +173,12 @@ Yes = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
 Public = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDisk = Annotated[
     str | None,
-    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
+    option(
+        "Most disk to use at any time, with the Hub: 200GB [default: free less 10 %].",
+        "BYTES",
+        MACHINE,
+        check=check_size,
+    ),
 ]
 DeviceOption = Annotated[
     Device, option("Device to run the model on: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device)

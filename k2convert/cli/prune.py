@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from k2convert.cli.interrupts import say_when_interrupted
-from k2convert.cli.options import RESUMES, Json, Quiet, argument, check_folder, flag, option
+from k2convert.cli.options import RESUMES, Json, Quiet, argument, check_folder, flag, option, typed_command
 from k2convert.errors import counted, format_bytes
 
 
@@ -12,9 +12,7 @@ def prune(
     source: Annotated[Path, argument("SOURCE", "Folder of the INT4 or MXFP4 checkpoint.", check_folder)],
     destination: Annotated[Path, argument("DEST", "Folder of the copy.", check_folder)],
     keep: Annotated[Path, option("Experts to keep: a list, or a REAP report of llm-compressor.", "FILE")],
-    dry_run: Annotated[
-        bool, flag("--dry-run", "Print what would be kept and the disk needed, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Print the size of the copy, and write nothing.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -34,7 +32,7 @@ def prune(
     if not dry_run:
         extent = Extent({"copy": (pruning.num_bytes, pruning.finished_bytes)}, num_shards, num_finished)
         with Display("prune", extent) as events:
-            copy_pruned(pruning, events=events)
+            copy_pruned(pruning, command=typed_command(source=str(source)), events=events)
     lines = [
         f"{destination}: {pruning.num_experts} of {pruning.num_source_experts} experts per layer, "
         f"{counted(num_shards, 'shard')}, {format_bytes(pruning.num_bytes)}"
@@ -43,6 +41,8 @@ def prune(
         lines.append(f"finished before: {counted(num_finished, 'shard')}")
     if dry_run:
         lines.append(f"to write: {format_bytes(pruning.num_bytes - pruning.finished_bytes)}")
+    if pruning.num_experts == pruning.num_source_experts:
+        console.print_note(f"{keep}: keeps all experts, so the copy has the weights of the source")
     document = {
         "source": str(source),
         "destination": str(destination),

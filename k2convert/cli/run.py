@@ -134,7 +134,7 @@ def run(
     if to_hub:
         bound_memory()
     with (
-        waiting(f"reads the headers of {source}") as waits,
+        waiting(f"reading the headers of {source}") as waits,
         open_job(options, hub=Hub(notify=console.notifier())) as job,
     ):
         if evaluate:

@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.checkpoint.names import EVALUATION_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, WORK_SUFFIX
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    EVALUATION_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    PRUNE_NAME,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+    WORK_SUFFIX,
+)
 from k2convert.cli import console
 from k2convert.cli.progress import format_layer_rate
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, counted, format_bytes, remedy
@@ -153,6 +162,9 @@ def _show_resume(command: str | None, verb: str, *, is_resumable: bool) -> None:
 
 
 def _show_job(folder: Path) -> None:
+    if (folder / WORK_FOLDER / PRUNE_NAME).is_file():
+        _show_copy(folder)
+        return
     journal = Journal(folder)
     evaluation = _evaluation_status(folder, evaluation_works(folder)[1])
     if journal.job() is None:
@@ -166,6 +178,33 @@ def _show_job(folder: Path) -> None:
         raise DestinationError(earlier)
     status = _job_status(folder, state, evaluation)
     console.show(status, partial(_show_state, status, state))
+
+
+def _show_copy(folder: Path) -> None:
+    """Show how far the copy is that `prune` makes in a folder. config.json is its last file."""
+    is_complete = (folder / CONFIG_NAME).is_file()
+    is_running, _, _ = read_lock(folder)
+    shards = sorted(folder.glob(f"*{SHARD_SUFFIX}"))
+    num_bytes = sum(path.stat().st_size for path in shards)
+    command = _line(read_command(folder))
+    document = {
+        "destination": str(folder),
+        "complete": is_complete,
+        "running": is_running,
+        "finished_shards": len(shards),
+        "finished_bytes": num_bytes,
+        "resume": None if is_complete else command,
+    }
+    word = "not finished"
+    if is_complete:
+        word = "complete"
+    elif is_running:
+        word = "running"
+    console.show(document, f"{folder}: pruned copy {word}: {counted(len(shards), 'shard')}, {format_bytes(num_bytes)}")
+    if is_complete:
+        console.print_next(console.command("k2convert", "inspect", folder))
+    elif not is_running:
+        _show_resume(command, "prune", is_resumable=True)
 
 
 def _job_status(folder: Path, state: JobState, evaluation: EvaluationStatus | None) -> JobStatus:

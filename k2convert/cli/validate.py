@@ -190,4 +190,6 @@ def failed_validation(result: str, command: "JobCommand | None") -> InvalidCheck
     problem = f"{result}: validation failed, see above. Do not publish or serve it."
     if command is not None:
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
+    elif not result.startswith(SCHEME):
+        problem += " If it is a copy, copy it again. Otherwise convert it again."
     return InvalidCheckpointError(problem)

@@ -129,6 +129,8 @@ def read_destination(text: str, *, work_folder: Path | None = None) -> Destinati
 
 def check_destination(destination: Path, *, source: Path | None) -> None:
     """Refuse a folder that is the source, is in it or contains it, and what is no folder (DestinationError)."""
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{destination}: is a link that leads to nothing. Remove the link, or choose a folder.")
     target = destination.resolve()
     for origin in () if source is None else source_folders(source):
         if target == origin:
@@ -137,11 +139,10 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
             raise DestinationError(f"{destination}: is inside the source {origin}. Choose a folder outside it.")
         if origin.is_relative_to(target):
             raise DestinationError(f"{destination}: contains the source {source}. Choose a folder next to it.")
-    if destination.is_symlink() and not destination.exists():
-        raise DestinationError(f"{destination}: is a link to a missing file. Remove the link, or choose a folder.")
     for path in (destination, *destination.absolute().parents):
         if path.exists() and not path.is_dir():
-            raise DestinationError(f"{destination}: {path} is a file. Choose a folder.")
+            subject = f"{path}:" if path == destination else f"{destination}: {path}"
+            raise DestinationError(f"{subject} is not a folder. Choose a folder.")
 
 
 def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars: Iterable[Path]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.checkpoint.names import LOCK_NAME, WORK_FOLDER
-from k2convert.errors import DestinationWriteError, LockedError
+from k2convert.errors import DestinationError, DestinationWriteError, LockedError
 from k2convert.records.events import SILENT, Events, Keep
 
 _PROBE_SECONDS: Final = 0.1  # how long `status`, or a part that begins, may have the lock
@@ -152,6 +152,8 @@ def _path(destination: Path) -> Path:
 
 def _open(path: Path, flags: int) -> FileIO:
     check_no_link(path)
+    if path.exists() and not path.is_file():
+        raise DestinationError(f"{path}: is not a file, but k2convert locks a file of this name. Remove it.")
     with writing(path):
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         return FileIO(descriptor, "r+" if flags & os.O_RDWR else "r")

@@ -273,7 +273,7 @@ def read_windows(
     for path in files:
         suffix = path.suffix.lower()
         if not path.exists():
-            raise CalibrationError(f"{path}: there is no such file.")
+            raise CalibrationError(f"{path}: no such file.")
         if not path.is_file():
             raise CalibrationError(f"{path}: is a folder or a device, not a file.")
         if suffix not in (".txt", ".npy", LINES):

@@ -247,7 +247,7 @@ def test_files_instead_of_memory_change_no_byte_and_are_gone(
     work = passed(conversion_work(tmp_path / "files"), planned(cut, ids, workers=2))
     in_files = files_of(work)
     left = {path.suffix for path in work.folder.iterdir() if path.is_file()}
-    assert left == {".safetensors", ".json", ".kept"}
+    assert left == {".safetensors", ".kept"}
     monkeypatch.setattr(Scratch, "empty", lambda _, rows, columns: torch.empty(rows, columns))
     assert files_of(passed(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
 

@@ -105,6 +105,24 @@ def test_a_needed_link_that_leads_to_no_file_is_named(name: str, target: str, sm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "file", "loop of links"])
+@pytest.mark.parametrize("name", ["out", "out/.k2convert/lock"])
+def test_what_stands_in_the_place_of_a_destination_or_a_lock_is_named(
+    name: str, kind: str, small: Path, tmp_path: Path
+) -> None:
+    if (name, kind) in (("out", "folder"), ("out/.k2convert/lock", "file")):
+        return  # as it should be
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make = {"pipe": os.mkfifo, "folder": Path.mkdir, "file": Path.touch, "loop of links": lambda p: p.symlink_to(p)}
+    make[kind](path)
+    error = run_here("run", small, tmp_path / "out", "--quiet", code=1).stderr
+    error = error[error.index(f"error: {path}") :]
+    problem = "is not a " if kind != "loop of links" else "link"
+    assert problem in error
+    assert "Remove " in error or "Choose a folder" in error
+
+
 def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> None:
     snapshot = put_into_cache(small, tmp_path / "hub")
     repo = snapshot.parents[1]

@@ -63,7 +63,7 @@ def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--layers", "1", "--text", "nope.txt"], 1, "nope.txt: there is no such file"),
+        (["--layers", "1", "--text", "nope.txt"], 1, "nope.txt: no such file"),
         (["--text", "nope.txt"], 2, "pass --layers"),
         (["--layers", "1", "--text", "nope.txt", "--hidden-states", "x"], 2, "leave out --hidden-states"),
         (["--layers", "1", "--text", "nope.txt", "--source", "hf://a/b"], 2, "must be folders, not hf://"),
