@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from k2convert.check.certificate import Certificate, Claim, Fault, Verdict
+from k2convert.check.certificate import Certificate, Claim, Verdict
+from k2convert.check.certified_weights import Fault
 from k2convert.check.contract.result import Result
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
