@@ -274,4 +274,4 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     from k2convert.job.opening import inspect_source
 
     with host_process():
-        return inspect_source(read_path("source", source), hub=Hub())
+        return inspect_source(read_path("source", source), hub=Hub(outages_pass=False))

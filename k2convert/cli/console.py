@@ -6,6 +6,7 @@ A command hands its result to `show`: with --json that prints a document, otherw
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -24,7 +25,7 @@ from k2convert.errors import OutputError, visible
 from k2convert.records.command import shell_line
 
 _PIPE_WIDTH: Final = 160
-_SAME_LINE_SECONDS: Final = 30.0
+_SAME_LINE_SECONDS: Final = 60.0
 _BETWEEN: Final = 3  # a line and its blanks between two columns
 _MIN_TEXT_WIDTH: Final = 12  # a column of text may wrap down to this, or to its longest word
 _LONGEST_WORD: Final = 40  # a longer word, such as the path of a file, may be broken
@@ -211,14 +212,14 @@ def print_event(text: str) -> None:
 
 
 def notifier() -> Callable[[str], None]:
-    """Return the printer of lines about a running stage, which prints a line with the same reason twice a minute."""
+    """Return the printer of lines about a running stage; of those that say that something is repeated, one a minute."""
     last: dict[str, float] = {}
 
     def notify(line: str) -> None:
-        reason = line.partition("; ")[0]
+        what = re.sub(r"\d", "", line.rpartition("; ")[2])  # "trying again in 2 s"
         now = time.monotonic()
-        if now - last.get(reason, -math.inf) > _SAME_LINE_SECONDS:  # several connections fail together
-            last[reason] = now
+        if now - last.get(what, -math.inf) > _SAME_LINE_SECONDS:  # several connections fail together
+            last[what] = now
             print_event(line)
 
     return notify

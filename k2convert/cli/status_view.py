@@ -327,7 +327,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
 
 def show_repository(text: str) -> None:
     """Show the result at hf://owner/name[@revision]; raises HubError if it is not a result of k2convert."""
-    hub = Hub(notify=console.print_note)
+    hub = Hub(notify=console.print_note, outages_pass=False)
     ref = parse_repo(text)
     assert ref is not None  # with the scheme it is a repository or an error
     repo = resolve_source(hub, ref)

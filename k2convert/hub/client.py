@@ -8,11 +8,12 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic as now
+from time import sleep
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,6 +33,7 @@ STALL_SECONDS = 60.0  # a connection without a byte for this long is broken; the
 NUM_ATTEMPTS = 6
 FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up to MAX_RETRY_SECONDS, with jitter
 MAX_RETRY_SECONDS = 60.0
+PATIENCE_SECONDS = 3600.0  # how long an outage may last: answers of 5xx, refused and broken connections
 MAX_STREAMS = 4  # of hf_xet
 NUM_HEAPS = 4
 _BARS: Final = "huggingface_hub.utils.tqdm"
@@ -90,11 +92,42 @@ def ignore(*_: object, **_options: object) -> None:
     """Discard a notice or a count."""
 
 
+@dataclass(slots=True)
+class Failures:
+    """The failures of one request since it last made progress. They decide whether and when to repeat it."""
+
+    outages_pass: bool
+    count: int = 0
+    since: float = 0.0
+
+    def pause_after(self, error: HubRequestError) -> float:
+        """Return the seconds to wait before the next attempt; raises the error if there is none.
+
+        With `outages_pass`, an outage may last PATIENCE_SECONDS. Anything else that may pass is tried NUM_ATTEMPTS
+        times. The pause is what the Hub asked for, or else twice as long after each attempt.
+        """
+        if self.count == 0:
+            self.since = now()
+        self.count += 1
+        is_over = self.count >= NUM_ATTEMPTS
+        if error.is_outage and self.outages_pass:
+            is_over = now() - self.since >= PATIENCE_SECONDS
+        if not error.transient or is_over:
+            raise error
+        if error.retry_after is not None:
+            return error.retry_after + 0.1
+        return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(self.count - 1, 10)) * random.uniform(0.75, 1.25)
+
+
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """One connection to the Hub; `notify` receives a line of text about each retry."""
+    """One connection to the Hub; `notify` receives a line of text about each retry.
+
+    A job waits until an outage is over (`outages_pass`). A command that only asks something does not.
+    """
 
     notify: Callable[[str], None] = ignore
+    outages_pass: bool = True
 
     @property
     def endpoint(self) -> str:
@@ -117,23 +150,15 @@ class Hub:
 
     def call(self, action: str, function: Callable[[], T]) -> T:
         """Run one request, and retry it after transient errors; raises a HubError that names `action`."""
-        for attempt in range(NUM_ATTEMPTS):
+        failures = Failures(self.outages_pass)
+        while True:
             try:
                 with explained(action), of_known_form(action):
                     return function()
             except HubRequestError as error:
-                if not error.transient or attempt + 1 == NUM_ATTEMPTS:
-                    raise
-                pause = self.pause(error, attempt=attempt)
+                pause = failures.pause_after(error)
                 self.notify(f"{error.reason}; trying again in {pause:.0f} s")
-                time.sleep(pause)
-        raise AssertionError("a retry policy needs at least one attempt")
-
-    def pause(self, error: HubRequestError, *, attempt: int) -> float:
-        """Seconds to wait after `error`: what the Hub asked for, or else twice as long after each attempt."""
-        if error.retry_after is not None:
-            return error.retry_after + 0.1
-        return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2**attempt) * random.uniform(0.75, 1.25)
+                sleep(pause)
 
     def headers(self) -> dict[str, str]:
         """Request headers with the user's token, if there is one; never log them."""
@@ -253,7 +278,7 @@ def exact_pieces(pieces: Iterator[bytes], num_bytes: int, *, where: str) -> Iter
         amount = "more" if received > num_bytes else f"only {received:,}"
         reason = f"the answer had {amount} of {num_bytes:,} bytes"
         remedy = "Check the network, then run the same command again to continue."
-        raise HubRequestError(f"{where}: {reason}. {remedy}", reason=reason, transient=True)
+        raise HubRequestError(f"{where}: {reason}. {remedy}", reason=reason, transient=True, is_outage=True)
 
 
 def is_offline() -> bool:

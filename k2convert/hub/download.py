@@ -21,7 +21,7 @@ from pathlib import Path
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import FILE_SCHEME, NUM_ATTEMPTS, Hub, ignore, is_offline
+from k2convert.hub.client import FILE_SCHEME, Failures, Hub, ignore, is_offline
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
 from k2convert.hub.source import RemoteRepo, file_url
@@ -157,7 +157,7 @@ def _fetch_runs(
 ) -> None:
     """The work of one connection: claim a run of segments and stream it into the file, until none is left."""
     max_bytes = min(RUN_BYTES, -(-partial.file.num_bytes // NUM_CONNECTIONS))
-    num_failures = 0
+    failures_in_a_row = Failures(hub.outages_pass)
     try:
         while not halt.is_set() and not partial.is_complete():
             run = partial.claim(max_bytes=max_bytes)
@@ -166,14 +166,14 @@ def _fetch_runs(
                 continue
             try:
                 _stream_run(hub, partial, url, run, halt, arrived)
-                num_failures = 0
+                failures_in_a_row = Failures(hub.outages_pass)
             except HubRequestError as error:
-                num_failures = 1 if partial.done[run.start] else num_failures + 1
-                if not error.transient or num_failures >= NUM_ATTEMPTS:
-                    raise
+                if partial.done[run.start]:
+                    failures_in_a_row = Failures(hub.outages_pass)
+                pause = failures_in_a_row.pause_after(error)
                 partial.release(run)
-                hub.notify(f"{partial.path.name}: {error.reason}; continuing it")
-                halt.wait(hub.pause(error, attempt=num_failures - 1))
+                hub.notify(f"{partial.path.name}: {error.reason}; trying again in {pause:.0f} s")
+                halt.wait(pause)
     except BaseException as error:  # the waiting thread raises it
         failures.append(error)
         partial.wake()

@@ -69,7 +69,10 @@ def redacted(text: str) -> str:
 
 
 class HubRequestError(HubError):
-    """One failed request; `transient` says whether a retry may help, `retry_after` how many seconds the Hub wants."""
+    """One failed request; `transient` says whether a retry may help, `retry_after` how many seconds the Hub wants.
+
+    In an outage (`is_outage`) nobody answers, or the Hub answers that it cannot: a retry may help later.
+    """
 
     def __init__(
         self,
@@ -78,12 +81,14 @@ class HubRequestError(HubError):
         reason: str = "",
         status: int | None = None,
         transient: bool = False,
+        is_outage: bool = False,
         retry_after: float | None = None,
     ) -> None:
         super().__init__(redacted(message))
         self.reason = redacted(reason or message)
         self.status = status
         self.transient = transient
+        self.is_outage = is_outage
         self.retry_after = retry_after
 
 
@@ -113,6 +118,7 @@ def explained(action: str) -> Generator[None]:
             reason=reason,
             status=status,
             transient=status in TRANSIENT_STATUS,
+            is_outage=status >= 500,
             retry_after=retry_after(response.headers),
         ) from error
     except (json.JSONDecodeError, _transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
@@ -156,7 +162,8 @@ def explain_transport(
         advice = _advice(status, str(error))
         return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason, status=status)
     reason = f"{what} ({type(error).__name__}: {error})"
-    if isinstance(error, json.JSONDecodeError):
+    is_answered = isinstance(error, json.JSONDecodeError)
+    if is_answered:
         reason = "the answer was not the Hub's; it may be from a proxy or a login page"
     set_here = [name for proxy in _PROXIES for name in (proxy, proxy.upper()) if os.environ.get(name)]
     network = " and ".join(["the network", *set_here])
@@ -168,6 +175,7 @@ def explain_transport(
         f"could not {action}: {reason}. {remedy} run the same command again to continue.",
         reason=reason,
         transient=not is_certificate,
+        is_outage=not is_certificate and not is_answered,
     )
 
 

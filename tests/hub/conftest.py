@@ -27,6 +27,7 @@ def hub_environment(quick_pictures: None, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("k2convert.hub.client.PATIENCE_SECONDS", 20.0)
 
 
 @pytest.fixture
@@ -43,6 +44,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A connection that retries at once."""
     monkeypatch.setattr("k2convert.hub.client.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("k2convert.hub.client.MAX_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("k2convert.hub.client.PATIENCE_SECONDS", 0.3)
     return Hub()
 
 

@@ -84,6 +84,10 @@ class Traffic:
             self.requests.clear()
             self.injected.clear()
 
+    def clear_faults(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
     def take(self, request: Request) -> Fault | None:
         with self._lock:
             self.requests.append(request)

@@ -1,9 +1,11 @@
 """Hub-to-Hub jobs that are hit by faults or short of disk still end with the local run's bytes."""
 
+import itertools
 import random
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from published import JOB, assert_published
+
+from k2convert.hub.client import Hub
 
 
 @pytest.mark.slow
@@ -106,3 +110,61 @@ def test_an_interrupt_while_planning_waits_for_no_answer(tiny_hub: LoopbackHub, 
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130, "the Hub asked for a pause of 300 s"
+
+
+OUTAGES = {
+    "at the start": Fault("GET", "/api/models/moon/tiny"),
+    "in a download": Fault("GET", r"00003-of-000005\.safetensors$"),
+    "in a download, by resets": Fault("GET", r"00003-of-000005\.safetensors$", Kind.RESET, after_bytes=0),
+    "in an upload": Fault("PUT", "/_lfs/"),
+    "in a commit": Fault("POST", "/commit/k2convert"),
+    "at the end": Fault("POST", "/commit/main"),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("when", OUTAGES)
+def test_an_outage_of_ten_minutes_is_waited_for(
+    when: str,
+    tiny_hub: LoopbackHub,
+    cli: RunCli,
+    local_result: Path,
+    without_xet: None,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that goes on by half a minute with each failure."""
+    minutes = 0.0
+
+    def now() -> float:
+        nonlocal minutes
+        if tiny_hub.traffic.injected:
+            minutes += 0.5
+        if minutes >= 10:
+            tiny_hub.traffic.clear_faults()
+        return 60 * minutes
+
+    monkeypatch.setattr("k2convert.hub.client.PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr("k2convert.hub.client.now", now)
+    tiny_hub.traffic.inject(replace(OUTAGES[when], times=10_000))
+    done = cli(*JOB, code=0)
+    assert minutes >= 10
+    assert done.stderr.count("trying again in") == 1  # one line a minute, and this took seconds
+    assert_published(tiny_hub, local_result)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("when", OUTAGES)
+def test_an_outage_of_more_than_an_hour_ends_the_job(
+    when: str, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, without_xet: None, hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    clock = itertools.count(0.0, 300.0)
+    monkeypatch.setattr("k2convert.hub.client.PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr("k2convert.hub.client.now", lambda: next(clock))
+    tiny_hub.traffic.inject(replace(OUTAGES[when], times=10_000))
+    done = cli(*JOB, code=1)
+    assert "un the same command again to continue" in done.stderr
+    tiny_hub.traffic.clear_faults()
+    cli(*JOB, code=0)
+    assert_published(tiny_hub, local_result)

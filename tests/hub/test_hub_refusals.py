@@ -243,11 +243,11 @@ def test_a_variable_of_the_network_that_cannot_be_used_is_named_in_one_line(
     assert error.startswith(f"error: {words}")
 
 
-def test_several_connections_that_fail_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_tried_again_is_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     from k2convert.cli.console import notifier
 
     notify = notifier()
     for pause in range(8):
         notify(f"no byte for 60 s; trying again in {pause} s")
     notify("the Hub answered 503; trying again in 1 s")
-    assert capsys.readouterr().err.count("trying again") == 2
+    assert capsys.readouterr().err.count("trying again") == 1
