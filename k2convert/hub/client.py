@@ -4,6 +4,7 @@ The library reads the token from HF_TOKEN or the login file. This package never 
 """
 
 import ctypes
+import logging
 import os
 import random
 import re
@@ -19,7 +20,14 @@ from urllib.parse import urlsplit
 
 from k2convert import __version__
 from k2convert.errors import HubError, SourceReadError, quoted
-from k2convert.hub.request_errors import HubRequestError, environment_error, explained, of_known_form, offline_error
+from k2convert.hub.request_errors import (
+    WITHOUT_ADDRESSES,
+    HubRequestError,
+    environment_error,
+    explained,
+    of_known_form,
+    offline_error,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -146,6 +154,8 @@ class Hub:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
+        for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(WITHOUT_ADDRESSES)  # once: a handler has a filter or not
         return HfApi(endpoint=endpoint, library_name="k2convert", library_version=__version__)
 
     def call(self, action: str, function: Callable[[], T]) -> T:

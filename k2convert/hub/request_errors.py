@@ -4,6 +4,7 @@ What a server or the library says is printed without tokens: a proxy or a login 
 """
 
 import json
+import logging
 import os
 import re
 import ssl
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache
+from typing import Final
 
 from k2convert.errors import HubError, K2ConvertError, cut, install_remedy
 
@@ -66,6 +68,22 @@ def redacted(text: str) -> str:
         if len(token) >= _MIN_TOKEN:
             text = text.replace(token, "[token]")
     return _SECRETS.sub("[token]", text)
+
+
+_ADDRESS = re.compile(r"(https?://)[^\s'\"]+")
+
+
+class WithoutAddresses(logging.Filter):
+    """Removes addresses and tokens from what the library logs: who has the address of an upload may upload."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = _ADDRESS.sub(r"\1[address]", redacted(record.getMessage()))
+        record.args = ()
+        record.exc_info = None  # its error has the address too
+        return True
+
+
+WITHOUT_ADDRESSES: Final = WithoutAddresses()
 
 
 class HubRequestError(HubError):

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from command import RunCli, run_cli, said
+from command import RunCli, cli_environment, run_cli, said, start_cli
 from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
@@ -187,6 +188,27 @@ def test_what_a_server_says_is_printed_without_tokens(tiny_hub: LoopbackHub, cli
     assert errors.count("no access with Authorization: Bearer [token]") == 2
     assert errors.count("https://[token]@proxy/?token=[token]&x=1 hf_xet") == 2
     assert not any(secret in errors for secret in (other, "secret", "s3cret"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("ends", ["well", "badly"])
+@pytest.mark.parametrize("verbosity", ["warning", "debug"])
+def test_no_address_of_an_upload_and_no_token_is_logged(
+    tiny_hub: LoopbackHub, cwd: Path, verbosity: str, ends: str
+) -> None:
+    times = {"well": 2, "badly": 500}[ends]
+    tiny_hub.traffic.inject(
+        Fault("PUT", "/_lfs/", status=503, times=2), Fault("PUT", "/_lfs/", status=403, times=times - 2)
+    )
+    environment = {"HF_HUB_VERBOSITY": verbosity, "HF_HUB_DISABLE_XET": "1"}
+    if verbosity == "debug":
+        environment["HF_DEBUG"] = "1"
+    with start_cli(*JOB, cwd=cwd, stderr=subprocess.PIPE, env=cli_environment() | environment) as process:
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == {"well": 0, "badly": 1}[ends], errors
+    assert "thrown while requesting PUT http://[address]" in errors
+    assert "/_lfs/" not in errors
+    assert TOKEN not in errors
 
 
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b"])
