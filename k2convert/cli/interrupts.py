@@ -142,7 +142,7 @@ def leave(code: int) -> NoReturn:
 
 def _discard_unfinished() -> None:
     folders = sys.modules.get("k2convert.checkpoint.folders")
-    if folders is not None:
+    if hasattr(folders, "discard_unfinished"):  # else it is not imported, or being imported: there is nothing yet
         folders.discard_unfinished()
 
 

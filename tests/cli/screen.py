@@ -130,7 +130,7 @@ def in_terminal(
     os.close(follower)
     screen = Screen(columns)
     raw = b""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1200
     try:
         while time.monotonic() < deadline:
             if not select.select([leader], [], [], 0.1)[0]:

@@ -281,3 +281,20 @@ def test_a_command_that_fails_does_not_wait_for_its_threads(tmp_path: Path) -> N
     words = [sys.executable, "-c", _FAILING]
     done = subprocess.run(words, text=True, capture_output=True, env=cli_environment(), timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, "error: no room.\n")
+
+
+_IMPORTING = """
+import os, signal, sys, time, types
+from k2convert.cli.interrupts import catch_interrupts
+
+catch_interrupts()
+sys.modules["k2convert.checkpoint.folders"] = types.ModuleType("k2convert.checkpoint.folders")  # its lines have not run
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line() -> None:
+    words = [sys.executable, "-c", _IMPORTING]
+    done = subprocess.run(words, text=True, capture_output=True, env=cli_environment(), timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (143, "interrupted.\n")
