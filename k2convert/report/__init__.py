@@ -1,7 +1,6 @@
 """The human's view of a conversion: report.html to look at, report.md, report.png, and the model card.
 
     figures          journal, ledger and validation -> Report, and what is missing
-    checks           the document of a validation, parsed
     content          headline, sections and provenance, the same in every form; wording: numbers as text, tables
     charts, drawing  the four charts -> SVG in the page's colors, or pixels
     render, card     one Markdown text -> report.md, report.html and report.png; README.md
@@ -10,10 +9,10 @@ Apart from the day of the report, nothing here depends on time, host or path: on
 the same files. Pillow and markdown-it are imported only when a report is written.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import read_json_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
@@ -33,7 +32,6 @@ from k2convert.report.figures import Report, collect_report
 if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
     from k2convert.hub.source_card import SourceCard
-    from k2convert.records.ledger import DecodedError
 
 _REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
 
@@ -52,15 +50,14 @@ def write_report(
     *,
     folder: Path,
     out: Path | None = None,
-    validation: Mapping[str, Any] | None = None,
-    measured: Mapping[str, "DecodedError"] | None = None,
+    validation: "ValidationReport | None" = None,
     tensors: Iterable[Tensor] | None = None,
 ) -> ReportFiles:
     """Write the report on the conversion in `folder` into `out`, or into the folder itself.
 
-    `validation` is the document of `validate --json`; without it the report says that nothing was checked. The other
-    arguments are those of `collect_report`. Raises CheckpointError if the folder holds no conversion or a document is
-    damaged, DestinationError if `out` is a file.
+    Without `validation` the report says that nothing was checked. `tensors` are those of the result's shards. Raises
+    CheckpointError if the folder holds no finished conversion or a document is damaged, DestinationError if `out` is a
+    file.
     """
     from k2convert.report.render import render_report
 
@@ -69,7 +66,7 @@ def write_report(
         raise DestinationError(f"{folder}: is made of links, so nothing is written to it. Name a folder with --out.")
     if target.exists() and not target.is_dir():
         raise DestinationError(f"{target}: is a file. Pass a folder for the report.")
-    report = collect_report(folder=folder, validation=validation, measured=measured, tensors=tensors)
+    report = collect_report(folder=folder, validation=validation, tensors=tensors)
     files = render_report(report)
     make_folder(target)
     for name, data in files.items():
@@ -106,11 +103,10 @@ def card_files(
 
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
-    from k2convert.check.results import validation_document
     from k2convert.report.card import render_card
     from k2convert.report.render import render_report
 
-    report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
+    report = collect_report(folder=folder, validation=validation, tensors=tensors, name=repo)
     files = {} if kept else render_report(report)
     config = read_json_file(folder / CONFIG_NAME)
     card = render_card(report, base_model=base_model, source=source, config=config, revision=revision)

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from statistics import median_low
 from typing import Final
 
+from k2convert.check.results import ValidationReport, Verdict, WeightsReport
 from k2convert.errors import counted, quoted, shortened
 from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
@@ -18,7 +19,6 @@ from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.evaluation import Evaluation, EvaluationRow, WorstToken
 from k2convert.records.ledger import TOTAL
-from k2convert.report.checks import Checks
 from k2convert.report.figures import Report
 from k2convert.report.wording import Figure, Section, Table, decibels, joined, last_part, percent, with_error
 
@@ -39,7 +39,7 @@ def role_name(role: str) -> str:
 def headline(report: Report) -> tuple[Figure, ...]:
     """Return the verdict of the contract and the headline figures, the most important first."""
     total = report.total
-    figures = [] if report.checks is None else [contract_figure(report.checks)]
+    figures = [] if report.validation is None else [contract_figure(report.validation)]
     if report.evaluation is not None:
         mode, row = mode_rows(report.evaluation, report.ledger.recipe)[0]
         divergence = row.figures.divergence
@@ -63,18 +63,21 @@ def headline(report: Report) -> tuple[Figure, ...]:
     return tuple(figures)
 
 
-def contract_figure(checks: Checks) -> Figure:
+def contract_figure(validation: ValidationReport) -> Figure:
     """Return the verdict of the contract: a rule that was not checked does not count as held."""
-    failed, warned, skipped = (checks.numbers(verdict) for verdict in ("fail", "warn", "skipped"))
+    contract = validation.contract
+    failed = contract.failed
     if failed:
         return Figure(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {', '.join(map(str, failed))}")
-    if not checks.has_passed:
+    if not validation.passed:
         return Figure("failed", "validation", "do not serve it: see what was compared")
-    rest = [f"{len(warned)} with warnings"] if warned else []
-    rest += [f"{len(skipped)} not checked"] if skipped else []
+    num_warned = [rule.verdict for rule in contract.rules].count(Verdict.WARN)
+    num_skipped = len(contract.unchecked)
+    rest = [f"{num_warned} with warnings"] if num_warned else []
+    rest += [f"{num_skipped} not checked"] if num_skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
-    total = len(checks.verdicts)
-    return Figure(f"{total - len(skipped)} of {total}", "contract rules hold", detail)
+    total = len(contract.rules)
+    return Figure(f"{total - num_skipped} of {total}", "contract rules hold", detail)
 
 
 def _held_out_figure(record: CalibrationRecord) -> Figure:
@@ -131,8 +134,8 @@ def sections(report: Report) -> Iterator[Section]:
     yield _weight_errors(report)
     if report.worst and report.total.squared_error > 0:
         yield _worst_tensors(report)
-    if report.checks is not None:
-        yield from report.checks.sections
+    if report.validation is not None:
+        yield _contract(report.validation)
     if (needs := needs_section(report)) is not None:
         yield needs
 
@@ -338,6 +341,47 @@ def _worst_tensors(report: Report) -> Section:
     return Section("Worst tensors", (), (Table(columns, rows),))
 
 
+def _contract(validation: ValidationReport) -> Section:
+    """Return the rules of the contract with what breaks them, and what was compared with the source."""
+    rules = validation.contract.rules
+    offenders = [(str(rule.number), each.name, each.problem) for rule in rules for each in rule.offenders]
+    rows = [
+        (
+            str(rule.number),
+            str(rule.verdict),
+            f"{rule.count:,}" if rule.count else "",
+            f"{rule.title} ({rule.note})" if rule.note else rule.title,
+        )
+        for rule in rules
+    ]
+    tables = [Table(("rule", "where", "problem"), offenders, words=(1, 2))] if offenders else []
+    columns = ("rule", "verdict", "count", "requirement")
+    tables.append(Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})"))
+    sentences = [validation.contract.summary]
+    if validation.weights is not None:
+        sentences += _compared_sentences(validation.weights)
+    return Section("Servable contract", sentences, tables)
+
+
+def _compared_sentences(weights: WeightsReport) -> Iterator[str]:
+    certificate = weights.certificate
+    if certificate.tensors:
+        wrong = len(certificate.mismatches)
+        outcome = f"faults in {wrong:,} of them" if wrong else "no fault was found"
+        rows = "Every row" if certificate.is_whole else f"{certificate.rows:,} rows"
+        yield (
+            f"{rows} of {certificate.tensors:,} converted tensors, and {certificate.copies:,} copies, were checked "
+            f"against the source by code that shares nothing with the conversion: {outcome}."
+        )
+    if weights.journal_compared:
+        wrong = len(weights.journal_mismatches)
+        outcome = f"{wrong:,} differ" if wrong else "all agree"
+        yield (
+            f"{weights.journal_compared:,} tensors decoded from the written bytes and compared with the journal's "
+            f"figures: {outcome}."
+        )
+
+
 def needs_section(report: Report) -> Section | None:
     """Return memory and GPUs; None if they are not known."""
     if (model := report.model) is None:
@@ -387,7 +431,7 @@ def provenance(report: Report) -> Section:
         ("seed of the windows", None if record is None else record.seed),
         ("k2convert", ledger.tool_version),
         *ledger.versions.items(),
-        ("shards", f"{report.finished_shards} of {report.num_shards}"),
+        ("shards", len(ledger.shards)),
     )
     known = tuple((label, str(value)) for label, value in rows if value not in (None, ""))
     sentence = "`k2convert.json` holds the full recipe, all checksums and the error totals."

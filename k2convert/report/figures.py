@@ -1,8 +1,8 @@
-"""The figures of a report, collected from a folder: from the journal if it is there, else from the ledger.
+"""The figures of a report, collected from the folder of a finished conversion.
 
-A published folder has the ledger (k2convert.json) but not the journal (.k2convert/): totals and provenance are known,
-figures of single tensors are not, unless the shards were just measured against the source. A running conversion has
-the journal but no ledger yet. The report states what is missing; nothing is filled in.
+Totals and provenance are those of the ledger (k2convert.json). Figures of single tensors are those of the journal
+(.k2convert/), which a published folder lacks, or of a validation that measured the shards against the source. The
+report states what is missing; nothing is filled in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, model_name
-from k2convert.errors import CheckpointError, K2ConvertError, counted, remedy
+from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role, SourceFormat
@@ -29,21 +29,11 @@ from k2convert.models.source_formats import INT4, MXFP4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.document import plain, shown
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
-from k2convert.records.fingerprint import JobDescription
 from k2convert.records.journal import Journal, find_published
-from k2convert.records.ledger import (
-    TOTAL,
-    Ledger,
-    LedgerShard,
-    LedgerSource,
-    ShardRecord,
-    find_ledger,
-    metrics_document,
-    summarize,
-)
-from k2convert.report.checks import Checks, read_checks
+from k2convert.records.ledger import TOTAL, Ledger, ShardRecord, find_ledger, metrics_document
 
 if TYPE_CHECKING:
+    from k2convert.check.results import ValidationReport
     from k2convert.records.ledger import DecodedError
 
 _PROJECTIONS: Final = ("gate", "up", "down")
@@ -94,18 +84,15 @@ class HeatMap:
 class Report:
     """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
-    `name` is what the result is called. `ledger` is the folder's; of an unfinished conversion it is made from the
-    records so far. `checks` are None without a validation. `model` is None if it is not known which GPUs hold the
-    result. `evaluation` is of the result's own weights. `made_on` is the day of the report in UTC (2026-01-31).
+    `name` is what the result is called. `model` is None if it is not known which GPUs hold the result. `evaluation` is
+    of the result's own weights. `made_on` is the day of the report in UTC (2026-01-31).
     """
 
     name: str
     ledger: Ledger
     tensors: tuple[TensorFigures, ...]
     maps: tuple[HeatMap, ...]
-    finished_shards: int
-    num_shards: int
-    checks: Checks | None
+    validation: ValidationReport | None
     missing: tuple[str, ...]
     model: Model | None
     evaluation: Evaluation | None
@@ -114,10 +101,6 @@ class Report:
     @property
     def total(self) -> WeightMetrics:
         return self.ledger.totals[TOTAL]
-
-    @property
-    def is_complete(self) -> bool:
-        return self.finished_shards == self.num_shards
 
     @property
     def source_format(self) -> SourceFormat:
@@ -143,39 +126,28 @@ class Report:
 def collect_report(
     *,
     folder: Path,
-    validation: Mapping[str, Any] | None = None,
-    measured: Mapping[str, DecodedError] | None = None,
+    validation: ValidationReport | None = None,
     tensors: Iterable[Tensor] | None = None,
     name: str | None = None,
 ) -> Report:
-    """Collect everything about `folder`. `measured` are errors by module, used if there is no journal. `tensors` are
-    those of a finished result's shards, to compute what it needs.
+    """Collect everything about `folder`. The errors that a validation measured are used if there is no journal.
+    `tensors` are those of the result's shards, to compute what it needs.
 
-    `name` is the result's, by default the folder's. Raises CheckpointError if the folder holds no conversion or a BF16
-    copy, or if its ledger or journal is damaged.
+    `name` is the result's, by default the folder's. Raises CheckpointError if the folder holds no finished conversion
+    or a BF16 copy, or if its ledger or journal is damaged.
     """
-    known = read_records(folder)
-    records = Journal(folder).records(known.digest)
-    num_shards = len(known.shards)
+    ledger = read_finished(folder)
+    records = Journal(folder).records(ledger.digest)
     missing: list[str] = []
-    if isinstance(known, JobDescription):
-        ledger = _ledger_so_far(known, records)
-        finished = len(records)
-        if TOTAL not in ledger.totals:
-            raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
-    else:
-        ledger = known
-        finished = num_shards
-        if TOTAL not in ledger.totals:
-            raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
-    if len(records) == finished:
+    if len(records) == len(ledger.shards):
         tensor_errors = _recorded(records)
+    elif validation is not None and validation.weights is not None and validation.weights.errors:
+        missing.append(_MEASURED_AGAIN)
+        measured = sorted(validation.weights.errors.items())
+        tensor_errors = tuple(tensor_figures(module, error) for module, error in measured)
     else:
-        missing.append(_MEASURED_AGAIN if measured else _NO_TENSORS)
-        tensor_errors = tuple(tensor_figures(module, error) for module, error in sorted((measured or {}).items()))
-    if finished < num_shards:
-        shards = counted(num_shards, "shard")
-        missing.append(f"The conversion is not finished: this report covers {finished} of {shards}.")
+        missing.append(_NO_TENSORS)
+        tensor_errors = ()
     maps: tuple[HeatMap, ...] = ()
     if any(math.isfinite(figure.sqnr_db) for figure in tensor_errors):  # else every cell would be the same
         maps = heat_maps(tensor_errors)
@@ -188,7 +160,7 @@ def collect_report(
         path = folder / EVALUATION_NAME
         missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
     if validation is None:
-        missing.append(_why_not_validated(folder, is_finished=finished == num_shards))
+        missing.append(_why_not_validated(folder))
     model = None
     if tensors is not None and ledger.source.family is not None:
         with suppress(K2ConvertError):  # `fit` does not know every model
@@ -200,9 +172,7 @@ def collect_report(
         ledger=ledger,
         tensors=tensor_errors,
         maps=maps,
-        finished_shards=finished,
-        num_shards=num_shards,
-        checks=None if validation is None else read_checks(validation),
+        validation=validation,
         missing=tuple(missing),
         model=model,
         evaluation=evaluation,
@@ -220,10 +190,8 @@ _NO_TENSORS: Final = (
 )
 
 
-def _why_not_validated(folder: Path, *, is_finished: bool) -> str:
+def _why_not_validated(folder: Path) -> str:
     """Return why a report has no validation, and what gives one."""
-    if not is_finished:
-        return "The servable contract can be checked when all shards are converted."
     if can_be_validated(folder):
         return "The servable contract was not checked for this report. `k2convert validate` checks it."
     if (published := find_published(folder)) is not None:
@@ -237,39 +205,28 @@ def _why_not_validated(folder: Path, *, is_finished: bool) -> str:
     )
 
 
-def read_records(folder: Path) -> Ledger | JobDescription:
-    """Return the ledger, or the job if there is no ledger; raises CheckpointError if there is nothing to report on."""
+def read_finished(folder: Path) -> Ledger:
+    """Return the ledger of a finished conversion; raises CheckpointError if there is nothing to report on."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a conversion.")
     with remedy(_LEDGER_REMEDY):
         ledger = find_ledger(folder)
-    job = Journal(folder).job()
-    known = ledger or job
-    if known is None:
+    if ledger is None and Journal(folder).job() is not None:
+        raise CheckpointError(
+            f"{folder}: the conversion is not finished, so there is nothing to report on. `k2convert status {folder}` "
+            "says how far it is."
+        )
+    if ledger is None:
         check_level(folder)
         raise CheckpointError(
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    if known.recipe.target != "nvfp4":
+    if ledger.recipe.target != "nvfp4":
         raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16), which is exact: there is no error to show.")
-    return known
-
-
-def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:
-    headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
-    return Ledger(
-        tool_version="",
-        source=LedgerSource(job.recipe.family, None, job.source_revision, dict(sorted(headers.items()))),
-        recipe=job.recipe,
-        fingerprint=job.fingerprint,
-        versions={},
-        shards={
-            name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
-            for name, record in sorted(records.items())
-        },
-        totals=summarize(records.values()),
-    )
+    if TOTAL not in ledger.totals:
+        raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
+    return ledger
 
 
 def can_be_validated(folder: Path) -> bool:
@@ -325,16 +282,16 @@ def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
     contract = None
     parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
-    if (checks := report.checks) is not None:
+    if (validation := report.validation) is not None:
+        found = validation.contract
         contract = {
-            "rules": len(checks.verdicts),
-            "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
-            "skipped": len(checks.numbers("skipped")),
-            "failed": checks.numbers("fail"),
-            "passed": checks.has_passed,
+            "rules": len(found.rules),
+            "held": len(found.rules) - len(found.unchecked) - len(found.failed),
+            "skipped": len(found.unchecked),
+            "failed": found.failed,
+            "passed": validation.passed,
         }
     return {
-        "complete": report.is_complete,
         "rule": report.rule,
         "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
         "worst": shown(report.worst),

@@ -1,15 +1,15 @@
 """The tiny checkpoint, converted and validated once. Every report here is about it or a copy of its records."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evaluation_makers import evaluation_of, write_evaluation
 from report_makers import gptq_record
 
+from k2convert.check.results import ValidationReport
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
@@ -17,14 +17,13 @@ from k2convert.report import ReportFiles, write_report
 
 
 @pytest.fixture(scope="session")
-def validation(local_result: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
-    """What `validate --json` prints for it, with the source and one reference layer."""
-    words = ("--source", tiny, "--layers", "2", "--tokens", "32", "--json")
-    return json.loads(run_cli("validate", local_result, *words, code=0).stdout)
+def validation(local_result: Path, tiny: Path) -> ValidationReport:
+    """Its validation, with the source."""
+    return validate_checkpoint(folder=local_result, source=open_checkpoint(tiny))
 
 
 @pytest.fixture(scope="session")
-def reported(local_result: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+def reported(local_result: Path, validation: ValidationReport, tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
     """A full report."""
     tensors = open_checkpoint(local_result).tensors.values()
     out = tmp_path_factory.mktemp("reported")
@@ -32,7 +31,9 @@ def reported(local_result: Path, validation: dict[str, Any], tmp_path_factory: p
 
 
 @pytest.fixture(scope="session")
-def evaluated(local_result: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+def evaluated(
+    local_result: Path, validation: ValidationReport, tmp_path_factory: pytest.TempPathFactory
+) -> ReportFiles:
     """A report with all four charts: on a conversion by rule `gptq`, as its ledger says, with an evaluation."""
     folder = Path(shutil.copytree(local_result, tmp_path_factory.mktemp("evaluated") / "out"))
     write_evaluation(folder, evaluation_of(folder))

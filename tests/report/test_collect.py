@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sealed_files import edit_sealed
 
-from k2convert.check.validate import validate_checkpoint
-from k2convert.checkpoint.index import open_checkpoint
+from k2convert.check.results import ValidationReport
 from k2convert.errors import CheckpointError, DestinationError
 from k2convert.models import locate_module
 from k2convert.records.document import plain
@@ -42,31 +40,16 @@ def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
     assert num_cells == sum(found.values.size for found in maps.values()) == 144
 
 
-def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Path, local_result: Path) -> None:
-    validated = validate_checkpoint(folder=local_result, source=open_checkpoint(tiny))
-    assert validated.weights is not None
+def test_measured_errors_replace_a_missing_journal(
+    records_only: Path, validation: ValidationReport, local_result: Path
+) -> None:
     shutil.rmtree(records_only / ".k2convert")
-    report = collect_report(folder=records_only, measured=validated.weights.errors)
+    report = collect_report(folder=records_only, validation=validation)
     recorded = {t.module: t.sqnr_db for t in collect_report(folder=local_result).tensors}
     assert {t.module for t in report.tensors} == set(recorded)
     for tensor in report.tensors:
         assert tensor.sqnr_db == pytest.approx(recorded[tensor.module], abs=1e-9)
     assert len(report.maps) == 3
-
-
-@pytest.mark.parametrize("is_foreign", [True, False])
-def test_unfinished_conversion_is_reported_up_to_its_last_shard(records_only: Path, is_foreign: bool) -> None:
-    for name in ("k2convert.json", "config.json"):
-        (records_only / name).unlink()
-    record = records_only / ".k2convert/done/model-00003-of-000005.safetensors.json"
-    if is_foreign:
-        edit_sealed(record, lambda record: record.update(fingerprint="0" * 64))
-    else:
-        record.unlink()
-    report = collect_report(folder=records_only)
-    assert (report.finished_shards, report.num_shards, report.is_complete) == (4, 5, False)
-    assert report.maps[0].layers == (1, 3)
-    assert any("4 of 5 shards" in sentence for sentence in report.missing)
 
 
 def test_what_cannot_be_reported_is_refused(records_only: Path, tiny: Path, tmp_path: Path) -> None:
@@ -78,6 +61,9 @@ def test_what_cannot_be_reported_is_refused(records_only: Path, tiny: Path, tmp_
         write_report(folder=records_only, out=records_only / "config.json")
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
     with pytest.raises(CheckpointError, match="BF16 copy"):
+        collect_report(folder=records_only)
+    (records_only / "k2convert.json").unlink()
+    with pytest.raises(CheckpointError, match=r"is not finished.*`k2convert status"):
         collect_report(folder=records_only)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from sealed_files import edit_sealed
 
+from k2convert.check.results import ContractReport, Offender, RuleResult, ValidationReport, Verdict
 from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.render import escape, render_report, sentence
@@ -98,16 +99,9 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Pa
     copied = json.loads(record.read_text()) | {"shard": shard, "projections": []}
     del copied["checksum"]
     (records_only / f".k2convert/done/{shard}.json").write_bytes(seal(copied))
-    rule = {"number": 1, "title": HOSTILE, "verdict": "fail", "count": 1, "note": HOSTILE}
-    rule["offenders"] = [{"name": HOSTILE, "problem": HOSTILE}]
-    layer = {"layer": 1, "router_unchanged": False, "failures": [HOSTILE], "errors": []}
-    validation = {
-        "passed": False,
-        "contract": {"rules": [rule], "summary": HOSTILE},
-        "layers": {"hidden_states": HOSTILE, "layers": [layer]},
-        "weights": None,
-        "against": None,
-    }
+    rule = RuleResult(1, HOSTILE, Verdict.SKIPPED, 1, (Offender(HOSTILE, HOSTILE),), HOSTILE)
+    contract = ContractReport(HOSTILE, HOSTILE, HOSTILE, (rule,))
+    validation = ValidationReport(HOSTILE, contract, weights=None, layers=None, comparison=None)
     files = write_report(folder=records_only, out=tmp_path / "out", validation=validation)
     assert_harmless(files)
     assert _Tags(files.page.read_text()).text.count(HOSTILE) >= 6

@@ -71,7 +71,7 @@ def test_the_card_says_what_was_converted_and_how_it_is_served(report: Report, c
     """The sections between are those of the report: test_texts.py."""
     _, sections = card(report, config)
     assert list(sections) == [
-        "", "Error of the weights", "Worst tensors", "Servable contract", "Reference layers", "Needs", "Serving",
+        "", "Error of the weights", "Worst tensors", "Servable contract", "Needs", "Serving",
         "Hardware", "Provenance",
     ]  # fmt: skip
     for words in (
