@@ -158,31 +158,20 @@ def validate(
     result: str | PathLike[str],
     source: str | PathLike[str] | None = None,
     *,
-    reference: bool = False,
-    against: str | PathLike[str] | None = None,
     events: Events | None = None,
 ) -> ValidationReport:
     """Check a result against the rules of a servable checkpoint, and measure its weights against the source's:
     `k2convert validate`.
 
-    `result` and `source` are folders or hf://owner/name. With `reference`,
-    the layout's own library decodes every tensor too; `against` is another result in a folder, to compare with.
-    `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
-    other K2ConvertError.
+    `result` and `source` are folders or hf://owner/name. `passed` of the report says whether to serve it. Raises
+    CheckpointError if a checkpoint cannot be read, and any other K2ConvertError.
     """
-    from pathlib import Path
-
     from k2convert.check.validate import validate_checkpoint
-    from k2convert.errors import check_flags, require_extra
     from k2convert.hub.client import Hub
     from k2convert.job.host_process import host_process, read_optional_path, read_path
     from k2convert.job.results import open_result_at
     from k2convert.records.events import SILENT
 
-    check_flags(reference=reference)
-    if reference:
-        require_extra("reference", purpose="reference")
-    other = read_optional_path("against", against)
     with (
         host_process(),
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
@@ -190,8 +179,6 @@ def validate(
         found = validate_checkpoint(
             folder=opened.folder,
             source=opened.source,
-            reference=reference,
-            against=None if other is None else Path(other),
             events=events or SILENT,
             shards=opened.shards,
         )

@@ -34,8 +34,8 @@ OWNERS = {
     "jinja2": {"text/chat.py"},
     "tokenizers": {"text/tokenizers.py"},
     "tiktoken": {"text/tokenizers.py"},
-    "compressed_tensors": {"quantize/libraries.py", "check/library_decoders.py"},
-    "modelopt": {"quantize/libraries.py", "check/library_decoders.py"},
+    "compressed_tensors": {"quantize/libraries.py"},
+    "modelopt": {"quantize/libraries.py"},
     "transformers": {"forward/attention.py"},
     "torch": {
         "quantize/gptq",

@@ -63,7 +63,6 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
         (*validate, "--layers", "1"): "torch",
         (*validate, "--layers", "all"): "torch",
         (*validate, "--layers", "1", "--text", TINY / "eval.txt"): "calibrate",
-        (*validate, "--reference"): "reference",
     }
     for done, extra in zip(run_without_extras(*commands), commands.values(), strict=True):
         assert (done.returncode, done.stdout) == (1, ""), done.args

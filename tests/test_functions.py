@@ -22,8 +22,7 @@ SIGNATURES = {
     "settings: Mapping[str, object] | None = None, "
     f"text: {PATHS} = (), device: {DEVICE}, workers: int | None = None, "
     f"max_disk: {SIZE} = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
-    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, "
-    f"reference: bool = False, against: {PATH} | None = None, events: Events | None = None) -> ValidationReport",
+    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, events: Events | None = None) -> ValidationReport",
     "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
     "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
     f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
@@ -100,7 +99,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "validate": {
         "result": ("/", "a\0", "\ud800", "x" * 300, None, ""),
         "source": ("a\0", "/"),
-        "against": ("a\0",),
     },
     "inspect": {"source": ("a\0", "\ud800", 5, None, "", "/", "/dev/null", "x" * 300)},
 }

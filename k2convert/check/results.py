@@ -1,4 +1,4 @@
-"""Findings of a validation, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
+"""Findings of a validation, as plain values: the nineteen rules, the weights and reference layers."""
 
 from collections.abc import Sized
 from dataclasses import dataclass, field
@@ -182,19 +182,17 @@ class CertificateReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """The measured error of every converted tensor, by module, and what certificate, journal and a library found."""
+    """The measured error of every converted tensor, by module, and what certificate and journal found."""
 
     errors: dict[str, DecodedError]
     roles: dict[str, str]
     certificate: CertificateReport
     journal_mismatches: tuple[str, ...]
     journal_compared: int
-    decoder_mismatches: tuple[str, ...]
-    decoder_compared: int
 
     @property
     def passed(self) -> bool:
-        return not (self.certificate.mismatches or self.journal_mismatches or self.decoder_mismatches)
+        return not (self.certificate.mismatches or self.journal_mismatches)
 
     def totals(self) -> dict[str, DecodedError]:
         """Return the errors added up by role and under "total"; empty if nothing was measured."""
@@ -203,22 +201,6 @@ class WeightsReport:
     def worst(self, count: int) -> list[tuple[str, DecodedError]]:
         """Return the `count` tensors with the lowest SQNR, lowest first."""
         return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same.
-
-    `note` is why weights are the wrong measure, if one of the results is calibrated; None otherwise.
-    """
-
-    folder: str
-    contract: ContractReport
-    weights: WeightsReport
-    better_here: int
-    better_there: int
-    equal: int
-    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +214,6 @@ class ValidationReport:
     contract: ContractReport
     weights: WeightsReport | None
     layers: LayersReport | None
-    comparison: Comparison | None
     layers_skipped: str = ""
 
     @property
@@ -242,21 +223,15 @@ class ValidationReport:
 
 
 def validation_document(report: ValidationReport) -> dict[str, object]:
-    """Return a validation as plain data, for --json and the report."""
-    document: dict[str, object] = {
+    """Return a validation as plain data, for --json."""
+    return {
         "folder": report.folder,
         "passed": report.passed,
         "contract": report.contract.to_dict(),
         "weights": None if report.weights is None else _weights_document(report.weights),
         "layers": None if report.layers is None else report.layers.to_dict(),
         "layers_skipped": report.layers_skipped or None,
-        "against": None,
     }
-    if (other := report.comparison) is not None:
-        counts = {key: getattr(other, key) for key in ("folder", "better_here", "better_there", "equal", "note")}
-        parts = {"contract": other.contract.to_dict(), "weights": _weights_document(other.weights)}
-        document["against"] = counts | parts
-    return document
 
 
 def _weights_document(weights: WeightsReport) -> dict[str, object]:
@@ -267,11 +242,9 @@ def _weights_document(weights: WeightsReport) -> dict[str, object]:
         "verdicts": {
             "certificate": _verdict(weights.certificate.tensors, weights.certificate.mismatches),
             "journal": _verdict(weights.journal_compared, weights.journal_mismatches),
-            "library_decoder": _verdict(weights.decoder_compared, weights.decoder_mismatches),
         },
         "certificate": shown(weights.certificate),
         "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
-        "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
     }
 
 

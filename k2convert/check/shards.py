@@ -6,13 +6,12 @@ have been sent (`join_findings`). The scan (contract/scan.py) hashes shards and 
 measured here, in a pool of threads. When a shard was read, the certificate checks it (certificate.py).
 """
 
-import struct
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -27,19 +26,14 @@ from k2convert.check.scaling import over_powers
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import SourceReadError, remedy
 from k2convert.models.names import TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.ledger import DecodedError, ProjectionRecord
-
-if TYPE_CHECKING:
-    from k2convert.check.library_decoders import Decoder
 
 MAX_PENDING: Final = 4  # tensors measured at once; the pass over the shards waits for the slowest
 SMALLEST_STEP: Final = -9
@@ -50,8 +44,7 @@ SMALLEST_STEP: Final = -9
 class ShardsFound:
     """Findings of the pass: by the scan, on each converted module in the order of the shards, and by the certificate.
 
-    `recorded` are the conversion's records of the modules. `decoder_mismatches` are modules that the layout's own
-    library decodes to other weights, if it decoded them (`with_library`).
+    `recorded` are the conversion's records of the modules.
     """
 
     scan: ScanResult = field(default_factory=ScanResult)
@@ -59,8 +52,6 @@ class ShardsFound:
     totals: Totals = field(default_factory=Totals)
     certified: Verdict = field(default_factory=Verdict)
     recorded: Mapping[str, ProjectionRecord] = field(default_factory=dict[str, ProjectionRecord])
-    decoder_mismatches: set[str] = field(default_factory=set[str])
-    with_library: bool = False
 
     def add(self, other: "ShardsFound") -> None:
         """Add what the pass over another part of the same result found, except for its totals."""
@@ -68,8 +59,6 @@ class ShardsFound:
         self.measured |= other.measured
         self.certified.add(other.certified)
         self.recorded = other.recorded
-        self.with_library = other.with_library
-        self.decoder_mismatches |= other.decoder_mismatches
 
     @property
     def errors(self) -> dict[str, DecodedError]:
@@ -108,33 +97,26 @@ def validate_shards(
     result: Result,
     *,
     recorded: Mapping[str, ProjectionRecord],
-    with_library: bool = False,
     events: Events = SILENT,
     visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
 ) -> ShardsFound:
     """Read every shard once; with a source, measure each converted module and let the certificate check each shard.
 
-    `with_library` decodes each by the layout's own library too. `visitor` gets all bytes. `shards` brings those that
-    are on the Hub. Raises SourceReadError, FormatError.
+    `visitor` gets all bytes. `shards` brings those that are on the Hub. Raises SourceReadError, FormatError.
     """
     source = result.source
     if source is None:
         around = shards.plan(result)
         return ShardsFound(scan_shards(result, shard_visitor=visitor, events=events, around=around))
-    decoder = None
-    if with_library:
-        from k2convert.check.library_decoders import create_decoder
-
-        decoder = create_decoder(result.names.name)
     certificate = Certificate(
         result=lambda name: _path(result.folder, result.tensors.get(name)),
         source=lambda name: _path(source.folder, source.tensors.get(name)),
         claim=claim_of(result),
     )
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        found = ShardsFound(recorded=recorded, with_library=with_library)
-        measurer = _Measurer(result, source, reader, pool, decoder, certificate, found)
+        found = ShardsFound(recorded=recorded)
+        measurer = _Measurer(result, source, reader, pool, certificate, found)
 
         def finished(shard: str, digest: str) -> None:
             measurer.settle()
@@ -183,7 +165,6 @@ class _Measurer:
     source: Checkpoint
     reader: ShardReader
     pool: ThreadPoolExecutor
-    decoder: "Decoder | None"
     certificate: Certificate
     found: ShardsFound
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
@@ -219,8 +200,6 @@ class _Measurer:
             recipe = self.result.recipe
             if recipe is not None and (recipe.rule, recipe.quantizer) == ("mse", "native"):
                 changed = _changed_codes(source, packed, scale)
-            if self.decoder is not None:
-                self._decode_by_library(self.decoder, module, source, parts)
             measured = measure_decoded(
                 source,
                 packed=packed,
@@ -248,28 +227,6 @@ class _Measurer:
         known += [] if record is None else [record.global_scale]
         exact = next((scale for scale in known if scale is not None and names.stores(scale, raw)), None)
         return (scale, False) if exact is None else (exact, True)
-
-    def _decode_by_library(
-        self, decoder: "Decoder", module: str, source: SourceWeight, parts: Mapping[str, Bytes]
-    ) -> None:
-        from k2convert.check.library_decoders import agrees
-
-        names = self.result.names
-        raw = parts[names.global_scale].tobytes()
-        global_scale = names.decode_scalar(raw)
-        if not 0 < global_scale < np.inf:  # rule 6 reports it
-            self.found.decoder_mismatches.add(module)
-            return
-        rows, columns = source.shape
-        written = Nvfp4Weight(
-            packed=parts[names.weight].copy().reshape(rows, columns // 2),
-            block_scales=parts[names.block_scale].copy().reshape(rows, columns // BLOCK_SIZE),
-            global_scale=global_scale,
-        )
-        (stored,) = struct.unpack("<f", raw)
-        theirs = decoder(written.packed, written.block_scales, stored)
-        if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
-            self.found.decoder_mismatches.add(module)
 
     def settle(self) -> None:
         """Wait for the modules taken so far, and close the source's files."""

@@ -19,7 +19,7 @@ from k2convert.check.decode import is_same_error
 from k2convert.check.finished_shard import join_findings
 from k2convert.check.layers.result import LayersReport
 from k2convert.check.remote import LOCAL, Shards
-from k2convert.check.results import CertificateReport, Comparison, ContractReport, ValidationReport, WeightsReport
+from k2convert.check.results import CertificateReport, ContractReport, ValidationReport, WeightsReport
 from k2convert.check.shards import ShardsFound, claim_of, validate_shards
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
@@ -39,18 +39,13 @@ if TYPE_CHECKING:
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
-CALIBRATED_NOTE: Final = (
-    "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and --text, "
-    "which compares the outputs of the layers."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class LayersRequest:
-    """Which reference layers to compute (empty: all), on captured hidden states, those of a text, or synthetic ones."""
+    """Which reference layers to compute (empty: all), on the hidden states of a text, or on synthetic ones."""
 
     layers: tuple[int, ...]
-    hidden_states: "Path | Windows | None"
+    text: "Windows | None"
     tokens: int
 
 
@@ -58,8 +53,6 @@ def validate_checkpoint(
     *,
     folder: Path,
     source: Checkpoint | None,
-    reference: bool = False,
-    against: Path | None = None,
     layers: LayersRequest | None = None,
     events: Events = SILENT,
     visitor: ShardBytes | None = None,
@@ -67,10 +60,9 @@ def validate_checkpoint(
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
-    Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
-    `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
-    shards. Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings
-    those that are on the Hub; of a result or source there, only the given `layers` are read.
+    Weights and `layers` need `source`; without it they are left out. `visitor` gets all bytes of the folder's shards.
+    Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings those that
+    are on the Hub; of a result or source there, only the given `layers` are read.
     """
     if shards.result is None:
         check_finished(folder)
@@ -82,10 +74,8 @@ def validate_checkpoint(
     result = _with_smoothing(result, shards)
     source = result.source
     if layers is not None and source is not None and shards.is_remote:
-        return _validate_layers(result, source, layers, reference=reference, events=events, shards=shards)
-    found = validate_shards(
-        result, recorded=_recorded(result), with_library=reference, events=events, visitor=visitor, shards=shards
-    )
+        return _validate_layers(result, source, layers, events=events, shards=shards)
+    found = validate_shards(result, recorded=_recorded(result), events=events, visitor=visitor, shards=shards)
     contract, weights = _report(result, found)
     layers_report = None
     skipped = ""
@@ -95,28 +85,7 @@ def validate_checkpoint(
         skipped = _broken_rules(contract)
     elif layers is not None and source is not None:
         layers_report = _compute_layers(layers, result, source, events=events, shards=shards)
-    comparison = None
-    if against is not None and source is not None and weights is not None:
-        other = _open_other(against, source)
-        local = replace(shards, result=None)
-        other = _with_smoothing(other, local)
-        recorded = _recorded(other)
-        their_contract, their_weights = _report(
-            other, validate_shards(other, recorded=recorded, events=events, shards=local)
-        )
-        assert their_weights is not None
-        both = [(e, their_weights.errors[m]) for m, e in weights.errors.items() if m in their_weights.errors]
-        is_calibrated = any(r.ledger is not None and r.ledger.calibration is not None for r in (result, other))
-        comparison = Comparison(
-            folder=str(against),
-            contract=their_contract,
-            weights=their_weights,
-            better_here=sum(ours.squared_error < theirs.squared_error for ours, theirs in both),
-            better_there=sum(ours.squared_error > theirs.squared_error for ours, theirs in both),
-            equal=sum(ours.squared_error == theirs.squared_error for ours, theirs in both),
-            note=CALIBRATED_NOTE if is_calibrated else None,
-        )
-    return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
+    return ValidationReport(str(folder), contract, weights, layers_report, skipped)
 
 
 def _with_smoothing(result: Result, shards: Shards) -> Result:
@@ -208,18 +177,8 @@ def _broken_rules(contract: ContractReport) -> str:
     return f"rules {rules} do not hold"
 
 
-def _open_other(folder: Path, source: Checkpoint) -> Result:
-    """Open the result to compare with; raises CheckpointError if it is not of this source."""
-    other = read_result(folder, source=source)
-    _check_operands(other)
-    _check_source(other)
-    if other.source is None:
-        raise CheckpointError(f"{folder}: {other.no_source}, so its weights cannot be compared. Leave out --against.")
-    return other
-
-
 def _validate_layers(
-    result: Result, source: Checkpoint, request: LayersRequest, *, reference: bool, events: Events, shards: Shards
+    result: Result, source: Checkpoint, request: LayersRequest, *, events: Events, shards: Shards
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
     layers = request.layers or read_architecture(source).moe_layers
@@ -233,7 +192,7 @@ def _validate_layers(
         stems = (part.family.moe_prefix(layer), f"{part.family.mlp_norm.format(layer=layer)}.")
         of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(stems))
         with shards.around_tensors(part.tensors.values(), of_source):
-            found = validate_shards(part, recorded=recorded, with_library=reference, events=events)
+            found = validate_shards(part, recorded=recorded, events=events)
             every.add(found)
             contract, _ = _report(part, found)
             if contract.passed:
@@ -246,7 +205,6 @@ def _validate_layers(
         contract=contract,
         weights=weights,
         layers=replace(computed[0], layers=tuple(r for found in computed for r in found.layers)) if computed else None,
-        comparison=None,
         layers_skipped="; ".join(skipped),
     )
 
@@ -261,7 +219,7 @@ def validate_sent(
     """
     result = read_result(folder, source=source, known_headers=dict(headers))
     contract, weights = _report(result, join_findings(records))
-    return ValidationReport(str(folder), contract, weights, layers=None, comparison=None)
+    return ValidationReport(str(folder), contract, weights, layers=None)
 
 
 def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, WeightsReport | None]:
@@ -276,8 +234,6 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
         certificate=_certificate_report(result, found),
         journal_mismatches=tuple(m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)),
         journal_compared=len(stated),
-        decoder_mismatches=tuple(sorted(found.decoder_mismatches)),
-        decoder_compared=len(errors) if found.with_library else 0,
     )
     is_whole = result.whole is None and errors.keys() >= {module.name for module in result.converted}
     totals = found.figures(result) if is_whole and errors else None
@@ -325,7 +281,7 @@ def _compute_layers(
         source=source,
         converted=converted,
         layers=request.layers or read_architecture(source).moe_layers,
-        hidden_states=request.hidden_states,
+        text=request.text,
         tokens=request.tokens,
         budget=result.budget,
         scaling=result.scaling,

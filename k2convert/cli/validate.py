@@ -14,17 +14,13 @@ from k2convert.cli.options import (
     Quiet,
     ResultArgument,
     SourceOption,
-    check_source,
-    flag,
     option,
     refuse_contradictions,
 )
 from k2convert.errors import (
-    CheckpointError,
     InvalidCheckpointError,
     K2ConvertError,
     format_bytes,
-    remedy,
     require_extra,
 )
 from k2convert.hub.client import SCHEME, Hub, parse_repo
@@ -37,15 +33,6 @@ if TYPE_CHECKING:
 
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
 
-Against = Annotated[
-    Path | None,
-    option(
-        "Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
-        "FOLDER",
-        check=check_source,
-    ),
-]
-
 
 def validate(
     destination: ResultArgument,
@@ -54,25 +41,18 @@ def validate(
         str | None,
         option("MoE layers to compute: 1,30,60 or all. From hf:// only these are read. Needs --source.", "LAYERS"),
     ] = None,
-    against: Against = None,
     text: Annotated[
         list[Path] | None,
-        option(f"Text for --layers ({TEXT_FORMS}): the source's layers below are computed on it.", "FILE"),
-    ] = None,
-    hidden_states: Annotated[
-        Path | None, option("Captured hidden states for --layers [default: synthetic].", "FILE")
+        option(f"Text for --layers ({TEXT_FORMS}) [default: synthetic hidden states].", "FILE"),
     ] = None,
     tokens: Annotated[int, option("Tokens to compute layers on.", "N", min=1)] = 256,
-    reference: Annotated[bool, flag("--reference", "Decode with the quantization libraries too.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
-    from k2convert.check.remote import folder_bytes
     from k2convert.check.validate import LayersRequest, validate_checkpoint
-    from k2convert.checkpoint.index import open_checkpoint
     from k2convert.cli import console
     from k2convert.cli.progress import Display
     from k2convert.cli.validation_view import cost_line, print_serve, show_validation
@@ -85,29 +65,19 @@ def validate(
     say_when_interrupted(lambda: NOTHING_KEPT, resumes=False)
     uses_hub = any(place.startswith(SCHEME) for place in (destination, source or ""))
     refuse_contradictions(
-        (not source and (layers or against or reference), "--layers, --against and --reference need --source"),
-        (layers and against and uses_hub, "with hf://, --layers reads only these layers: leave out --against"),
-        (
-            text and (layers is None or hidden_states is not None),
-            "--text gives --layers hidden states: pass --layers, and leave out --hidden-states",
-        ),
+        (layers and not source, "--layers needs --source"),
+        (text and layers is None, "--text gives --layers hidden states: pass --layers"),
         (text and uses_hub, "--text computes all layers below, so both checkpoints must be folders, not hf://"),
     )
-    if reference:
-        require_extra("reference", purpose="--reference")
     if text:
         require_extra("calibrate", purpose="--text")
-    request = None if layers is None else LayersRequest(_layer_numbers(layers), hidden_states, tokens)
+    request = None if layers is None else LayersRequest(_layer_numbers(layers), None, tokens)
     with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
         if request is not None:
             request = _checked_request(opened, request, text)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(None if request is None else request.layers)
-        if against is not None:
-            with remedy("Pass a complete NVFP4 checkpoint to --against."):
-                open_checkpoint(against)
-            total += folder_bytes(against)
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         experts = 0
@@ -118,8 +88,6 @@ def validate(
             report = validate_checkpoint(
                 folder=opened.folder,
                 source=opened.source,
-                reference=reference,
-                against=against,
                 layers=request,
                 events=events,
                 shards=opened.shards,
@@ -147,7 +115,6 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
 
 def _checked_request(opened: "OpenResult", request: "LayersRequest", text: list[Path] | None) -> "LayersRequest":
     """Check a request now: it is used after the pass over the shards, which may take hours. Reads the text, if any."""
-    from k2convert.checkpoint.header import read_header
     from k2convert.cli import console
     from k2convert.job.opening import read_windows_of
     from k2convert.plan.recipe import TextUse
@@ -157,17 +124,12 @@ def _checked_request(opened: "OpenResult", request: "LayersRequest", text: list[
         from k2convert.check.layers.check import check_layers_exist
 
         check_layers_exist(opened.source, request.layers)
-    if isinstance(request.hidden_states, Path):
-        if not request.hidden_states.is_file():
-            raise CheckpointError(f"{request.hidden_states}: no such file. Pass a file of hidden states.")
-        with remedy("Capture the hidden states again, or leave out --hidden-states."):
-            read_header(request.hidden_states)
     if opened.source is None or not text:
         return request
     windows = read_windows_of(opened.source, text, TextUse(tokens=request.tokens, window=TEXT_WINDOW, seed=0))
     for note in windows.notes:
         console.print_note(note)
-    return replace(request, hidden_states=windows)
+    return replace(request, text=windows)
 
 
 def _layers_cost(opened: "OpenResult", request: "LayersRequest") -> "LayersCost | None":
@@ -177,10 +139,10 @@ def _layers_cost(opened: "OpenResult", request: "LayersRequest") -> "LayersCost 
 
     if opened.source is None:
         return None
-    is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
     try:
         converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
-        return layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=is_text)
+        has_text = request.text is not None
+        return layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=has_text)
     except K2ConvertError:  # the validation names the problem
         return None
 

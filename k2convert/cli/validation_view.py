@@ -50,15 +50,6 @@ def _show_tables(report: ValidationReport) -> None:
         _show_layers(report.layers)
     if report.layers_skipped:
         print_line(f"reference layers: skipped ({report.layers_skipped})")
-    if (other := report.comparison) is not None:
-        if other.note is not None:
-            print_line(other.note)
-        _show_contract(other.contract)
-        _show_weights(f"weight error of {other.folder}", other.weights)
-        print_line(
-            f"by tensor: less error here in {other.better_here:,}, less there in {other.better_there:,}, "
-            f"equal in {other.equal:,}"
-        )
     print_verdict(report.folder, passed=report.passed)
 
 
@@ -107,9 +98,6 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
         print_line(f"worst: {module}")
     _show_certificate(weights.certificate)
     _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
-    _show_comparison_with(
-        "library decoder", weights.decoder_compared, weights.decoder_mismatches, "only with --reference"
-    )
 
 
 def _show_certificate(certificate: CertificateReport) -> None:

@@ -20,10 +20,10 @@ from k2convert.calibration.smoothing import (
     find_scaled_tensors,
     read_gate_up,
 )
+from k2convert.check.layers.check import draw_hidden_states
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.forward.decoder import DecoderLayer
-from k2convert.forward.hidden_states import draw_hidden_states
 from k2convert.forward.moe import quantize_activations
 from k2convert.forward.weights import WeightReader
 from k2convert.models.projections import load_projection

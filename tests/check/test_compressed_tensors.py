@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from command import run
+from library_decoders import agrees
 from safetensors.torch import load_file
 from torch import Tensor
 
-from k2convert.check.library_decoders import agrees
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4

@@ -1,7 +1,6 @@
 """What `validate` refuses before it reads a weight: another source, a source instead of a result, an unfinished job."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from command import RunCli
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.errors import CheckpointError, DestinationError
+from k2convert.errors import DestinationError
 from scripts.fixture_maker import damage
 
 
@@ -33,20 +32,6 @@ def test_equal_headers_over_other_weights_are_named_first(by_max: Path, tiny: Pa
     first = report.contract.rules[6].offenders[0]
     assert first.name == str(other)
     assert "was converted from another source, or the source has changed" in first.problem
-
-
-def test_the_source_is_refused_as_the_other_result(by_max: Path, tiny: Path, run_cli: RunCli) -> None:
-    shown = run_cli("validate", by_max, "--source", tiny, "--against", tiny, code=1)
-    assert f"{tiny}: its weights are INT4, so it is a source, not a result" in shown.stderr
-    assert shown.stdout == ""
-
-
-def test_a_result_of_another_source_is_refused_as_the_other_result(
-    by_max: Path, tiny: Path, cut: Path, convert_source: Callable[..., Path]
-) -> None:
-    other = convert_source(cut, rule="max")
-    with pytest.raises(CheckpointError, match="was converted from another source"):
-        validate_checkpoint(folder=by_max, source=open_checkpoint(tiny), against=other)
 
 
 def test_an_unfinished_folder_says_how_far_it_is_and_how_to_go_on(tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:

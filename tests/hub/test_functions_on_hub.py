@@ -30,10 +30,10 @@ def test_private_is_the_default(tiny_hub: LoopbackHub, cwd: Path, monkeypatch: p
         k2convert.convert("hf://moon/tiny", "hf://me/open")
 
 
-@pytest.mark.parametrize("name", ["reference", "any_text", "replace", "verify"])
+@pytest.mark.parametrize("name", ["any_text", "verify"])
 def test_other_flags_are_checked_too(name: str, tmp_path: Path) -> None:
-    functions: dict[str, tuple[Any, int]] = {"reference": (k2convert.validate, 1), "verify": (k2convert.convert, 2)}
-    function, count = functions.get(name, (k2convert.evaluate, 3))
+    functions: dict[str, tuple[Any, int]] = {"any_text": (k2convert.evaluate, 3), "verify": (k2convert.convert, 2)}
+    function, count = functions[name]
     for value in (None, "no", 0):
         with pytest.raises(ArgumentError, match=f"^{name} .*: expected True or False"):
             function(*(tmp_path, tmp_path / "out", "text.txt")[:count], **{name: value})

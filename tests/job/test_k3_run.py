@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from command import run_here
+from library_decoders import create_decoder, decoded_otherwise
 from mxfp4_makers import library_values
 from results import digest_of_shards, read_json
 from safetensors.torch import load_file
 
-from k2convert.check.library_decoders import create_decoder
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from scripts.fixture_maker.damage import edit_checkpoint, edit_json
 from scripts.fixture_maker.folder import SmallCheckpoint
@@ -76,8 +76,9 @@ def test_every_value_is_the_sources_by_the_layouts_own_library(
     assert len(copied) == 124
     for name in copied:
         assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
-    validated = json.loads(run_here("validate", out, "--source", k3_tiny, "--reference", "--json", code=0).stdout)
+    validated = json.loads(run_here("validate", out, "--source", k3_tiny, "--json", code=0).stdout)
     assert [rule["verdict"] for rule in validated["contract"]["rules"]].count("pass") == 19
+    assert decoded_otherwise(out)[1] == []
 
 
 def test_the_bytes_do_not_change_by_accident(result: Path) -> None:
@@ -128,7 +129,8 @@ def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     assert (total["below_window_tensors"], total["subnormal_tensors"]) == (9, 9)
     assert "lossless_tensors" not in total
     assert (total["cast_tensors"], total["min_source_byte"], total["max_source_byte"]) == (36, 0, 252)
-    validated = run_here("validate", tmp_path / "out", "--source", k3_edges, "--reference", code=0).stdout
+    validated = run_here("validate", tmp_path / "out", "--source", k3_edges, code=0).stdout
+    assert decoded_otherwise(tmp_path / "out")[1] == []
     assert "of 36 tensors checked by the conditions of rule mse" in validated
     assert "rule 5 warn" in validated
     run_here("report", tmp_path / "out", "--source", k3_edges, code=0)

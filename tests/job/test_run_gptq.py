@@ -249,15 +249,3 @@ def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done
     assert kept is not None
     first = kept.words.index("--calibrate")
     assert kept.words[first : first + 4] == tuple(words)
-
-
-@pytest.mark.slow
-def test_weights_are_not_the_measure_of_a_calibrated_result(short: Path, done: Path, tmp_path: Path) -> None:
-    note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
-    by_max = tmp_path / "max"
-    mse = tmp_path / "mse"
-    assert run("run", short, by_max, "--rule", "max", "--quiet") == 0
-    assert run("run", short, mse, "--quiet") == 0
-    for ours, other, is_said in ((mse, done / "out", 1), (done / "out", mse, 1), (mse, by_max, 0)):
-        shown = run_here("validate", ours, "--source", short, "--against", other, "--quiet", code=0)
-        assert shown.stdout.count(note) == is_said

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from k2convert.check.library_decoders import agrees, create_decoder
+from library_decoders import agrees, create_decoder
+
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from scripts.engine_checks.__main__ import KINDS, Task, check_defects, read_result, run_client, tolerance

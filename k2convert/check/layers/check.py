@@ -1,8 +1,8 @@
 """Reference layers: MoE blocks of two checkpoints in isolation, computed from the same hidden states.
 
-Every model reads the reference's hidden states of a layer: those that the source's layers below compute on a text,
-those of a file, or drawn ones (hidden_states.py). So an error is the layer's own. `k2convert evaluate` computes
-the same layers in a row, where each model reads what its own layers below gave.
+Every model reads the reference's hidden states of a layer: those that the source's layers below compute on a text, or
+drawn ones. So an error is the layer's own. `k2convert evaluate` computes the same layers in a row,
+where each model reads what its own layers below gave.
 
 Router, routed experts and shared experts are computed in FP32, once with the source's exact q * s and once for each
 variant: the converted weights, the same on FP4 activations, the weights that `max` gives for the same source, the same
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import gc
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -42,11 +43,11 @@ from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
 from k2convert.forward.moe import PROJECTIONS, Mlp, MlpTokens, Routing, block_mlps, read_router, run_in_order
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
+from k2convert.models.config import text_config
 from k2convert.plan.recipe import Budget
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -57,6 +58,12 @@ from k2convert.text.windows import Windows
 
 PROBE_TOKENS = 2
 """Tokens on which an expert is run if no token chose it."""
+
+CHANNEL_SIGMA: Final = 0.6
+OUTLIER_SHARE: Final = 0.003
+OUTLIER_FACTOR: Final = 8.0
+MEAN_SHARE: Final = 0.3
+"""Spread of the channels of synthetic hidden states, share and size of those that are much larger, and their mean."""
 
 
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
@@ -73,7 +80,7 @@ def check_layers(
     source: Checkpoint,
     converted: Checkpoint,
     layers: Sequence[int],
-    hidden_states: Path | Windows | None = None,
+    text: Windows | None = None,
     tokens: int = 256,
     budget: Budget,
     scaling: Scaling = NO_SCALING,
@@ -81,8 +88,7 @@ def check_layers(
 ) -> LayersReport:
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
-    `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
-    source's layers compute in FP32; without it they are drawn.
+    The hidden states are those that the source's layers compute in FP32 on `text`; without it they are drawn.
     `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
     """
     check_layers_exist(source, layers)
@@ -91,10 +97,10 @@ def check_layers(
         closing(WeightReader(converted)) as from_converted,
     ):
         results: list[LayerResult] = []
-        if isinstance(hidden_states, Windows):
-            found = states_of_text(source, hidden_states.ids, layers, events=events)
+        if text is None:
+            found = _drawn_states(from_source, layers, tokens=tokens)
         else:
-            found = _given_states(from_source, layers, hidden_states, tokens=tokens)
+            found = states_of_text(source, text.ids, layers, events=events)
         for layer, states in found:
             stem = f"{detect_family(source).layer.format(layer=layer)}.mlp"
             progress = partial(events.experts_computed, layer)
@@ -121,24 +127,38 @@ def check_layers(
             )
             results.append(result)
     described = "synthetic, seed 0"
-    if hidden_states is not None:
-        described = f"captured: {getattr(hidden_states, 'name', '')}"
-    if isinstance(hidden_states, Windows):
-        described = f"text: {', '.join(name for name, _ in hidden_states.texts)}"
+    if text is not None:
+        described = f"text: {', '.join(name for name, _ in text.texts)}"
     return LayersReport(described, budget, tuple(results))
 
 
-def _given_states(
-    source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int
-) -> Iterator[tuple[int, Tensor]]:
+def _drawn_states(source: WeightReader, layers: Sequence[int], *, tokens: int) -> Iterator[tuple[int, Tensor]]:
     config = source.checkpoint.config
     for layer in layers:
         stem = detect_family(source.checkpoint).layer.format(layer=layer)
         norm = source.read(f"{stem}.post_attention_layernorm.weight")
-        if captured is not None:
-            yield layer, load_hidden_states(captured, layer=layer, hidden_size=norm.numel(), tokens=tokens)
-        else:
-            yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=0)
+        yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=0)
+
+
+def draw_hidden_states(norm_weight: Tensor, *, config: dict[str, Any], layer: int, tokens: int, seed: int) -> Tensor:
+    """Draw f32 [tokens, hidden] for a layer with post_attention_layernorm weight [hidden]; a seed fixes the values.
+
+    They have what matters for quantization: RMS-normed rows, the layer's norm weight, a log-normal spread of channels,
+    a few much larger channels, and a mean that is not zero. They do not depend on the router, so they choose experts
+    more evenly than real text does.
+    """
+    hidden_size = norm_weight.numel()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{layer}".encode()))
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    channels = torch.exp(CHANNEL_SIGMA * gaussian(hidden_size))
+    outliers = torch.randperm(hidden_size, generator=generator)[: max(1, round(OUTLIER_SHARE * hidden_size))]
+    channels[outliers] *= OUTLIER_FACTOR
+    states = (gaussian(tokens, hidden_size) + MEAN_SHARE * gaussian(hidden_size)) * channels
+    epsilon = float(text_config(config).get("rms_norm_eps", 1e-6))
+    return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + epsilon) * norm_weight.float()
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from k2convert.check.layers.check import check_layers
 from k2convert.check.layers.result import W4A4_VARIANTS, LayersReport, Variant
@@ -160,35 +159,6 @@ def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert_
     report = check(reap, convert_source(reap, rule="max"))
     assert report.passed
     assert report.layers[0].num_experts == 10
-
-
-def test_captured_hidden_states_are_used(tiny: Path, by_max: Path, tmp_path: Path) -> None:
-    states = torch.randn(40, 256)
-    path = tmp_path / "states.safetensors"
-    save_file({"layers.2.mlp.input": states.bfloat16(), "layers.3.mlp.input": states[:, :128].contiguous()}, path)
-    report = check(tiny, by_max, hidden_states=path, tokens=32)
-    assert report.layers[0].tokens == 32
-    assert report.hidden_states == "captured: states.safetensors"
-    assert report.layers != check(tiny, by_max, tokens=32).layers
-    with pytest.raises(CheckpointError, match=r"no tensor layers\.1\.mlp\.input"):
-        check(tiny, by_max, hidden_states=path, layers=(1,))
-    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.input has shape \[40, 128\]"):
-        check(tiny, by_max, hidden_states=path, layers=(3,))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_hidden_states_that_are_no_numbers_are_refused_by_row(
-    value: float, tiny: Path, by_max: Path, tmp_path: Path
-) -> None:
-    states = torch.randn(40, 256)
-    states[7, 3] = states[9, 0] = value
-    path = tmp_path / "states.safetensors"
-    save_file({"layers.2.mlp.input": states}, path)
-    with pytest.raises(
-        CheckpointError, match=r"states\.safetensors: layers\.2\..* in 2 of 32 rows, the first is row 7\."
-    ):
-        check(tiny, by_max, hidden_states=path, tokens=32)
-    assert check(tiny, by_max, hidden_states=path, tokens=7).layers[0].tokens == 7
 
 
 def test_progress_counts_experts(tiny: Path, by_max: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from command import run_here
 
+from k2convert.check.layers import check
 from k2convert.check.layers.check import check_layers, states_of_text
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.progress import Counts
@@ -35,19 +36,15 @@ def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     assert counts.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
 
 
-def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> None:
-    """The figures are those of the same states captured in a file."""
-    from safetensors.torch import save_file
-
+def test_the_check_gets_these_states(tiny: Path, mse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_checkpoint(tiny)
     converted = open_checkpoint(mse)
     windows = windows_of(tiny, 64)
-    states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
-    save_file(states, tmp_path / "states.safetensors")
+    states = list(states_of_text(source, windows.ids, (2,), events=SILENT))
     options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": Budget()}
-    real = check_layers(**options, hidden_states=windows, tokens=64)
-    captured = check_layers(**options, hidden_states=tmp_path / "states.safetensors", tokens=64)
-    assert real.layers == captured.layers
+    real = check_layers(**options, text=windows, tokens=64)
+    monkeypatch.setattr(check, "_drawn_states", lambda *_, **__: states)
+    assert real.layers == check_layers(**options, tokens=64).layers
     assert real.hidden_states == "text: eval.txt"
 
 
@@ -65,7 +62,6 @@ def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
     [
         (["--layers", "1", "--text", "nope.txt"], 1, "nope.txt: no such file"),
         (["--text", "nope.txt"], 2, "pass --layers"),
-        (["--layers", "1", "--text", "nope.txt", "--hidden-states", "x"], 2, "leave out --hidden-states"),
         (["--layers", "1", "--text", "nope.txt", "--source", "hf://a/b"], 2, "must be folders, not hf://"),
     ],
 )

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from library_decoders import create_decoder
 from modelopt.torch.export.shard_cast_utils import mxfp4_kmax, quantize_mxfp4_to_nvfp4, quantize_mxfp4_to_nvfp4_lossless
 from mxfp4_makers import draw, library_values, weight_of
 from numpy.typing import NDArray
 
-from k2convert.check.library_decoders import create_decoder
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight

@@ -8,9 +8,9 @@ import torch
 from exact_search import assert_is_best, count_outside_normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from library_decoders import create_decoder
 from weight_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 
-from k2convert.check.library_decoders import create_decoder
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight

@@ -1,15 +1,17 @@
 """The libraries' own dequantizers for written NVFP4 tensors, one for each library.
 
-ModelOpt decodes what it exports, compressed-tensors what it packs. `validate --reference` compares both with the exact
-product v * b * g. If g is a power of two, nothing is rounded on the way, and a library must return that product rounded
-once to its dtype. With any other g, its two or three steps in FP32 round, and the result must be as near as they allow.
-That is far nearer than a wrong nibble or block scale would be.
+ModelOpt decodes what it exports, compressed-tensors what it packs. Both are compared with the exact product v * b * g.
+If g is a power of two, nothing is rounded on the way, and a library must return that product rounded once to its dtype.
+With any other g, its two or three steps in FP32 round, and the result must be as near as they allow. That is far nearer
+than a wrong nibble or block scale would be.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.reader import ShardReader
 from k2convert.choices import BLOCK_SIZE
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.libraries import import_reference
+from k2convert.records.ledger import read_ledger
 
 Decoder = Callable[[NDArray[np.uint8], NDArray[np.uint8], float], Tensor]
 """decode(packed uint8 [N, K/2], block_scales uint8 [N, K/16], stored FP32 scalar) -> the library's weight [N, K]."""
@@ -42,6 +48,26 @@ def agrees(theirs: Tensor, exact_NK: NDArray[np.float64], *, stored: float) -> b
     allowed = max(FP32_STEPS_TOLERANCE, limits.eps) * exact.abs() + max(SMALLEST_STEPS, limits.tiny * limits.eps)
     allowed = torch.where(exact == 0, 0.0, allowed)
     return bool(((theirs.to(torch.float64) - exact).abs() <= allowed).all())
+
+
+def decoded_otherwise(folder: Path) -> tuple[int, list[str]]:
+    """Count the converted tensors of a result, and name those that its layout's library decodes to other weights."""
+    layout = read_ledger(folder).recipe.layout
+    names = LAYOUTS[layout]
+    decode = create_decoder(layout)
+    checkpoint = open_checkpoint(folder)
+    modules = [name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith(f".{names.global_scale}")]
+    wrong: list[str] = []
+    with ShardReader(checkpoint.path) as reader:
+        for module in modules:
+            parts = [checkpoint.tensors[f"{module}.{name}"] for name in (names.weight, names.block_scale)]
+            packed, scales = (reader.read(part).copy().reshape(part.shape) for part in parts)
+            raw = reader.read(checkpoint.tensors[f"{module}.{names.global_scale}"]).tobytes()
+            (stored,) = struct.unpack("<f", raw)
+            exact = dequantize_nvfp4(Nvfp4Weight(packed, scales, names.decode_scalar(raw)))
+            if not agrees(decode(packed, scales, stored), exact, stored=stored):
+                wrong.append(module)
+    return len(modules), wrong
 
 
 def create_decoder(layout: str) -> Decoder:
