@@ -142,8 +142,9 @@ def leave(code: int) -> NoReturn:
 
 def _discard_unfinished() -> None:
     folders = sys.modules.get("k2convert.checkpoint.folders")
-    if hasattr(folders, "discard_unfinished"):  # else it is not imported, or being imported: there is nothing yet
-        folders.discard_unfinished()
+    discard = getattr(folders, "discard_unfinished", None)
+    if discard is not None:  # else the module is not imported, or being imported: there is nothing yet
+        discard()
 
 
 def _sentence() -> str:

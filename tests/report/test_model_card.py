@@ -90,6 +90,7 @@ def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: 
     advice = ("**Keep `input_scale` at 1.0.**", "_PER_TOKEN_ACTIVATION=1`", "4OVER6=1`")
     _, sections = card(report, config)
     assert all(words in sections["Serving"] for words in advice)
+    assert "the INT4 source is faster" in sections["Hardware"]
     _, sections = card(changed(report, activations="w4a16"), config)
     text = "".join(sections.values())
     assert "W4A16" in text
