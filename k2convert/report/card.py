@@ -28,8 +28,8 @@ _KEEP_INPUT_SCALE: Final = (
 _SGLANG_SWITCHES: Final = (
     "SGLang can round activations differently, by two environment variables. "
     "`SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1` gives each token its own scale. With it, "
-    "`FLASHINFER_NVFP4_4OVER6=1` lets each block use 4 or 6 as its largest value. Neither was run; computed on SmolLM2, "
-    "the second gained nothing beyond noise. Some kernels ignore both: compare outputs with and without them."
+    "`FLASHINFER_NVFP4_4OVER6=1` lets each block use 4 or 6 as its largest value. Neither was run. Computed on "
+    "SmolLM2, the second gains nothing beyond noise. Some kernels ignore both: compare outputs with and without them."
 )
 
 _INT4_IS_FASTER: Final = (
