@@ -192,22 +192,19 @@ def evaluate(
     *,
     tokens: int = 32_768,
     window: int = 2048,
-    seed: int = 0,
     activations: Literal["w4a4", "w4a16", "both"] | None = None,
     kv_cache: Literal["fp8"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     max_disk: int | str | None = None,
     out: str | PathLike[str] | None = None,
     any_text: bool = False,
-    replace: bool = False,
     events: Events | None = None,
 ) -> Evaluation:
     """Measure how far whole models are from a reference on a text: `k2convert evaluate`.
 
     All are folders or hf://owner/name. The evaluation is written to `out`, or without it to evaluation.json in every
-    checkpoint's folder, where rows of the same reference and text stay. With `replace`, an evaluation of something else
-    is replaced. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called again
-    after a failure, it resumes. Raises any K2ConvertError.
+    checkpoint's folder, where rows of the same reference and text stay. `any_text` accepts a text that a checkpoint was
+    calibrated on. `max_disk` is in bytes. Called again after a failure, it resumes. Raises any K2ConvertError.
     """
     from pathlib import Path
     from typing import get_args
@@ -224,7 +221,7 @@ def evaluate(
         check_choice("activations", activations, get_args(AskedActivations))
     if kv_cache is not None:
         check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
-    check_flags(any_text=any_text, replace=replace)
+    check_flags(any_text=any_text)
     path = read_optional_path("out", out)
     with host_process(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure
@@ -234,13 +231,12 @@ def evaluate(
             read_path("reference", reference),
             read_paths("checkpoints", checkpoints),
             text_files(read_paths("text", text), device=device),
-            text_use(tokens=tokens, window=window, seed=seed),
+            text_use(tokens=tokens, window=window),
             EvaluationOptions(
                 activations,
                 kv_cache,
                 None if path is None else Path(path),
                 any_text,
-                replace,
                 read_size("max_disk", max_disk),
             ),
             hub=Hub(),

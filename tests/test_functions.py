@@ -24,9 +24,9 @@ SIGNATURES = {
     f"max_disk: {SIZE} = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
     "validate": f"(result: {PATH}, source: {PATH} | None = None, *, events: Events | None = None) -> ValidationReport",
     "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
-    "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
+    "window: int = 2048, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
     f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
-    f"out: {PATH} | None = None, any_text: bool = False, replace: bool = False, "
+    f"out: {PATH} | None = None, any_text: bool = False, "
     "events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
 }
@@ -89,7 +89,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "evaluate": {
         "tokens": (0, -1),
         "window": (0, -1),
-        "seed": (-1,),
         "device": ("gpu",),
         "activations": ("w8a8",),
         "kv_cache": ("fp4",),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, MAX_SEED, AskedActivations, ComputedKvCache
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, AskedActivations, ComputedKvCache
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import (
     ADDRESS,
@@ -41,7 +41,6 @@ def evaluate(
     window: Annotated[
         int, option("Window length in tokens (the context of each prediction).", "N", min=2)
     ] = EVALUATION_WINDOW,
-    seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0,
     activations: Annotated[
         AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
     ] = None,
@@ -54,7 +53,6 @@ def evaluate(
         Path | None,
         option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
     ] = None,
-    replace: Annotated[bool, flag("--replace", "Replace an evaluation of something else in the file.")] = False,
     any_text: AnyText = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -80,8 +78,8 @@ def evaluate(
             reference,
             checkpoints,
             text_files(text, device=device),
-            TextUse(tokens=tokens, window=window, seed=seed),
-            EvaluationOptions(activations, kv_cache, out, any_text, replace, read_size("--max-disk", max_disk)),
+            TextUse(tokens=tokens, window=window),
+            EvaluationOptions(activations, kv_cache, out, any_text, read_size("--max-disk", max_disk)),
             hub=Hub(notify=console.notifier()),
         ) as plan,
     ):

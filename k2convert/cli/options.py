@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from k2convert.records.command import JobCommand
 
 ADDRESS: Final = "hf://owner/name[@revision]"
-TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
+TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy'
 CHECKS: Final = "Output and checks"
 MACHINE: Final = "Machine"
 HUB: Final = "Hub"

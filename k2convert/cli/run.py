@@ -1,6 +1,5 @@
 """`run`: plan, show or do a job, whether its ends are folders or repositories of the Hub."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -60,8 +59,7 @@ Evaluate = Annotated[
 ]
 Verify = Annotated[bool, flag("--verify", "Hash every finished shard, and convert damaged ones again.", CHECKS)]
 Workers = Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)]
-PART_HELP: Final = "Convert part I of N, or that of a Slurm array (auto). Run without it at the end."
-PartOption = Annotated[str | None, option(PART_HELP, "I/N|auto", MACHINE)]
+PartOption = Annotated[str | None, option("Convert part I of N. Run without it at the end.", "I/N", MACHINE)]
 RAY_HELP: Final = "Convert on a Ray cluster: its address, or auto for the one here."
 Ray = Annotated[str | None, option(RAY_HELP, "ADDRESS", MACHINE)]
 CpusPerShard = Annotated[int, option("CPUs of each task with --ray.", "N", MACHINE, min=1)]
@@ -119,7 +117,7 @@ def run(
         ((public or work_dir) and not to_hub, "--public and --work-dir only apply to a destination hf://owner/name"),
         (max_disk and not uses_hub, "--max-disk only applies to hf:// sources or destinations: leave it out"),
     )
-    array_part = None if part is None else read_part(part, os.environ)
+    array_part = None if part is None else read_part(part)
     require_extras(calibrate=calibrate, evaluate=evaluate, ray=ray)
     options = JobOptions(
         source=source,

@@ -138,8 +138,8 @@ def _check_lost(path: Path, document: Evaluation, lost: Sequence[EvaluationRow])
         modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
         texts = ", ".join(shortened(name) for name, _ in document.text.texts)
         raise DestinationError(
-            f"{path}: holds another evaluation ({modes} on {texts}). `k2convert evaluate` replaces it with "
-            "--replace, or writes a different file with --out."
+            f"{path}: holds another evaluation ({modes} on {texts}). Delete it, or name a different file with --out of "
+            "`k2convert evaluate`."
         )
 
 
@@ -161,12 +161,10 @@ def check_text(path: Path, text: EvaluationText) -> None:
         _check_lost(path, found, found.rows)
 
 
-def read_earlier(
-    output: Output, made: Made, *, replaces: bool
-) -> tuple[dict[EvaluationRow, Origin], list[EvaluationRow]]:
+def read_earlier(output: Output, made: Made) -> tuple[dict[EvaluationRow, Origin], list[EvaluationRow]]:
     """Return the rows that still hold of a file that is about to be written, and those of changed files.
 
-    Raises DestinationError if it is no evaluation, or unless `replaces` is set, if rows would be lost.
+    Raises DestinationError if it is no evaluation, or if rows would be lost.
     """
     found = read_replaced(output.path)
     holding: dict[EvaluationRow, Origin] = {}
@@ -189,8 +187,7 @@ def read_earlier(
                 changed.append(named)
         elif now is None or not is_computed:
             lost.append(named)
-    if not replaces:
-        _check_lost(output.path, found, lost)
+    _check_lost(output.path, found, lost)
     return holding, changed
 
 
@@ -225,13 +222,13 @@ def _present(
         return row, None
 
 
-def write_evaluation(output: Output, made: Made, found: Evaluation, *, replaces: bool) -> list[EvaluationRow]:
+def write_evaluation(output: Output, made: Made, found: Evaluation) -> list[EvaluationRow]:
     """Write the rows of one file, after those of an earlier evaluation that still hold; returns those of changed files.
 
     What rows were made from is written first: a process killed in between leaves an evaluation that is known.
     Raises DestinationError, DiskFullError, DestinationWriteError.
     """
-    holding, changed = read_earlier(output, made, replaces=replaces)
+    holding, changed = read_earlier(output, made)
     names = {list(made.origins)[number - 1] for number in output.checkpoints if number}
     new = {row: made.origins[row.model.name] for row in found.rows if row.model.name in names}
     computed = {row_key(row.model) for row in new}

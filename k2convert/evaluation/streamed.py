@@ -87,7 +87,7 @@ class EvaluationPlan:
     """A planned evaluation. Nothing has been written yet.
 
     `checkpoints` and `models` begin with the reference. `inputs` are the files of each checkpoint as they were when
-    the evaluation was planned. Files to write may hold rows that are lost if it `replaces` them.
+    the evaluation was planned.
     """
 
     layer_pass: LayerPass
@@ -95,7 +95,6 @@ class EvaluationPlan:
     models: tuple[EvaluatedModel, ...]
     inputs: tuple[Inputs, ...]
     outputs: tuple[Output, ...]
-    replaces: bool = False
 
     @property
     def bytes_read(self) -> int:
@@ -137,7 +136,7 @@ class EvaluationPlan:
         rows: dict[tuple[str, str], EvaluationRow] = {}
         is_whole = True
         for output in self.outputs:
-            holding, _ = read_earlier(output, made, replaces=self.replaces)
+            holding, _ = read_earlier(output, made)
             found = {row_key(row.model): row for row in holding}
             models = zip(self.models, self.layer_pass.models, strict=True)
             wanted = [model for model, own in models if own.checkpoint in output.checkpoints and own.checkpoint]
@@ -179,7 +178,7 @@ def evaluate(
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
-            for row in write_evaluation(output, plan.made(), found, replaces=plan.replaces):
+            for row in write_evaluation(output, plan.made(), found):
                 if row_key(row.model) not in map(row_key, plan.made().models):
                     events.note(f"{output.path}: left out {row.model.name} {row.model.mode}: its files changed since")
     plan.remove_work()

@@ -63,8 +63,6 @@ class EvaluationOptions:
     out: Path | None = None
     any_text: bool = False
     """Set if the text may be one that a checkpoint was calibrated on."""
-    replaces: bool = False
-    """Set if an evaluation of something else is replaced."""
     max_disk: int | None = None
 
 
@@ -210,7 +208,6 @@ def plan_evaluation(
             Output(path, everything if place is None else (numbers[place],), is_own=place is not None)
             for path, place in outputs.items()
         ),
-        replaces=options.replaces,
     )
 
 

@@ -12,7 +12,7 @@ the pass over the layers. Everything else is the same code, so the bytes are the
 import re
 import shutil
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,10 +47,7 @@ if TYPE_CHECKING:
     from k2convert.job.transfers import Uploads
     from k2convert.records.evaluation import Evaluation
 
-FROM_SCHEDULER: Final = "auto"  # the value of --part that reads the variables of a Slurm array
-
 _MAX_COUNT: Final = 100_000
-_TASK, _FIRST, _COUNT = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +69,14 @@ class Part:
         return list(items[self.number - 1 :: self.count])
 
 
-def read_part(text: str, environment: Mapping[str, str]) -> Part:
-    """Read `3/8`, or a Slurm array task (https://slurm.schedmd.com/job_array.html); raises PlanError."""
-    if text == FROM_SCHEDULER:
-        try:
-            task, first, count = (int(environment[name]) for name in (_TASK, _FIRST, _COUNT))
-            step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
-            last = int(environment.get("SLURM_ARRAY_TASK_MAX", first + (count - 1) * step))
-        except (KeyError, ValueError):
-            raise PlanError(
-                f"--part auto needs {_TASK}, {_FIRST} and {_COUNT}, which Slurm sets in an array job. "
-                "Elsewhere write --part I/N."
-            ) from None
-        is_even = step > 0 and 0 < count <= _MAX_COUNT and last == first + (count - 1) * step
-        if not is_even or not first <= task <= last or (task - first) % step:
-            raise PlanError(
-                f"{_TASK} {task} is not one of {count} tasks from {first} to {last}. Use an array without gaps, such "
-                "as --array=1-8, or write --part I/N."
-            )
-        return Part((task - first) // step + 1, count)
+def read_part(text: str) -> Part:
+    """Read `3/8`; raises PlanError."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     part = None
     if match is not None:
         part = Part(int(match[1]), int(match[2]))
     if part is None or not 1 <= part.number <= part.count <= _MAX_COUNT:
-        raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8, or auto.")
+        raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8.")
     return part
 
 

@@ -1,8 +1,7 @@
 """Conversations to text: the chat template of a source folder, rendered as transformers does.
 
-A template comes from the checkpoint, and a template is a program. It runs in jinja2's immutable sandbox, with what
-transformers offers it and nothing else. The sandbox lets it reach no file and no object of Python's. It bounds neither
-time nor memory.
+A template comes from the checkpoint, and a template is a program. transformers runs it in jinja2's immutable sandbox,
+which lets it reach no file and no object of Python's. The sandbox bounds neither time nor memory.
 """
 
 from __future__ import annotations
@@ -12,19 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from k2convert.checkpoint.files import is_there, mapping_or_empty, read_json_file, read_text_file
 from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy
 
 _MAX_CHARACTERS: Final = 64 << 20
-_DATE: Final = "2026-01-01"
+_DATE: Final = datetime(2026, 1, 1)
 _NAMED_TOKENS: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _KIMI_TOKENIZER: Final = "TikTokenTokenizer"
 """The class of Kimi's tokenizers. Their code sorts the keys of tools before the template gets them."""
@@ -40,7 +32,6 @@ class ChatTemplate:
         self._folder = folder
         self._templates: dict[str, str] = {}
         self._variables: dict[str, str] = {}
-        self._compiled: dict[str, jinja2.Template] = {}
         self._sorts_tools = False
 
     def render(self, messages: list[Any], tools: list[Any] | None) -> str:
@@ -54,58 +45,27 @@ class ChatTemplate:
         if tools and any(_TYPESCRIPT in template for template in self._templates.values()):
             raise CalibrationError(
                 "this checkpoint declares tools in TypeScript, which only its own code writes, and that is not run. "
-                "Leave out conversations with tools, or pass token ids (.npy, .jsonl)."
+                "Leave out conversations with tools, or pass token ids (.npy)."
             )
         if tools and self._sorts_tools:
             tools = json.loads(json.dumps(tools, sort_keys=True))
         name = "default" if tools is None or "tool_use" not in self._templates else "tool_use"
-        chat = {"messages": messages, "tools": tools, "add_generation_prompt": False, "documents": None}
+        from transformers.utils.chat_template_utils import render_jinja_template  # which loads torch
+
         try:
-            template = self._compiled[name] = self._compiled.get(name) or _compile(self._templates[name])
-            text = template.render(**self._variables | chat)
+            [text], _ = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._templates[name],
+                strftime_now=_DATE.strftime,
+                **self._variables,
+            )
         except Exception as error:  # a template can raise anything
             reason = cut(f"{type(error).__name__}: {error}", 200)
             raise CalibrationError(f"the chat template failed ({reason}). {_REMEDY}") from None
         if len(text) > _MAX_CHARACTERS:
             raise CalibrationError(f"the chat template makes more than {_MAX_CHARACTERS:,} characters. {_REMEDY}")
         return text
-
-
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: marks what the assistant says, for training. It adds nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2's own form
-
-    def parse(self, parser: Parser) -> Node:
-        """Parse the block as a call that gives its content."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Macro) -> str:
-        return caller()
-
-
-def _compile(source: str) -> jinja2.Template:
-    """Compile a chat template as transformers does; raises jinja2.TemplateError.
-
-    strftime_now tells a fixed date, so that the same text gives the same tokens on every day.
-    """
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    functions = {"raise_exception": raise_exception, "strftime_now": datetime.fromisoformat(_DATE).strftime}
-    return environment.from_string(source, globals=functions)
 
 
 def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object]:

@@ -62,7 +62,7 @@ MAX_FILE_BYTES: Final = 64 << 20
 
 _PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is not an Exception
 
-BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids (.npy, .jsonl) instead of text."
+BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids (.npy) instead of text."
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

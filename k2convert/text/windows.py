@@ -1,7 +1,7 @@
 """Texts to windows of token ids, drawn by a seed, in bounded memory.
 
 The texts are .txt (UTF-8), or .jsonl with "text" or "messages" in each line; a document a line. Token ids made
-elsewhere are .npy (integers, [tokens] or [windows, tokens]) or .jsonl (a list of ids, or an object with "input_ids").
+elsewhere are .npy (integers, [tokens] or [windows, tokens]).
 
 How windows are drawn. Texts of up to 4 MiB together are read whole. Larger ones are cut into sections of 64 KiB, and
 the seed puts the sections in an order; they are read in this order until they give four times the tokens asked for, so
@@ -26,9 +26,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
+from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut
 from k2convert.models import read_architecture
 from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
@@ -42,8 +42,6 @@ MAX_LINE_BYTES: Final = 16 << 20
 Ids = NDArray[np.integer[Any]]
 
 _FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
-_IDS: Final = 'a list of token ids, or an object with the list "input_ids"'
-
 
 Read = Callable[[Path, int, int], Ids]
 """Returns the ids of a range of bytes of a file."""
@@ -135,32 +133,6 @@ def _other_form(document: Mapping[str, Any]) -> str:
         if all(key in document for key in keys):
             return f"has {' and '.join(map(json.dumps, keys))} ({form}), which are not read."
     return 'has neither "text", a string, nor "messages", a list of objects.'
-
-
-def has_ids(path: Path) -> bool:
-    """Return whether a .jsonl file holds token ids, not text, by its first line."""
-    try:
-        with path.open("rb") as file:
-            first = next((line for line in iter(lambda: file.readline(MAX_LINE_BYTES), b"") if line.strip()), b"")
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    is_text = b'"text"' in first or b'"messages"' in first
-    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") or (b'"input_ids"' in first and not is_text)
-
-
-def ids_of_line(line: str) -> Ids:
-    """Return the ids of a .jsonl line that holds a list of them; raises CalibrationError without a place."""
-    try:
-        document: object = parse_json(line)
-        ids = document
-        if isinstance(document, dict):
-            ids = cast(dict[str, Any], document).get("input_ids")
-        array = np.array(ids)
-    except (ValueError, OverflowError) as error:
-        raise CalibrationError(f"not {_IDS} ({error}).") from None
-    if not isinstance(ids, list) or array.ndim != 1 or (array.size and array.dtype.kind != "i"):
-        raise CalibrationError(f"not {_IDS}, but {quoted(cast(object, document))}.")
-    return array.astype(np.int64)
 
 
 def _are_objects(value: object) -> TypeGuard[list[Any]]:
@@ -280,13 +252,11 @@ def read_windows(
             raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
         if suffix == ".npy":
             readers[path] = read_array
-        elif suffix == LINES and has_ids(path):
-            readers[path] = partial(read_lines, ids_of=ids_of_line)
     if texts := [path for path in files if path not in readers]:
         if tokenizer is None:
             raise CalibrationError(
                 f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
-                "the checkpoint, or token ids (.npy, .jsonl) instead of text."
+                "the checkpoint, or token ids (.npy) instead of text."
             )
         from k2convert.text.chat import ChatTemplate  # whose jinja2 comes with the extra for texts
 

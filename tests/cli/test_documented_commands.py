@@ -80,13 +80,13 @@ def test_commands_are_found_in_every_form() -> None:
         "Say `k2convert status DEST` or `k2convert recipes`.\n\n"
         "    k2convert run A B   # `k2convert run X`\n"
         "    $ .venv/bin/k2convert fit A --gpu b200 \\\n        --count 8\n"
-        '    job=$(sbatch --wrap "k2convert run A B --part auto")\n'
+        '    job=$(sbatch --wrap "k2convert run A B --part 1/8")\n'
         "    hf jobs uv run --with WHEEL k2convert run A B\n"
         "    pip install k2convert\n"
     )
     run = ["run", "A", "B"]
     fit = ["fit", "A", "--gpu", "b200", "--count", "8"]
-    assert list(documented(text)) == [run, fit, [*run, "--part", "auto"], run, ["status", "DEST"]]
+    assert list(documented(text)) == [run, fit, [*run, "--part", "1/8"], run, ["status", "DEST"]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

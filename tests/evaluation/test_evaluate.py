@@ -191,7 +191,6 @@ def test_another_text_or_option_is_refused_by_name(
     out = begun(cut, result, ids, tmp_path, monkeypatch)
     np.save(tmp_path / "ids.npy", np.load(ids)[:, ::-1])
     for change, says in (
-        (("--seed", "1"), "seed was 0, now 1"),
         (("--kv-cache", "fp8"), "kv_cache was None, now 'fp8'"),
         (("--activations", "both"), "models was "),
         (("--text", tmp_path / "ids.npy"), "texts was "),

@@ -196,7 +196,6 @@ def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_
         done = evaluate(source, result, "--out", out, text=ids, code=1)
         assert (done.stdout, said(done.stderr).count("\n")) == ("", 1)
         assert f"{out}: is " in done.stderr
-        assert evaluate(source, result, "--out", out, "--replace", text=ids, code=1).stdout == ""
     assert {path: path.read_bytes() for path in before} == before
     (result / "evaluation.json").write_text("my notes")
     assert "evaluation.json: is not an evaluation" in evaluate(source, result, text=ids, code=1).stderr
@@ -205,7 +204,9 @@ def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_
 
 
 @pytest.mark.slow
-def test_rows_of_the_same_text_stay_and_others_need_replace(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+def test_rows_of_the_same_text_stay_and_are_not_lost_to_another(
+    pair: tuple[Path, Path], ids: Path, tmp_path: Path
+) -> None:
     source, result = pair
     evaluate(source, result, "--activations", "both", text=ids)
     alone = {row.model.mode: row for row in rows(result)}
@@ -218,11 +219,12 @@ def test_rows_of_the_same_text_stay_and_others_need_replace(pair: tuple[Path, Pa
     before = (result / "evaluation.json").read_bytes()
     done = evaluate(source, result, text=other, code=1)
     assert "holds another evaluation (W4A16, W4A4, W4A4, FP8 KV on ids.npy)" in done.stderr
-    assert "--replace" in done.stderr
+    assert "Delete it, or name a different file with --out" in done.stderr
     assert (result / "evaluation.json").read_bytes() == before
     assert run_here("run", source, result, "--evaluate", other, code=1).returncode == 1
     assert (result / "evaluation.json").read_bytes() == before
-    evaluate(source, result, "--replace", text=other)
+    (result / "evaluation.json").unlink()
+    evaluate(source, result, text=other)
     assert modes(result) == ["W4A4"]
 
 

@@ -6,14 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from command import run, run_here
 from forked_runs import finish, send, start
 from results import contents
 
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
-from k2convert.errors import PlanError
-from k2convert.job.run import FROM_SCHEDULER, Part, read_part
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,8 +92,8 @@ def test_parts_and_a_whole_run_wait_for_each_other(small: Path, tmp_path: Path) 
 
 
 def test_what_no_part_can_do_is_refused(small: Path, tmp_path: Path) -> None:
-    options = ("--part 1/2 --calibrate text.txt", "--part 1/2 --verify", "--part=4/3", "--part=0/3", "--part=one")
-    for words in (*options, "--part auto"):
+    options = ("--part 1/2 --calibrate text.txt", "--part 1/2 --verify", "--part=4/3", "--part=0/3", "--part=auto")
+    for words in options:
         refused = run_here("run", small, tmp_path / "out", *words.split())
         assert refused.returncode in (1, 2)
         assert "--part" in refused.stderr
@@ -105,31 +102,21 @@ def test_what_no_part_can_do_is_refused(small: Path, tmp_path: Path) -> None:
     assert "--part needs folders" in refused.stderr
 
 
-def slurm(task: int, first: int, count: int, **more: int) -> dict[str, str]:
-    values = {"ID": task, "MIN": first, "COUNT": count} | more
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
-
-
-def test_the_part_is_read_from_slurm() -> None:
-    read = [read_part(FROM_SCHEDULER, slurm(task, 0, 3)) for task in range(3)]
-    assert read == [Part(1, 3), Part(2, 3), Part(3, 3)]
-    assert read_part(FROM_SCHEDULER, slurm(5, 1, 4, MAX=7, STEP=2)) == Part(3, 4)
-    for environment in ({}, slurm(9, 1, 3), slurm(5, 1, 3, MAX=9), slurm(2, 1, 4, MAX=7, STEP=2), slurm(1, 1, 0)):
-        with pytest.raises(PlanError, match=r"SLURM_ARRAY_TASK_ID"):
-            read_part(FROM_SCHEDULER, environment)
-
-
 def test_an_array_of_tasks_with_the_same_command_does_all_parts(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     paths = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    for task in (7, 8):
+    for task in (1, 2):
         done = subprocess.run(
-            ["sh", "-c", f"k2convert run {small} {out} --device cpu --part auto"],  # what sbatch --wrap does
-            env={"PATH": paths, "HOME": str(tmp_path)} | slurm(task, 7, 2, MAX=8, STEP=1),
+            [
+                "sh",
+                "-c",
+                f"k2convert run {small} {out} --device cpu --part $SLURM_ARRAY_TASK_ID/2",
+            ],  # what sbatch --wrap does
+            env={"PATH": paths, "HOME": str(tmp_path), "SLURM_ARRAY_TASK_ID": str(task)},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert done.stdout == f"part {task - 6}/2 is converted: {('2 shards', '1 shard')[task - 7]} of the job's 3\n"
+        assert done.stdout == f"part {task}/2 is converted: {('2 shards', '1 shard')[task - 1]} of the job's 3\n"
     assert finish("run", small, out) == 0
     assert not list(out.rglob("*.tmp"))
