@@ -6,7 +6,6 @@ because it is a bug of k2convert.
 """
 
 import errno
-import json
 import os
 import re
 import shlex
@@ -16,17 +15,26 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any, Final, Literal
-from urllib.parse import unquote
 
 Extra = Literal["torch", "calibrate", "reference", "ray"]
 
-_EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
-    "torch": ("torch",),
-    "calibrate": ("torch", "transformers", "tokenizers", "tiktoken"),
-    "reference": ("torch", "compressed_tensors", "modelopt"),
-    "ray": ("ray",),
+_EXTRAS: Final[dict[Extra, dict[str, str]]] = {
+    "torch": {"torch": "torch>=2.6"},
+    "calibrate": {
+        "torch": "torch>=2.6",
+        "transformers": "transformers>=5.0",
+        "tokenizers": "tokenizers>=0.21",
+        "tiktoken": "tiktoken>=0.9",
+        "jinja2": "jinja2>=3.1",
+    },
+    "reference": {
+        "torch": "torch>=2.6",
+        "compressed_tensors": "compressed-tensors>=0.19",
+        "modelopt": "nvidia-modelopt>=0.47",
+    },
+    "ray": {"ray": "ray>=2.40"},
 }
-"""The modules that each extra of the package brings."""
+"""The modules of each extra of the package, and what pip calls them."""
 
 MAX_QUOTED: Final = 80
 
@@ -206,31 +214,12 @@ def require_extra(extra: Extra, *, purpose: str) -> None:
         raise MissingDependencyError(f"{purpose} needs {module}, which is not installed. {install_remedy(extra=extra)}")
 
 
-def install_remedy(package: str | None = None, *, extra: Extra | None = None) -> str:
-    """Return how to install a package, or an extra of this one, in this Python."""
-    words = [package] if package is not None else _own_requirement(f"k2convert[{extra}]", f"[{extra}]")
-    return f"Install it with: {shlex.join([sys.executable, '-m', 'pip', 'install', *words])}"
-
-
-def _own_requirement(name: str, extra: str) -> list[str]:
-    """Return what pip should install: from where this package came, as pip kept it (PEP 610), else by its name."""
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to load, and only an error needs it
-
-    try:
-        kept: Any = json.loads(distribution("k2convert").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, OSError, ValueError):
-        return [name]
-    url = str(kept.get("url", ""))
-    folder = kept.get("dir_info")
-    source = kept.get("vcs_info")
-    if folder is not None:
-        place = unquote(url.removeprefix("file://")) + extra
-        if folder.get("editable"):
-            return ["-e", place]
-        return [place]
-    if source is not None:
-        return [f"{name} @ {source['vcs']}+{url}@{source['commit_id']}"]
-    return [f"{name} @ {url}"] if url else [name]
+def install_remedy(*, package: str | None = None, extra: Extra | None = None) -> str:
+    """Return how to install a package, or those of an extra, in this Python."""
+    packages = [] if package is None else [package]
+    if extra is not None:
+        packages += _EXTRAS[extra].values()
+    return f"Install it with: {shlex.join([sys.executable, '-m', 'pip', 'install', *packages])}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -1,17 +1,21 @@
 """What works without the optional libraries, and the one line that names the missing one."""
 
 import json
-import re
+import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import get_args
 
 import pytest
 from command import cli_environment, python, said
 from conversions import convert
 from structure import ROOT, TINY
+
+from k2convert.errors import Extra, install_remedy
 
 WITHOUT = """
 import json, sys
@@ -56,7 +60,7 @@ def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
 def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     validate = ("validate", converted, "--source", TINY)
-    commands: dict[tuple[str | Path, ...], str] = {
+    commands: dict[tuple[str | Path, ...], Extra] = {
         ("run", TINY, out, "--set", "quantizer=reference"): "reference",
         ("run", TINY, out, "--calibrate", TINY / "eval.txt"): "calibrate",
         ("evaluate", TINY, converted, "--text", TINY / "eval.txt"): "calibrate",
@@ -69,7 +73,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
         [line] = [line for line in said(done.stderr).splitlines() if "validate:" not in line]
         assert line.startswith("error: ")
         assert f"Install it with: {sys.executable} -m pip install " in line
-        assert re.search(rf"(k2convert|/\S*)\[{extra}\]", line)
+        assert line.endswith(install_remedy(extra=extra))
     assert not out.exists()
 
 
@@ -85,32 +89,13 @@ def test_the_ledger_names_the_versions_of_what_computed(
     assert set(ledger["versions"]) == {"python"} | libraries
 
 
-@pytest.mark.parametrize(
-    ("kept", "words"),
-    [
-        (None, "'k2convert[torch]'"),
-        ({"url": "file:///my%20work/k2", "dir_info": {"editable": True}}, "-e '/my work/k2[torch]'"),
-        ({"url": "file:///srv/k2", "dir_info": {}}, "'/srv/k2[torch]'"),
-        (
-            {"url": "https://host/k2.git", "vcs_info": {"vcs": "git", "commit_id": "0123"}},
-            "'k2convert[torch] @ git+https://host/k2.git@0123'",
-        ),
-        ({"url": "https://host/k2.whl", "archive_info": {}}, "'k2convert[torch] @ https://host/k2.whl'"),
-    ],
-)
-def test_an_extra_is_installed_from_where_the_package_came(
-    kept: dict[str, object] | None, words: str, tmp_path: Path
-) -> None:
-    """In a process that finds another installation first."""
-    folder = tmp_path / "k2convert-9.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: k2convert\nVersion: 9\n")
-    if kept is not None:
-        (folder / "direct_url.json").write_text(json.dumps(kept))
-    code = "from k2convert.errors import install_remedy; print(install_remedy(extra='torch'))"
-    done = python(code, env=cli_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    remedy = f"Install it with: {sys.executable} -m pip install {words}\n"
-    assert (done.returncode, done.stdout) == (0, remedy), done.stderr
+def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in get_args(Extra):
+        *_, words = install_remedy(extra=extra).partition(" -m pip install ")
+        packages = shlex.split(words)
+        assert packages
+        assert set(packages) <= set(asked[extra])
 
 
 def test_sources_without_kernels_are_named(tmp_path: Path) -> None:

@@ -122,10 +122,8 @@ class JobResult:
 
 def show_notices(job: Job, source: str) -> None:
     """Print what is to be known of a job before it is shown or done."""
-    notices = () if job.target is None else job.target.notices
-    for notice in (*notices, job.limits.shrunk):
-        if notice is not None:
-            console.print_note(f"note: {notice}")
+    for notice in () if job.target is None else job.target.notices:
+        console.print_note(f"note: {notice}")
     for name, problem in missing_sidecars(job.source.checkpoint.folder):
         console.print_note(f"warning: {source}: {name}: {problem}")
 

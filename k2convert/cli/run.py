@@ -112,6 +112,7 @@ def run(
         (part and ray, "--ray and --part both share out the shards: use one of them"),
         (part and verify, "--verify is for the run that ends the job: leave out --part"),
         (ray and calibrate, f"{in_order} --ray"),
+        (ray and max_disk, "--max-disk bounds this machine, and the nodes of --ray have their own: leave it out"),
         (evaluate and part, "--evaluate is for the run that ends the job: leave out --part"),
         (evaluate and ray, "--evaluate computes on this machine: leave out --ray, or --evaluate"),
         ((public or work_dir) and not to_hub, "--public and --work-dir only apply to a destination hf://owner/name"),
@@ -147,7 +148,7 @@ def run(
         if ray is not None:
             from k2convert.job.ray import connect
 
-            cluster = connect(ray, cpus=cpus_per_shard, max_disk=options.max_disk)
+            cluster = connect(ray, cpus=cpus_per_shard)
         job_view.show_notices(job, source)
         if dry_run:
             job_view.show_plan_of(job, source, cluster)

@@ -208,7 +208,7 @@ def environment_error(error: Exception) -> HubError:
     schemes = {name: os.environ[name].partition("://") for name in names}
     if isinstance(error, ImportError):
         name = next((name for name in names if schemes[name][0].startswith("socks")), "ALL_PROXY")
-        return HubError(f"{name}: a SOCKS proxy needs the package socksio. {install_remedy('httpx[socks]')}")
+        return HubError(f"{name}: a SOCKS proxy needs the package socksio. {install_remedy(package='httpx[socks]')}")
     odd = [n for n in names if n.lower() != "no_proxy" and schemes[n][1] and schemes[n][0].lower() not in _SCHEMES]
     exceptions = [name for name in names if name.lower() == "no_proxy"]
     name = next(iter([*odd, *exceptions, *names]), "a proxy variable")

@@ -33,7 +33,6 @@ from k2convert.job.resources import (
     inflight_bytes,
     least_room,
     output_items,
-    wanted_inflight,
     xet_bytes,
 )
 from k2convert.machine import available_memory, num_cores, peak_bytes
@@ -225,17 +224,8 @@ def _plan_limits(
         ample, least = calibration.layer_pass.fetch_sizes
         layer_room = ample if shards + small_bytes + ample <= allowed else least
     uses_hub = remote is not None or goes_to_hub
-    memory = available_memory()
-    cores = num_cores()
-    usable = memory - xet_bytes(uploads=goes_to_hub)
-    inflight = inflight_bytes(uses_hub=uses_hub, cores=cores, memory=usable)
-    wanted = wanted_inflight(cores, uses_hub=uses_hub)
-    shrunk = None
-    if inflight < wanted:
-        shrunk = (
-            f"{format_bytes(memory)} of memory is available: {inflight / 1e6:,.0f} MB of tensors are in work at a "
-            f"time, not {wanted / 1e6:,.0f} MB"
-        )
+    usable = available_memory() - xet_bytes(uploads=goes_to_hub)
+    inflight = inflight_bytes(uses_hub=uses_hub, cores=num_cores(), memory=usable)
     return Limits(
         workers=workers,
         source_bytes=source_bytes,
@@ -245,7 +235,6 @@ def _plan_limits(
         disk_free=free,
         inflight=inflight,
         layer_room=layer_room,
-        shrunk=shrunk,
     )
 
 

@@ -2,23 +2,20 @@
 
 Ray assigns tasks, also to nodes that join later. The driver holds the lock, starts the tasks of dead workers again,
 records shards, commits to the Hub and assembles. With the Hub at an end, a node fetches the sources of its shard,
-converts it and uploads it in a folder of its own, which it then removes. A shard that is done twice has the same bytes.
+converts it and uploads it in a temporary folder. A shard that is done twice has the same bytes.
 """
 
-import fcntl
 import importlib
 import math
-import os
 import pickle
 import re
 import shutil
 import signal
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
@@ -26,15 +23,14 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
+from k2convert.checkpoint.folders import temporary_folder
 from k2convert.errors import (
-    DestinationError,
-    DiskFullError,
     InterruptedRun,
     InvalidCheckpointError,
     K2ConvertError,
     PlanError,
+    check_disk,
     counted,
-    format_bytes,
     require_extra,
 )
 from k2convert.hub.branch import Branch, Upload, branch_name
@@ -56,83 +52,29 @@ _ANSWER_SECONDS: Final = 20
 _IDLE_SECONDS: Final = 5.0  # without a running task, until the first line that says so
 _IDLE_AGAIN_SECONDS: Final = 60.0
 _LAUNCHED: Final = "ray.io/node-group"  # Ray's label of nodes that a launcher or autoscaler started, not `ray start`
-_FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
-_MAX_FOLDERS: Final = 256  # shards that a node may have in work
 
 
 @contextmanager
-def node_folder(*, shard_bytes: int, max_disk: int | None) -> Generator[Path]:
-    """Wait until one more shard fits on this node, and yield an empty folder for it, which is removed at the end.
-
-    The folder is TMPDIR/k2convert-ray-USER/NUMBER. It is locked, so that the next task removes it if this one is
-    killed. Raises DiskFullError if not even one shard fits, DestinationError if other users may enter.
-    """
-    top = Path(tempfile.gettempdir(), f"k2convert-ray-{os.geteuid()}")
-    while True:
-        allowed = max_disk or int(shutil.disk_usage(top.parent).free * _FREE_SHARE)
-        if allowed < shard_bytes:
-            raise DiskFullError(
-                f"{top.parent}: a shard needs {format_bytes(shard_bytes)}, but this node may use "
-                f"{format_bytes(allowed)}. Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
-            )
-        _make_private(top)
-        for number in range(min(allowed // shard_bytes, _MAX_FOLDERS)):
-            lock = _lock_folder(top / str(number))
-            if lock is not None:
-                try:
-                    files = top / str(number) / "files"
-                    shutil.rmtree(files, ignore_errors=True)  # of a task that was killed
-                    files.mkdir()
-                    yield files
-                finally:
-                    shutil.rmtree(top / str(number), ignore_errors=True)
-                    os.close(lock)
-                    with suppress(OSError):  # it has folders of other tasks
-                        top.rmdir()
-                return
-        time.sleep(_POLL_SECONDS)
-
-
-def _make_private(folder: Path) -> None:
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise DestinationError(
-            f"{folder}: is not a folder that k2convert made for this user alone. Remove it, or set TMPDIR on the node "
-            "to a folder of your own."
-        )
-
-
-def _lock_folder(folder: Path) -> int | None:
-    """Create a folder and lock it; returns its descriptor, None if another task has it or is about to remove it."""
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock), folder.stat()):
-                return None
-        except (BlockingIOError, FileNotFoundError):
-            return None
-        except OSError as error:
-            raise DestinationError(
-                f"{folder}: cannot be locked ({error.strerror}). Set TMPDIR on the node to a local disk."
-            ) from None
-        stack.pop_all()
-        return lock
+def node_folder(*, shard_bytes: int) -> Generator[Path]:
+    """Make a folder on this node for one shard and its sources; raises DiskFullError if they have no room."""
+    check_disk(
+        f"{tempfile.gettempdir()}: a shard",
+        needed=shard_bytes,
+        allowed=shutil.disk_usage(tempfile.gettempdir()).free,
+        remedy="Set TMPDIR on the node to a larger disk, or pass more --cpus-per-shard: fewer shards at a time.",
+    )
+    with temporary_folder() as folder:
+        yield folder
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """What a node does: convert a shard, and with the Hub fetch its sources and send it. `max_disk` is per node."""
+    """What a node does: convert a shard, and with the Hub fetch its sources and send it."""
 
     task: ShardTask
     remote: RemoteRepo | None
     target: Target | None
     shard_bytes: int
-    max_disk: int | None
 
     def run(self, *, cpus: int) -> ShardRecord:
         """Convert the shard on this machine with `cpus` threads; raises K2ConvertError."""
@@ -146,7 +88,7 @@ class NodeTask:
             if not uses_hub:
                 return convert_shard(task, threads=threads)
             bound_memory()
-            with node_folder(shard_bytes=self.shard_bytes, max_disk=self.max_disk) as folder:
+            with node_folder(shard_bytes=self.shard_bytes) as folder:
                 if self.remote is not None:
                     for name in task.shard.source_shards:
                         download_shard(Hub(), self.remote, name, target=folder / name, stop=Event())
@@ -186,12 +128,11 @@ class Capacity:
 
 @dataclass(slots=True)
 class Cluster:
-    """A connection to a Ray cluster. `max_disk` is what a node may use with the Hub, None for most of what is free."""
+    """A connection to a Ray cluster."""
 
     ray: Any
     remote_function: Any
     cpus: int
-    max_disk: int | None
     _lock: Lock = field(default_factory=Lock)  # guards the fields below
     _is_running: dict[str, bool] = field(default_factory=dict[str, bool])  # false for a shard that waits for a node
     _idle_note_at: float = math.inf
@@ -271,7 +212,7 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     task = replace(task, source_folder=task.source_folder.absolute(), destination=task.destination.absolute())
     source_bytes = job.limits.source_bytes
     sizes = (sum(source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
-    work = NodeTask(task, job.source.remote, job.target, shard_bytes=max(sizes), max_disk=cluster.max_disk)
+    work = NodeTask(task, job.source.remote, job.target, shard_bytes=max(sizes))
     node, answer = cluster.run(name, pickle.dumps(work), stop=stop, events=events)
     if isinstance(answer, str):
         raise PlanError(f"node {node} has {answer}, but this is k2convert {__version__}. Install the same there.")
@@ -286,7 +227,7 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
 
 
 @contextmanager
-def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Cluster]:
+def connect(address: str, *, cpus: int) -> Generator[Cluster]:
     """Connect to a running Ray cluster, where a task takes `cpus` CPUs; raises PlanError if none can do one."""
     require_extra("ray", purpose="--ray")
     ray: Any = importlib.import_module("ray")  # it has no complete types
@@ -328,7 +269,7 @@ def connect(address: str, *, cpus: int, max_disk: int | None) -> Generator[Clust
     options = {"num_cpus": cpus, "max_retries": 0, "num_returns": "streaming"}
     try:
         remote_function = ray.remote(**options, scheduling_strategy="SPREAD")(on_node)
-        cluster = Cluster(ray, remote_function, cpus, max_disk)
+        cluster = Cluster(ray, remote_function, cpus)
         found = cluster.capacity
         if found.lack and not found.can_grow:
             raise PlanError(f"--ray {address}: {found.lack}.")

@@ -89,14 +89,10 @@ def check_memory(
 
 def inflight_bytes(*, uses_hub: bool, cores: int, memory: int) -> int:
     """Return the bytes that shards in work may have: work for each of `cores` in `memory`, with as much in staging."""
-    return max(LEAST_INFLIGHT_BYTES, min(wanted_inflight(cores, uses_hub=uses_hub), int(memory * MEMORY_SHARE) // 2))
-
-
-def wanted_inflight(cores: int, *, uses_hub: bool) -> int:
-    """Return the bytes that shards in work have where memory is plenty."""
-    if uses_hub:
-        return cores * HUB_CORE_INFLIGHT_BYTES
-    return max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
+    wanted = cores * HUB_CORE_INFLIGHT_BYTES
+    if not uses_hub:
+        wanted = max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
+    return max(LEAST_INFLIGHT_BYTES, min(wanted, int(memory * MEMORY_SHARE) // 2))
 
 
 def xet_bytes(*, uploads: bool) -> int:
@@ -303,7 +299,6 @@ class Limits:
     disk_free: int  # at the start
     inflight: int  # what all shards in work may have in memory
     layer_room: int = 0  # a part of `disk_small`: what a layer pass's fetched layers may take
-    shrunk: str | None = None  # says that `inflight` is small for lack of memory
 
     @property
     def disk_needed(self) -> int:

@@ -45,17 +45,14 @@ def test_kimi_k2_is_planned_from_headers_below_a_gigabyte_in_a_cgroup_of_one(
 
 
 @pytest.mark.slow
-def test_memory_bounds_the_plan_on_many_cores_with_a_word(system: Path, tmp_path: Path, tiny: Path) -> None:
+def test_memory_bounds_the_plan_on_many_cores(system: Path, tmp_path: Path, tiny: Path) -> None:
     source = make_k2_thinking_headers(tmp_path / "k2", shape=replace(K2_SHAPE, moe_layers=2))
     before = planned_memory(source, tmp_path / "out")
     write(system, "proc/self/cgroup", "0::/job")
     limit_by_version_2(system, "job", cpus="max 100000", memory=1 << 30, used=100 << 20, cached=0)
     after = planned_memory(source, tmp_path / "out")
     assert before["needed"] - machine.peak_bytes() > 20e9
-    assert before["note"] == ""
     assert after["needed"] - machine.peak_bytes() < 924 << 20
-    words = r"note: [\d.]+ [GM]B of memory is available: \d+ MB of tensors are in work at a time, not 12,885 MB"
-    assert re.search(words, after["note"])
     limit_by_version_2(system, "job", cpus="max 100000", memory=200 << 20, used=150 << 20, cached=0)
     for more, remedy in (((), "a"), (("--dry-run",), "a"), (("--workers", "2"), "fewer --workers, a")):
         refused = run_here("run", tiny, tmp_path / "out", *more, code=1)
@@ -72,7 +69,6 @@ def test_a_task_of_slurm_plans_below_its_memory(
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
     planned = planned_memory(tiny, tmp_path / "out")
     assert planned["needed"] < planned["available"] < 4096 << 20
-    assert bool(planned["note"]) == (not cpus)
 
 
 def planned_memory(source: Path, out: Path) -> dict[str, Any]:
