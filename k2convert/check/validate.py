@@ -42,11 +42,15 @@ RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
 @dataclass(frozen=True, slots=True)
 class LayersRequest:
-    """Which reference layers to compute (empty: all), on the hidden states of a text, or on synthetic ones."""
+    """Which reference layers to compute, on the hidden states of a text, or on synthetic ones.
+
+    `num_experts` are those of the layers, and of the layers below that give the hidden states of the text.
+    """
 
     layers: tuple[int, ...]
     text: "Windows | None"
     tokens: int
+    num_experts: int = 0
 
 
 def validate_checkpoint(
@@ -181,7 +185,7 @@ def _validate_layers(
     result: Result, source: Checkpoint, request: LayersRequest, *, events: Events, shards: Shards
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
-    layers = request.layers or read_architecture(source).moe_layers
+    layers = request.layers
     recorded = _recorded(result)
     every = ShardsFound()
     computed = list[LayersReport]()
@@ -280,7 +284,7 @@ def _compute_layers(
     return check_layers(
         source=source,
         converted=converted,
-        layers=request.layers or read_architecture(source).moe_layers,
+        layers=request.layers,
         text=request.text,
         tokens=request.tokens,
         budget=result.budget,

@@ -1,6 +1,5 @@
 """`validate`: check and measure a result in a folder or on the Hub."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -19,16 +18,14 @@ from k2convert.cli.options import (
 )
 from k2convert.errors import (
     InvalidCheckpointError,
-    K2ConvertError,
     format_bytes,
     require_extra,
 )
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 
 if TYPE_CHECKING:
-    from k2convert.check.layers.check import LayersCost
     from k2convert.check.validate import LayersRequest
-    from k2convert.job.results import OpenResult
+    from k2convert.checkpoint.index import Checkpoint
     from k2convert.records.command import JobCommand
 
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
@@ -52,10 +49,10 @@ def validate(
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
-    from k2convert.check.validate import LayersRequest, validate_checkpoint
+    from k2convert.check.validate import validate_checkpoint
     from k2convert.cli import console
     from k2convert.cli.progress import Display
-    from k2convert.cli.validation_view import cost_line, print_serve, show_validation
+    from k2convert.cli.validation_view import print_serve, show_validation
     from k2convert.job.results import open_result_at
     from k2convert.records.command import read_command
     from k2convert.records.events import Extent
@@ -71,20 +68,17 @@ def validate(
     )
     if text:
         require_extra("calibrate", purpose="--text")
-    request = None if layers is None else LayersRequest(_layer_numbers(layers), None, tokens)
     with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
-        if request is not None:
-            request = _checked_request(opened, request, text)
+        request = None
+        if layers is not None and opened.source is not None:
+            request = _layers_request(opened.source, layers, text, tokens)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(None if request is None else request.layers)
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
-        experts = 0
-        if request is not None and (cost := _layers_cost(opened, request)) is not None:
-            console.print_event(cost_line(cost, tokens))
-            experts = cost.num_experts
-        with Display("validate", Extent({"check": (total, 0)}, num_experts=experts)) as events:
+        num_experts = 0 if request is None else request.num_experts
+        with Display("validate", Extent({"check": (total, 0)}, num_experts=num_experts)) as events:
             report = validate_checkpoint(
                 folder=opened.folder,
                 source=opened.source,
@@ -103,48 +97,34 @@ def validate(
             print_serve(ref.repo, folder=opened.folder, revision=ref.revision)
 
 
-def _layer_numbers(text: str) -> tuple[int, ...]:
-    """Return the layers to compute, () for all; raises BadParameter."""
-    if text == "all":
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
-
-
-def _checked_request(opened: "OpenResult", request: "LayersRequest", text: list[Path] | None) -> "LayersRequest":
+def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None, tokens: int) -> "LayersRequest":
     """Check a request now: it is used after the pass over the shards, which may take hours. Reads the text, if any."""
+    from k2convert.check.validate import LayersRequest
     from k2convert.cli import console
     from k2convert.job.opening import read_windows_of
+    from k2convert.models import read_architecture
     from k2convert.plan.recipe import TextUse
 
     require_extra("torch", purpose="--layers")
-    if opened.source is not None and request.layers:
+    known = read_architecture(source).moe_layers
+    numbers = known
+    if layers != "all":
         from k2convert.check.layers.check import check_layers_exist
 
-        check_layers_exist(opened.source, request.layers)
-    if opened.source is None or not text:
-        return request
-    windows = read_windows_of(opened.source, text, TextUse(tokens=request.tokens, window=TEXT_WINDOW, seed=0))
-    for note in windows.notes:
-        console.print_note(note)
-    return replace(request, text=windows)
-
-
-def _layers_cost(opened: "OpenResult", request: "LayersRequest") -> "LayersCost | None":
-    """Return the cost of --layers, before anything is read; None if the result cannot be opened."""
-    from k2convert.check.layers.check import layers_cost
-    from k2convert.checkpoint.index import open_checkpoint
-
-    if opened.source is None:
-        return None
-    try:
-        converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
-        has_text = request.text is not None
-        return layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=has_text)
-    except K2ConvertError:  # the validation names the problem
-        return None
+        try:
+            numbers = tuple(int(part) for part in layers.split(","))
+        except ValueError:
+            raise typer.BadParameter(f"--layers {layers}: expected numbers like 1,30,60, or all") from None
+        check_layers_exist(source, numbers)
+    windows = None
+    num_below = 0
+    if files:
+        windows = read_windows_of(source, files, TextUse(tokens=tokens, window=TEXT_WINDOW, seed=0))
+        num_below = len([layer for layer in known if layer < max(numbers)])
+        for note in windows.notes:
+            console.print_note(note)
+    num_experts = (len(numbers) + num_below) * read_architecture(source).num_experts
+    return LayersRequest(numbers, windows, tokens, num_experts)
 
 
 def failed_validation(result: str, command: "JobCommand | None") -> InvalidCheckpointError:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 from k2convert.check.layers.result import LayersReport, Variant, labels
 from k2convert.check.results import (
@@ -18,24 +17,8 @@ from k2convert.check.results import (
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
-from k2convert.errors import format_bytes
 from k2convert.models import expected_family
 from k2convert.records.ledger import DecodedError, find_ledger
-
-if TYPE_CHECKING:
-    from k2convert.check.layers.check import LayersCost  # which loads torch
-
-_MAX_NUMBERS: Final = 8  # layers that are listed one by one
-
-
-def cost_line(cost: "LayersCost", tokens: int) -> str:
-    """Return what computing layers on so many tokens costs, in a line."""
-    numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
-    below = ""
-    if cost.num_below:
-        below = f" (and {cost.num_below} layers below, for the hidden states of the text)"
-    work = f"{cost.num_experts:,} experts on {tokens:,} tokens and reads {format_bytes(cost.num_bytes)}"
-    return f"--layers {numbers}{below}: computes {work}"
 
 
 def show_validation(report: ValidationReport) -> None:

@@ -21,7 +21,6 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -38,7 +37,6 @@ from k2convert.check.layers.result import (
     VariantError,
     labels,
 )
-from k2convert.check.remote import layer_bytes
 from k2convert.check.scaling import NO_SCALING, Scaling, misfit
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
@@ -356,36 +354,3 @@ def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | C
         block_scales = torch.as_tensor(result.block_scales)
         weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
     return weights
-
-
-@dataclass(frozen=True, slots=True)
-class LayersCost:
-    """The cost of computing `layers`.
-
-    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too.
-    """
-
-    layers: tuple[int, ...]
-    num_below: int
-    num_experts: int
-    num_bytes: int
-
-
-def layers_cost(
-    *, source: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
-) -> LayersCost:
-    """Return the cost of computing `layers` (empty: all) from both checkpoints.
-
-    `converted` is None if shards are still to be fetched. `is_text`: the hidden states are those of a text, which the
-    layers below compute.
-    """
-    family = detect_family(source)
-    architecture = read_architecture(source)
-    chosen = tuple(layers) or architecture.moe_layers
-    num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in (source, converted or source))
-    below = range(max(chosen)) if is_text and chosen else range(0)
-    stems_below = tuple(f"{family.layer.format(layer=layer)}." for layer in below)
-    num_bytes += sum(t.num_bytes for name, t in source.tensors.items() if name.startswith(stems_below))
-    experts = architecture.num_experts * len(chosen)
-    experts_below = architecture.num_experts * len([layer for layer in below if layer in architecture.moe_layers])
-    return LayersCost(chosen, len(below), experts + experts_below, num_bytes)
