@@ -250,17 +250,6 @@ def print_error(message: str) -> None:
     _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)))
 
 
-def format_rate(count: float) -> str:
-    """Format bytes a second to three digits at most."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            if count >= 99.5 or unit == "B":
-                return f"{count:.0f} {unit}/s"
-            return f"{count:.1f} {unit}/s"
-        count /= 1000
-    return f"{count:.2f} GB/s"
-
-
 def format_seconds(seconds: float) -> str:
     """Format a duration as h:mm:ss."""
     minutes, second = divmod(int(seconds), 60)

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from k2convert.job.ray import Cluster
 
 _DISK_RATE: Final = 1e9  # bytes a second
-_NETWORK_RATE: Final = 1e9 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +320,7 @@ def _plan(job: Job, source: str) -> JobPlan:
         ],
         bytes_to_read=bytes_in,
         bytes_to_write=bytes_out,
-        minutes_at_1_gb_s=_minutes(bytes_in + bytes_out, _DISK_RATE),
+        minutes_at_1_gb_s=max(round((bytes_in + bytes_out) / _DISK_RATE / 60), 1),
         work_folder=str(job.destination.folder) if job.uses_hub else None,
         source_commit=job.source.revision if job.uses_hub else None,
         max_disk=limits.disk_allowed if job.uses_hub else None,
@@ -385,18 +384,13 @@ def _left_line(plan: JobPlan) -> str:
 
 
 def _show_network(job: Job, plan: JobPlan) -> None:
-    """Print what a job with the Hub still has to transfer, and how long that takes on a fast and on a slow line."""
-    down = sum(job.limits.source_bytes.values()) if job.source.remote else 0
-    up = plan.bytes_to_write if job.target is not None else 0
-    if not plan.bytes_to_write or not (down or up):
+    """Print what a job with the Hub still has to transfer."""
+    if not plan.bytes_to_write:
         return
-    ways = [f"{verb} {format_bytes(count)}" for verb, count in (("downloads", down), ("uploads", up)) if count]
-    slow, fast = (_minutes(max(down, up), rate) for rate in (_NETWORK_RATE, 10 * _NETWORK_RATE))
-    print_line(f"network: {' and '.join(ways)}: {counted(slow, 'minute')} at 1 Gbit/s, {fast:,} at 10 Gbit/s")
-
-
-def _minutes(num_bytes: int, rate: float) -> int:
-    return max(round(num_bytes / rate / 60), 1)
+    amounts = {"downloads": sum(job.limits.source_bytes.values()), "uploads": plan.bytes_to_write}
+    if job.target is None:
+        del amounts["uploads"]
+    print_line(f"network: {' and '.join(f'{verb} {format_bytes(count)}' for verb, count in amounts.items() if count)}")
 
 
 def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> None:

@@ -22,7 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from k2convert.cli import console
-from k2convert.cli.console import format_rate, format_seconds
+from k2convert.cli.console import format_seconds
 from k2convert.cli.interrupts import displays
 from k2convert.errors import counted, format_bytes, visible
 from k2convert.records.events import Events, Extent, Keep, Phase
@@ -154,7 +154,7 @@ class Meter:
             return format_layer_rate(rate)
         if self.phase == "layers":
             return f"{rate:.1f} experts/s" if rate else ""
-        return format_rate(rate) if rate else "stalled"
+        return f"{format_bytes(rate)}/s" if rate else "stalled"
 
 
 def format_layer_rate(per_hour: float) -> str:

@@ -316,7 +316,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
             speed = format_layer_rate(rate or 0)
             amount = f"layer {min(done // unit + 1, total // unit)} of {total // unit} on {unit:,} tokens"
         else:
-            speed = console.format_rate(rate or 0)
+            speed = f"{format_bytes(rate or 0)}/s"
             amount = f"{format_bytes(min(done, total))} of {format_bytes(total)}"
         console.print_line(f"{name}: {amount}{f', {speed}' if rate and done < total else ''}")
     if age > STALE_SECONDS:
