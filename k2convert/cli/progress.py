@@ -38,18 +38,14 @@ RATE_SECONDS: Final = 180.0  # a rate is that of the last 1,000 steps, none of w
 STALLED_SECONDS: Final = 20.0
 MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
 _TICK_SECONDS: Final = 0.25
-_MAX_NAMES: Final = 3
 _MANY: Final = 20
 _WIDE: Final = 80  # columns, from which on a row has its amounts and a long bar
 
 
 class Meter:
-    """One kind of work of a stage: bytes, experts, or the tokens of every layer, of which a layer has `unit`.
+    """One kind of work of a stage: bytes, experts, or the tokens of every layer, of which a layer has `unit`."""
 
-    Work that `can_wait` for other work is not stalled when it stops.
-    """
-
-    def __init__(self, bars: Progress, phase: str, total: int, done: int, *, unit: int, can_wait: bool) -> None:
+    def __init__(self, bars: Progress, phase: str, total: int, done: int, *, unit: int = 1) -> None:
         bars.add_task(phase, total=total, completed=done, meter=self)
         self._bars = bars
         self.task: Task = bars.tasks[-1]
@@ -57,7 +53,6 @@ class Meter:
         self.total = total
         self.done = done
         self.unit = unit
-        self.can_wait = can_wait
         self.is_moving = False  # after the first new work
         self._began_at: float | None = None
         self._last_at = 0.0  # the last step, or the end of the last layer
@@ -94,14 +89,14 @@ class Meter:
 
     @property
     def rate(self) -> float | None:
-        """Work a second, or layers an hour; 0.0 if it has stopped, None if it waits or is not known."""
+        """Work a second, or layers an hour; None if it has stopped or is not known."""
         if self._began_at is None or not self._steps:
             return None
         elapsed = self._last_at - self._began_at
         if self.has_layers:
             return 3600 * self._new / max(elapsed, 1.0)
         if self.task.get_time() - self._last_at > max(STALLED_SECONDS, 3 * elapsed / self._steps):
-            return None if self.can_wait else 0.0
+            return None
         return self.task.speed
 
     @property
@@ -128,9 +123,6 @@ class Meter:
 
     @property
     def percent(self) -> str:
-        """The share in percent; of many layers, which take long, with a decimal."""
-        if self.total // self.unit > _MANY and self.has_layers and self.share < 1:
-            return f"{int(1000 * self.share) / 10} %"
         return f"{int(100 * self.share)} %"
 
     @property
@@ -153,8 +145,8 @@ class Meter:
         if self.has_layers:
             return format_layer_rate(rate)
         if self.phase == "layers":
-            return f"{rate:.1f} experts/s" if rate else ""
-        return f"{format_bytes(rate)}/s" if rate else "stalled"
+            return f"{rate:.1f} experts/s"
+        return f"{format_bytes(rate)}/s"
 
 
 def format_layer_rate(per_hour: float) -> str:
@@ -180,19 +172,17 @@ class Counts(Events):
         self._screen = screen
         self._bars = _bars(screen, clock)
         self.tensors = 0
-        self._new_shards: list[str] = []
         self._set(extent)
 
     def _set(self, extent: Extent) -> None:
         for task in self._bars.task_ids:
             self._bars.remove_task(task)
-        can_wait = any(phase in extent.phases for phase in LAYER_PHASES)
         self.meters: dict[str, Meter] = {}
         for phase, (total, done) in extent.phases.items():
             unit = extent.layer_tokens if phase in LAYER_PHASES else 1
-            self.meters[phase] = Meter(self._bars, phase, total, done, unit=unit, can_wait=can_wait)
+            self.meters[phase] = Meter(self._bars, phase, total, done, unit=unit)
         if extent.num_experts:
-            self.meters["layers"] = Meter(self._bars, "layers", extent.num_experts, 0, unit=1, can_wait=False)
+            self.meters["layers"] = Meter(self._bars, "layers", extent.num_experts, 0)
         self.num_shards = extent.shards
         self.shards = extent.finished_shards
 
@@ -203,7 +193,6 @@ class Counts(Events):
         with self._lock:
             self._set(extent)
             self._keep = keep
-            self._new_shards.clear()
             next(iter(self.meters.values())).start()
         self.keep()
 
@@ -222,10 +211,9 @@ class Counts(Events):
         if amount and phase in self.meters:
             self.meters[phase].add(amount, is_new=is_new)
 
-    def shard_finished(self, shard: str) -> None:
+    def shard_finished(self, shard: str) -> None:  # noqa: ARG002
         with self._lock:
             self.shards += 1
-            self._new_shards.append(shard)
 
     def experts_computed(self, layer: int, done: int, total: int) -> None:  # noqa: ARG002 - they come in order
         with self._lock:
@@ -252,7 +240,7 @@ class Counts(Events):
         with self._lock:
             meters = list(self.meters.values())
             is_in_layers = any(meter.has_layers and meter.done < meter.total for meter in meters)
-            left = [m.seconds_left for m in meters if m.has_layers or not (is_in_layers and m.can_wait)]
+            left = [meter.seconds_left for meter in meters if meter.has_layers or not is_in_layers]
         known = [seconds for seconds in left if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in meters):
             return None
@@ -286,18 +274,12 @@ class Counts(Events):
         }
 
     def line(self, what: str) -> str:
-        """Return a line of a log: every phase, shards, those that finished since the last line, and the ETA."""
+        """Return a line of a log: every phase, shards and the ETA."""
         meters = [meter for meter in self.meters.values() if meter.total]
         parts = [f"{meter.percent} ({meter.amount}) {meter.speed}".rstrip() for meter in meters]
         if len(self.meters) > 1:
             parts = [f"{meter.phase} {part}" for meter, part in zip(meters, parts, strict=True)]
-        names = self._new_shards
-        self._new_shards = []
-        finished = ""
-        if names:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}"
-        parts += [self._shards_text(), finished, self._eta_text()]
+        parts += [self._shards_text(), self._eta_text()]
         return f"{'evaluate' if 'evaluate' in self.meters else what}: {', '.join(filter(None, parts))}"
 
     def _shards_text(self) -> str:
@@ -345,7 +327,7 @@ class Display:
         self.counts = Counts(extent, note=console.notifier())
         self._live: Live | None = None
         self._printed_at: float | None = None
-        self._printed = ""  # without the names of shards, which no later line has
+        self._printed = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
 
@@ -384,9 +366,8 @@ class Display:
         while not self._ended.wait(_TICK_SECONDS):
             if not self._is_quiet and self._live is None and self.counts.seconds >= self._due():
                 self._printed_at = self.counts.seconds
-                line = self.counts.line(self._what)
-                self._printed = line.partition(", finished ")[0]
-                console.print_event(line)
+                self._printed = self.counts.line(self._what)
+                console.print_event(self._printed)
             if time.monotonic() - kept >= KEEP_SECONDS:
                 kept = time.monotonic()
                 self.counts.keep()
