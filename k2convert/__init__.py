@@ -166,7 +166,6 @@ def validate(
     `result` and `source` are folders or hf://owner/name. `passed` of the report says whether to serve it. Raises
     CheckpointError if a checkpoint cannot be read, and any other K2ConvertError.
     """
-    from k2convert.check.validate import validate_checkpoint
     from k2convert.hub.client import Hub
     from k2convert.job.host_process import host_process, read_optional_path, read_path
     from k2convert.job.results import open_result_at
@@ -176,13 +175,7 @@ def validate(
         host_process(),
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
     ):
-        found = validate_checkpoint(
-            folder=opened.folder,
-            source=opened.source,
-            events=events or SILENT,
-            shards=opened.shards,
-        )
-        return opened.named(found)
+        return opened.validate(events=events or SILENT)
 
 
 def evaluate(

@@ -149,8 +149,8 @@ def fewest_tokens(layers: Mapping[int, Sequence[int]]) -> tuple[int, int]:
     return layer, medians[layer]
 
 
-def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]], *, option: str) -> str:
-    """Return how many tokens the median expert got, in a line; if they are few, with what to give for `option`."""
+def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]]) -> str:
+    """Return how many tokens the median expert got, in a line; if they are few, with the key that gives more."""
     from k2convert.text.windows import TOKENS_PER_INPUT
 
     layer, got = fewest_tokens(layers)
@@ -165,7 +165,8 @@ def expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]
     text = ""
     if windows.ids.size < windows.tokens:
         text = ", and a longer text"
-    return f"{line}. It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs: use {option}{enough}{text}"
+    each = f"It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs"
+    return f"{line}. {each}: use --set calibration.tokens={enough}{text}"
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:
@@ -181,6 +182,6 @@ def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None
     console.print_line("rule gptq keeps outputs, so its error of weights is larger than that of rule mse")
     if plan is not None:
         tokens = {number: layer.tokens for number, layer in found.layers.items()}
-        console.print_line(expert_tokens_line(plan, tokens, option="--set calibration.tokens="))
+        console.print_line(_expert_tokens_line(plan, tokens))
     if found.warning is not None:
         console.print_note(f"warning: {found.warning}")

@@ -77,7 +77,6 @@ def _tensors(opened: "OpenResult") -> "list[Tensor] | None":
 
 
 def _validate(opened: "OpenResult", source: str | None) -> "ValidationReport | None":
-    from k2convert.check.validate import validate_checkpoint
     from k2convert.cli.progress import Display
     from k2convert.records.events import Extent
     from k2convert.report.figures import can_be_validated
@@ -90,10 +89,4 @@ def _validate(opened: "OpenResult", source: str | None) -> "ValidationReport | N
             )
         return None
     with Display("report", Extent({"check": (opened.num_bytes, 0)})) as events:
-        found = validate_checkpoint(
-            folder=opened.folder,
-            source=opened.source,
-            events=events,
-            shards=opened.shards,
-        )
-    return opened.named(found)
+        return opened.validate(events=events)

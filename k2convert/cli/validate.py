@@ -49,7 +49,6 @@ def validate(
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
-    from k2convert.check.validate import validate_checkpoint
     from k2convert.cli import console
     from k2convert.cli.progress import Display
     from k2convert.cli.validation_view import print_serve, show_validation
@@ -79,14 +78,8 @@ def validate(
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         num_experts = 0 if request is None else request.num_experts
         with Display("validate", Extent({"check": (total, 0)}, num_experts=num_experts)) as events:
-            report = validate_checkpoint(
-                folder=opened.folder,
-                source=opened.source,
-                layers=request,
-                events=events,
-                shards=opened.shards,
-            )
-        show_validation(opened.named(report))
+            report = opened.validate(layers=request, events=events)
+        show_validation(report)
         if not report.passed:
             command = None if opened.shards.is_remote else read_command(opened.folder)
             raise failed_validation(destination, command)

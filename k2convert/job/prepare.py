@@ -38,7 +38,7 @@ from k2convert.job.resources import (
 from k2convert.machine import available_memory, num_cores, peak_bytes
 from k2convert.models import check_computed, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
-from k2convert.plan.plan import Plan, ShardJob, plan_conversion
+from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
@@ -173,7 +173,12 @@ def prepare(
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
-        calibration = plan_pass(text, source, folder, plan.jobs, description, hub=hub)
+        from k2convert.calibration.conversion import plan_calibration
+        from k2convert.calibration.layer_files import conversion_work
+
+        calibration = plan_calibration(
+            text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=plan.jobs
+        )
         calibrated = _recorded_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, plan=calibration: plan.last_layer(item.name)))
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
@@ -318,16 +323,4 @@ def check_job_memory(job: Job) -> None:
         needed=memory_bytes(job),
         available=available_memory() + peak_bytes(),
         use=f"{fewer}a larger limit (the container's, Slurm's --mem, `ulimit -v`), or ",
-    )
-
-
-def plan_pass(
-    text: "PassText", source: Source, folder: Path, shards: Sequence[ShardJob], description: JobDescription, *, hub: Hub
-) -> "CalibrationPlan":
-    """Plan the layer pass of a conversion."""
-    from k2convert.calibration.conversion import plan_calibration
-    from k2convert.calibration.layer_files import conversion_work
-
-    return plan_calibration(
-        text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=shards
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from k2convert.check.remote import Shards, folder_bytes, layer_bytes
 from k2convert.check.results import ValidationReport
+from k2convert.check.validate import LayersRequest, validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import HubError
@@ -15,6 +16,7 @@ from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import fetch_small_files, mark_other_files, read_headers, resolve_source
 from k2convert.job.locations import folder_of, open_checkpoint_at, repo_at
 from k2convert.models import detect_family
+from k2convert.records.events import SILENT, Events
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,11 @@ class OpenResult:
             return self.num_bytes
         return layer_bytes(self.source, layers, family=detect_family(self.source))
 
-    def named(self, report: ValidationReport) -> ValidationReport:
-        """Name what was validated as the user did, not by its temporary folder."""
+    def validate(self, *, layers: LayersRequest | None = None, events: Events = SILENT) -> ValidationReport:
+        """Validate the result; the report names it as the user did, not by its temporary folder."""
+        report = validate_checkpoint(
+            folder=self.folder, source=self.source, layers=layers, events=events, shards=self.shards
+        )
         return replace(report, folder=self.name, contract=replace(report.contract, folder=self.name))
 
 
