@@ -30,7 +30,7 @@ from k2convert.cli.needs import (
     text_lines,
 )
 from k2convert.cli.options import typed_command
-from k2convert.cli.progress import Counts, Display, waiting
+from k2convert.cli.progress import Display, waiting
 from k2convert.errors import HubError, UnservableError, counted, format_bytes
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
@@ -175,7 +175,7 @@ def convert_part(job: Job, part: Part, own: JobCommand) -> None:
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
-        lambda: f"{display.counts.shards} of {of_part} are converted. The same command resumes",
+        lambda: f"{display.shards} of {of_part} are converted. The same command resumes",
         own.line(here=own.folder),
     )
     with display as events:
@@ -215,7 +215,7 @@ def convert(
         console.print_event(final_line(last, job.evaluation))
     own_process()
     start = time.monotonic()
-    say_when_interrupted(partial(_how_far, job, display.counts), command.line(here=command.folder))
+    say_when_interrupted(partial(_how_far, job, display), command.line(here=command.folder))
     try:
         with nullcontext() if cluster is None else cluster as connected, display as events:
             outcome = execute(replace(job, command=command), events=events, cluster=connected, verify=verify)
@@ -228,17 +228,17 @@ def convert(
     _show_outcome(job, outcome, command.source, seconds=time.monotonic() - start)
 
 
-def _how_far(job: Job, counts: Counts) -> str:
-    if "evaluate" in counts.meters:
+def _how_far(job: Job, display: Display) -> str:
+    if "evaluate" in display.meters:
         from k2convert.job.evaluation import evaluation_works
 
         layers = read_architecture(job.source.checkpoint).num_layers
         done = min(evaluation_works(job.destination.folder)[1].num_finished(), layers)
         what = f"all shards are converted; the evaluation has {done} of {layers} layers"
     else:
-        done = counts.shards if counts.num_shards else len(job.finished)
+        done = display.shards if display.num_shards else len(job.finished)
         what = f"{done} of {len(job.plan.jobs)} shards are converted"
-        if job.gptq is not None and "calibrate" in counts.meters:
+        if job.gptq is not None and "calibrate" in display.meters:
             layer_pass = job.gptq.layer_pass
             what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
     return f"{what}. The same command resumes"

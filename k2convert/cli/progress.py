@@ -153,19 +153,27 @@ def format_layer_rate(per_hour: float) -> str:
     return f"{per_hour:,.{0 if per_hour >= _MANY else 1}f} layers/hour"
 
 
-class Counts(Events):
-    """Counts what a stage reports. `note` takes lines for the person watching."""
+class Display(Events):
+    """Counts what a stage reports, and shows how far it is while it is used as a context manager."""
 
     def __init__(
         self,
+        what: str,
         extent: Extent,
         *,
-        note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         screen: Console = console.ERRORS,
     ) -> None:
-        self._note = note
+        """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
+        self._what = what
+        self._note = console.notifier()
         self._clock = clock
+        self._is_quiet = console.Output.quiet
+        self._live: Live | None = None
+        self._printed_at: float | None = None
+        self._printed = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
         self._keep: Keep | None = None
         self._lock = threading.Lock()
         self._start = clock()
@@ -273,14 +281,14 @@ class Counts(Events):
             "seconds_left": None if left is None else round(left),
         }
 
-    def line(self, what: str) -> str:
+    def line(self) -> str:
         """Return a line of a log: every phase, shards and the ETA."""
         meters = [meter for meter in self.meters.values() if meter.total]
         parts = [f"{meter.percent} ({meter.amount}) {meter.speed}".rstrip() for meter in meters]
         if len(self.meters) > 1:
             parts = [f"{meter.phase} {part}" for meter, part in zip(meters, parts, strict=True)]
         parts += [self._shards_text(), self._eta_text()]
-        return f"{'evaluate' if 'evaluate' in self.meters else what}: {', '.join(filter(None, parts))}"
+        return f"{'evaluate' if 'evaluate' in self.meters else self._what}: {', '.join(filter(None, parts))}"
 
     def _shards_text(self) -> str:
         return f"{self.shards} of {counted(self.num_shards, 'shard')}" if self.num_shards else ""
@@ -299,9 +307,54 @@ class Counts(Events):
         whole = Text(", ".join(parts), no_wrap=True, overflow="crop")
         return Group(self._bars.make_tasks_table(self._bars.tasks), whole)
 
+    def __enter__(self) -> "Display":
+        if not self._is_quiet and self._screen.is_terminal:
+            self._live = Live(console=self._screen, refresh_per_second=4, transient=True, get_renderable=self.rows)
+            self._live.start()
+        self._thread.start()
+        displays.append(self._end)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        displays.remove(self._end)
+        self._end(has_failed=kind is not None)
+
+    def _end(self, *, has_failed: bool = True) -> None:
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        if self._live is not None:
+            with suppress(OSError):  # a terminal that is gone must not end the work
+                self._live.stop()
+                if self.has_worked:
+                    self._screen.print(self.rows())
+            return
+        is_shown = not self._is_quiet and self.has_worked and (not has_failed or self._printed_at is not None)
+        if is_shown and self.line() != self._printed:
+            console.print_event(self.line())
+
+    def _tick(self) -> None:
+        """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
+        kept = time.monotonic()
+        while not self._ended.wait(_TICK_SECONDS):
+            if not self._is_quiet and self._live is None and self.seconds >= self._due():
+                self._printed_at = self.seconds
+                self._printed = self.line()
+                console.print_event(self._printed)
+            if time.monotonic() - kept >= KEEP_SECONDS:
+                kept = time.monotonic()
+                self.keep()
+
+    def _due(self) -> float:
+        """Return when the next line is due, in seconds since the start."""
+        if self._printed_at is None:
+            return FIRST_LINE_SECONDS
+        return self._printed_at + (PLAIN_LINE_SECONDS if self.seconds < SOON_SECONDS else LATER_LINE_SECONDS)
+
 
 def _bars(screen: Console, clock: Callable[[], float]) -> Progress:
-    """Return rich's tasks and columns, which Counts shows; a narrow terminal has no amounts."""
+    """Return rich's tasks and columns, which Display shows; a narrow terminal has no amounts."""
     is_wide = screen.width >= _WIDE
     names = ("phase", "percent", *(("amount",) if is_wide else ()), "speed")
     texts = {
@@ -315,68 +368,6 @@ def _bars(screen: Console, clock: Callable[[], float]) -> Progress:
     bar = BarColumn(24 if is_wide else 8)
     first, *others = texts.values()
     return Progress(first, bar, *others, console=screen, speed_estimate_period=RATE_SECONDS, get_time=clock)
-
-
-class Display:
-    """Shows how far a stage is. Use it as a context manager: it gives the Events that the stage reports to."""
-
-    def __init__(self, what: str, extent: Extent) -> None:
-        """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
-        self._what = what
-        self._is_quiet = console.Output.quiet
-        self.counts = Counts(extent, note=console.notifier())
-        self._live: Live | None = None
-        self._printed_at: float | None = None
-        self._printed = ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
-
-    def __enter__(self) -> Counts:
-        if not self._is_quiet and console.ERRORS.is_terminal:
-            rows = self.counts.rows
-            self._live = Live(console=console.ERRORS, refresh_per_second=4, transient=True, get_renderable=rows)
-            self._live.start()
-        self._thread.start()
-        displays.append(self._end)
-        return self.counts
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        displays.remove(self._end)
-        self._end(has_failed=kind is not None)
-
-    def _end(self, *, has_failed: bool = True) -> None:
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        self._thread.join()
-        has_worked = self.counts.has_worked
-        if self._live is not None:
-            with suppress(OSError):  # a terminal that is gone must not end the work
-                self._live.stop()
-                if has_worked:
-                    console.ERRORS.print(self.counts.rows())
-        elif not self._is_quiet and has_worked and (not has_failed or self._printed_at is not None):
-            line = self.counts.line(self._what)
-            if line != self._printed:
-                console.print_event(line)
-
-    def _tick(self) -> None:
-        """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
-        kept = time.monotonic()
-        while not self._ended.wait(_TICK_SECONDS):
-            if not self._is_quiet and self._live is None and self.counts.seconds >= self._due():
-                self._printed_at = self.counts.seconds
-                self._printed = self.counts.line(self._what)
-                console.print_event(self._printed)
-            if time.monotonic() - kept >= KEEP_SECONDS:
-                kept = time.monotonic()
-                self.counts.keep()
-
-    def _due(self) -> float:
-        """Return when the next line is due, in seconds since the start."""
-        if self._printed_at is None:
-            return FIRST_LINE_SECONDS
-        return self._printed_at + (PLAIN_LINE_SECONDS if self.counts.seconds < SOON_SECONDS else LATER_LINE_SECONDS)
 
 
 def waiting(text: str) -> ExitStack:

@@ -103,7 +103,7 @@ class JobState:
     is_complete: bool
     is_running: bool
     command: JobCommand | None = None  # what began or last resumed the job; None if a program did
-    progress: dict[str, Any] | None = None  # what the running process last said (Counts.summary)
+    progress: dict[str, Any] | None = None  # what the running process last said (Display.summary)
     progress_age: float = 0.0  # seconds since then
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from k2convert.cli.progress import Counts
+from k2convert.cli.progress import Display
 from k2convert.records.events import Extent
 
 
@@ -22,13 +22,13 @@ class Clock:
             call()
 
 
-def begun(clock: Clock, extent: Extent) -> Counts:
-    counts = Counts(extent, note=print, clock=clock)
+def begun(clock: Clock, extent: Extent) -> Display:
+    counts = Display("convert", extent, clock=clock)
     counts.begun(extent)
     return counts
 
 
-def converting(clock: Clock, total: int) -> Counts:
+def converting(clock: Clock, total: int) -> Display:
     return begun(clock, Extent({"convert": (total, 0)}))
 
 
@@ -125,7 +125,7 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
     kept: list[str] = []
     extent = Extent({"convert": (1000, 0), "calibrate": (400, 0)}, 5, 2, layer_tokens=100)
-    counts = Counts(extent, note=print)
+    counts = Display("convert", extent)
     counts.begun(extent, keep=kept.append)
     summary = json.loads(kept[-1])
     assert summary == counts.summary()
@@ -165,9 +165,9 @@ def test_layers_have_a_rate_and_an_eta_when_one_after_the_first_is_done() -> Non
 def test_lines_of_layers_begin_without_an_eta(phase: str) -> None:
     clock = Clock()
     counts = begun(clock, Extent({phase: (400, 0)}, layer_tokens=100))  # type: ignore[dict-item]
-    assert "ETA" not in counts.line("convert")
+    assert "ETA" not in counts.line()
     clock.every(0.01, lambda: counts.tokens_computed(50), times=3)
     clock.now += 500
     layers = 3 if phase == "evaluate" else 4  # its head is no layer
     what = "evaluate" if phase == "evaluate" else "convert"
-    assert counts.line("convert") == f"{what}: 37 % (1 of {layers} layers)"
+    assert counts.line() == f"{what}: 37 % (1 of {layers} layers)"

@@ -34,8 +34,8 @@ def test_the_last_line_is_printed_once(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
     display = progress.Display("validate", Extent({"check": (100 + more, 0)}, shards=1))
-    display.counts.shard_finished("model-00001-of-000001.safetensors")
-    display.counts.progress(bytes_in=100)
+    display.shard_finished("model-00001-of-000001.safetensors")
+    display.progress(bytes_in=100)
     said = ""
     with display as events:
         while not said:
@@ -101,7 +101,7 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
     (out / "config.json").unlink()
     clock = Clock()
     extent = Extent({"convert": (10_000_000, 0)}, 5)
-    counts = progress.Counts(extent, note=print, clock=clock)
+    counts = progress.Display("convert", extent, clock=clock)
     with lock_destination(out) as keep:
         counts.begun(extent, keep=keep)
         clock.every(1, lambda: counts.progress(bytes_in=500_000), times=8)

@@ -12,7 +12,7 @@ from rich.console import Console
 from screen import Screen, in_terminal, same_as_golden
 from test_counts import Clock
 
-from k2convert.cli.progress import Counts
+from k2convert.cli.progress import Display
 from k2convert.records.events import Extent
 from scripts import fixture_maker as fixtures
 
@@ -46,7 +46,7 @@ def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     extent = Extent({"download": whole, "convert": whole, "upload": whole}, 62)
     out = io.StringIO()
     console = Console(file=out, width=columns, force_terminal=False, legacy_windows=False)
-    counts = Counts(extent, note=print, clock=clock, screen=console)
+    counts = Display("transfer", extent, clock=clock, screen=console)
     counts.begun(extent)
     for second in range(2000):
         clock.now += 1

@@ -11,7 +11,7 @@ from command import run_here
 from k2convert.check.layers import check
 from k2convert.check.layers.check import check_layers, states_of_text
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.progress import Counts
+from k2convert.cli.progress import Display
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
 from k2convert.text.windows import Windows, read_windows
@@ -28,7 +28,7 @@ def windows_of(tiny: Path, tokens: int) -> Windows:
 def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
     expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
-    counts = Counts(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
+    counts = Display("validate", Extent({"check": (1, 0)}, num_experts=100))
     found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=counts))
     assert [layer for layer, _ in found] == [1, 3]
     for layer, states in found:
