@@ -60,7 +60,7 @@ PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are rea
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What DEST is made from: the digests of headers and config, the identity of each shard, the kept experts."""
+    """Origin of DEST: the digests of headers and config, the identity of each shard, the kept experts."""
 
     source_headers: str
     source_config: str

@@ -40,14 +40,14 @@ ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Output:
-    """What the running command was asked for: `json` for documents on stdout, `quiet` for no progress on stderr."""
+    """Options of the running command: `json` for documents on stdout, `quiet` for no progress on stderr."""
 
     json = False
     quiet = False
 
 
 def set_output(*, json: bool, quiet: bool = False) -> None:
-    """Take what the running command was asked for. A verb does this first."""
+    """Take the options of the running command. A verb does this first."""
     Output.json = json
     Output.quiet = quiet
 

@@ -69,7 +69,7 @@ class PlannedShard:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What a job would do and need. The fields from `work_folder` to `notices` are of jobs with the Hub."""
+    """Plan of a job, and its needs. The fields from `work_folder` to `notices` are of jobs with the Hub."""
 
     source: str
     destination: str
@@ -103,7 +103,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job made: the shards of the result and their error, by role. `repo` and `commit` are where it went."""
+    """Result of a job: the shards of the result and their error, by role. `repo` and `commit` are where it went."""
 
     destination: str
     shards: int
@@ -277,7 +277,7 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     if outcome.calibrated is not None:
         views.append(partial(show_outputs, outcome.calibrated, job.gptq))
     views.append(partial(_show_run, job, totals, seconds))
-    views += [partial(console.print_note, f"warning: {doubt}") for doubt in result.warnings]
+    views += [partial(console.print_note, f"warning: {warning}") for warning in result.warnings]
     if outcome.evaluation is not None:
         from k2convert.cli.evaluation_view import show_evaluation
 

@@ -69,7 +69,7 @@ def node_folder(*, shard_bytes: int) -> Generator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """What a node does: convert a shard, and with the Hub fetch its sources and send it."""
+    """Task of a node: convert a shard, and with the Hub fetch its sources and send it."""
 
     task: ShardTask
     remote: RemoteRepo | None

@@ -360,11 +360,11 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
     """Return the records of sound shards and forget the others. `everything` hashes all. The caller holds the lock."""
     records, again = journal.find_records(digest)
     here = records.only(name for name, record in records.items() if journal.has_file(record))
-    doubtful = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
-    num_bytes = sum(record.file_bytes for record in doubtful.values())
-    if doubtful:
+    unverified = here.only(n for n, record in here.items() if everything or not journal.has_recorded_time(record))
+    num_bytes = sum(record.file_bytes for record in unverified.values())
+    if unverified:
         events.begun(Extent({"check": (num_bytes, 0)}))
-    for name, record in doubtful.items():
+    for name, record in unverified.items():
         if _has_hash(journal.destination / name, record.blake3):
             journal.record(record)
         else:
@@ -374,8 +374,8 @@ def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Ev
         journal.log.forget(name)
     if here or again:
         looked = "finished shards have their recorded size and time (--verify hashes them too)"
-        if doubtful:
-            looked = f"finished shards hashed: {len(doubtful)} ({format_bytes(num_bytes)})"
+        if unverified:
+            looked = f"finished shards hashed: {len(unverified)} ({format_bytes(num_bytes)})"
         damaged = ""
         if again:
             damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}"

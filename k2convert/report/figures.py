@@ -113,7 +113,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What was converted: the source's repository if it is known, else the name of the result or of the recipe."""
+        """Title of the report: the source's repository if it is known, else the name of the result or of the recipe."""
         name = self.ledger.source.repo or self.name or self.ledger.recipe.name
         return f"{name}: {self.source_format.title} to NVFP4"
 
