@@ -218,6 +218,8 @@ def convert(
     say_when_interrupted(partial(_how_far, job, display), command.line(here=command.folder))
     try:
         with nullcontext() if cluster is None else cluster as connected, display as events:
+            if connected is not None and (lack := connected.capacity.lack):
+                console.print_event(f"waiting for a node: {lack}, or wait until the cluster grows")
             outcome = execute(replace(job, command=command), events=events, cluster=connected, verify=verify)
     except UnservableError as error:
         from k2convert.cli.validation_view import show_validation

@@ -6,19 +6,17 @@ converts it and uploads it in a temporary folder. A shard that is done twice has
 """
 
 import importlib
-import math
 import pickle
 import re
 import shutil
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Any, Final
 
 from k2convert import __version__
@@ -30,7 +28,6 @@ from k2convert.errors import (
     K2ConvertError,
     PlanError,
     check_disk,
-    counted,
     require_extra,
 )
 from k2convert.hub.branch import Branch, Upload, branch_name
@@ -49,8 +46,6 @@ from k2convert.records.ledger import ShardRecord
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
 _POLL_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 20
-_IDLE_SECONDS: Final = 5.0  # without a running task, until the first line that says so
-_IDLE_AGAIN_SECONDS: Final = 60.0
 _LAUNCHED: Final = "ray.io/node-group"  # Ray's label of nodes that a launcher or autoscaler started, not `ray start`
 
 
@@ -126,16 +121,13 @@ class Capacity:
     can_grow: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """A connection to a Ray cluster."""
 
     ray: Any
     remote_function: Any
     cpus: int
-    _lock: Lock = field(default_factory=Lock)  # guards the fields below
-    _is_running: dict[str, bool] = field(default_factory=dict[str, bool])  # false for a shard that waits for a node
-    _idle_note_at: float = math.inf
 
     @property
     def capacity(self) -> Capacity:
@@ -155,8 +147,13 @@ class Cluster:
         """Run a pickled NodeTask on some node, again if its worker dies; return the node's name and its answer."""
         retries = 0
         while True:
+            task = self.remote_function.remote(data)
+            while not self.ray.wait([task], timeout=_POLL_SECONDS)[0]:
+                if stop.is_set():
+                    self.ray.cancel(task, force=True)
+                    raise InterruptedRun
             try:
-                return self._run_once(name, data, stop, events)
+                return self.ray.get(task)
             except self.ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
                 raise
             except self.ray.exceptions.RayError as error:
@@ -168,39 +165,6 @@ class Cluster:
                     ) from error
                 retries += 1
                 events.note(f"{name}: its worker died; converting it again")
-
-    def _run_once(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
-        """Start a task and return its last report. It has two: it started, and what it did."""
-        reports = self.remote_function.remote(data)
-        report = None
-        try:
-            for is_running in (False, True):
-                with self._lock:
-                    self._is_running[name] = is_running
-                while not self.ray.wait([reports], timeout=_POLL_SECONDS)[0]:
-                    if stop.is_set():
-                        self.ray.cancel(reports, force=True)
-                        raise InterruptedRun
-                    self._note_if_idle(events)
-                report = self.ray.get(next(reports))
-        finally:
-            with self._lock:
-                del self._is_running[name]
-        return report
-
-    def _note_if_idle(self, events: Events) -> None:
-        """Say that every shard waits, after some seconds, and then every minute."""
-        with self._lock:
-            now = time.monotonic()
-            if any(self._is_running.values()):
-                self._idle_note_at = math.inf
-            self._idle_note_at = min(self._idle_note_at, now + _IDLE_SECONDS)
-            if now < self._idle_note_at:
-                return
-            self._idle_note_at = now + _IDLE_AGAIN_SECONDS
-            line = f"waiting for a node: {counted(len(self._is_running), 'shard')} queued, 0 running"
-        lack = self.capacity.lack
-        events.note(f"{line}; {lack}, or wait until the cluster grows" if lack else line)
 
 
 def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, events: Events) -> ShardRecord:
@@ -251,24 +215,20 @@ def connect(address: str, *, cpus: int) -> Generator[Cluster]:
     def on_node(data: bytes) -> Any:  # sent by value: a node may have another k2convert, or none
         from importlib import import_module
 
-        yield None
         ray: Any = import_module("ray")
         node = f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
         try:
             from k2convert import __version__ as found
         except ImportError:
-            yield node, "no k2convert"
-            return
+            return node, "no k2convert"
         if found != version:
-            yield node, f"k2convert {found}"
-            return
+            return node, f"k2convert {found}"
         from k2convert.job.ray import answer_on_node
 
-        yield node, answer_on_node(data, cpus=cpus)
+        return node, answer_on_node(data, cpus=cpus)
 
-    options = {"num_cpus": cpus, "max_retries": 0, "num_returns": "streaming"}
     try:
-        remote_function = ray.remote(**options, scheduling_strategy="SPREAD")(on_node)
+        remote_function = ray.remote(num_cpus=cpus, max_retries=0, scheduling_strategy="SPREAD")(on_node)
         cluster = Cluster(ray, remote_function, cpus)
         found = cluster.capacity
         if found.lack and not found.can_grow:
