@@ -52,13 +52,13 @@ class ChatTemplate:
         name = "default" if tools is None or "tool_use" not in self._templates else "tool_use"
         from transformers.utils.chat_template_utils import render_jinja_template  # which loads torch
 
+        variables: dict[str, Any] = {**self._variables, "strftime_now": _DATE.strftime}
         try:
             [text], _ = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self._templates[name],
-                strftime_now=_DATE.strftime,
-                **self._variables,
+                **variables,
             )
         except Exception as error:  # a template can raise anything
             reason = cut(f"{type(error).__name__}: {error}", 200)
