@@ -1,4 +1,4 @@
-"""An evaluation: what it needs, and its tables: figures of models, errors by layer, tokens that differ most."""
+"""An evaluation: its needs, and its tables: figures of models, tokens that differ most. The report has the layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,6 @@ from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationR
 if TYPE_CHECKING:
     from k2convert.evaluation.streamed import EvaluationPlan
 
-_SHOWN_LAYERS = 3
 _SHOWN_TOKENS = 3
 
 
@@ -105,7 +104,7 @@ def _next_command(plan: "EvaluationPlan", found: Evaluation) -> str:
 
 
 def show_evaluation(found: Evaluation) -> None:
-    """Print the figures of every model, its worst layers and tokens."""
+    """Print the figures of every model, and its worst tokens."""
     text = found.text
     names = ", ".join(name for name, _ in text.texts)
     dropped = ""
@@ -120,8 +119,6 @@ def show_evaluation(found: Evaluation) -> None:
         print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
     for verdict in found.verdicts:
         print_line(_verdict_line(verdict))
-    if any(row.layers for row in found.rows):
-        _show_layers(found.rows)
     for row in found.rows:
         for token in row.worst[:_SHOWN_TOKENS]:
             print_line(
@@ -165,21 +162,3 @@ def _verdict_line(verdict: Verdict) -> str:
 
 def _called(model: EvaluatedModel) -> str:
     return " ".join(filter(None, (model.name, model.mode)))
-
-
-def _show_layers(rows: Sequence[EvaluationRow]) -> None:
-    cells: list[tuple[str, ...]] = []
-    for label, row in zip(row_labels(rows), rows, strict=True):
-        errors = [layer.relative_error for layer in row.layers]
-        routing = [layer.routing_agreement for layer in row.layers if layer.routing_agreement is not None]
-        steps = sorted(range(len(errors)), key=lambda n: errors[n] - (errors[n - 1] if n else 0.0), reverse=True)
-        cells.append(
-            (
-                label,
-                f"{errors[-1]:.5f}",
-                ", ".join(map(str, steps[:_SHOWN_LAYERS])),
-                f"{100 * min(routing):.2f} %" if routing else "",
-            )
-        )
-    columns = ("model", "error after the last layer", "grows most in layers", "least routing agreement")
-    print_table("hidden states: relative squared error", columns, cells, left=(0, 2))

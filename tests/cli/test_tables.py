@@ -141,7 +141,7 @@ def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", output)
     show_evaluation(found)
     monkeypatch.undo()
-    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).partition("hidden states")[0]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).partition("perplexity of")[0]
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "━╇━" in text, "a table, not blocks of lines"
