@@ -338,20 +338,8 @@ def _show_plan(job: Job, plan: JobPlan) -> None:
         f"{plan.source} ({plan.family}) -> {plan.destination}: {recipe.name}, {recipe.target}, "
         f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
     )
-    rows = [
-        (
-            shard.name,
-            f"{shard.tensors:,}",
-            format_bytes(shard.bytes_in),
-            format_bytes(shard.bytes_out),
-            "done" if shard.finished else "to do",
-        )
-        for shard in plan.shards
-    ]
-    shown = rows
-    if len(rows) > 12:
-        shown = [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
-    print_table(counted(len(rows), "shard"), ("shard", "tensors", "in", "out", "state"), shown)
+    num_done = len([shard for shard in plan.shards if shard.finished])
+    print_line(f"{counted(len(plan.shards), 'shard')}, {num_done} done")
     rows = [
         (
             "copy, times powers of two" if name == "scale" else name,
