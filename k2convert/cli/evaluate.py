@@ -9,7 +9,6 @@ from k2convert.cli.options import (
     ADDRESS,
     RESUMES,
     TEXT_FORMS,
-    AnyText,
     DeviceOption,
     Json,
     MaxDisk,
@@ -53,7 +52,6 @@ def evaluate(
         Path | None,
         option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
     ] = None,
-    any_text: AnyText = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -79,7 +77,7 @@ def evaluate(
             checkpoints,
             text_files(text, device=device),
             TextUse(tokens=tokens, window=window),
-            EvaluationOptions(activations, kv_cache, out, any_text, read_size("--max-disk", max_disk)),
+            EvaluationOptions(activations, kv_cache, out, max_disk=read_size("--max-disk", max_disk)),
             hub=Hub(notify=console.notifier()),
         ) as plan,
     ):

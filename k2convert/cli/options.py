@@ -183,9 +183,6 @@ MaxDisk = Annotated[
 DeviceOption = Annotated[
     Device, option("Device to run the model on: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device)
 ]
-AnyText = Annotated[
-    bool, flag("--any-text", "Allow the calibration text; figures will look better than they are.", CHECKS)
-]
 
 
 def typed_command(*, source: str, without: str = "") -> "JobCommand":

@@ -14,7 +14,6 @@ from k2convert.cli.options import (
     MACHINE,
     RESUMES,
     TEXT_FORMS,
-    AnyText,
     DeviceOption,
     Json,
     MaxDisk,
@@ -79,7 +78,6 @@ def run(
     layout: LayoutOption = None,
     activations: ActivationsOption = None,
     evaluate: Evaluate = None,
-    any_text: AnyText = False,
     verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -139,7 +137,7 @@ def run(
         if evaluate:
             from k2convert.job.evaluation import with_evaluation
 
-            job = with_evaluation(job, text_files(evaluate, device=device), any_text=any_text)
+            job = with_evaluation(job, text_files(evaluate, device=device))
         waits.close()
         if device == "cuda" and not (calibrate or evaluate):
             console.print_note(_GPU_UNUSED)

@@ -131,5 +131,5 @@ def check_text(texts: Sequence[tuple[str, str]], checkpoints: Sequence[Evaluated
             if digest in used:
                 raise CalibrationError(
                     f"{name}: {found.place} was calibrated on this text, so it would look better than it is. Use a "
-                    "different text, or repeat the command with --any-text."
+                    "different text."
                 )

@@ -278,10 +278,10 @@ def find_decoder(plan: "EvaluationPlan") -> "Decode | None":
         return None
 
 
-def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
+def with_evaluation(job: Job, files: TextFiles) -> Job:
     """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
 
-    Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`; PlanError for a model
+    Raises CalibrationError, also for a text that the job is calibrated on; PlanError for a model
     whose forward pass is not computed; DestinationError if the destination holds an evaluation on a different text.
     """
     check_computed(job.source.checkpoint)
@@ -290,10 +290,10 @@ def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
     used = [] if job.calibrated is None else list(job.calibrated.texts)
     used += () if job.gptq is None else job.gptq.layer_pass.text.windows.texts
     for name, digest in text.windows.texts:
-        if not any_text and digest in {found for _, found in used}:
+        if digest in {found for _, found in used}:
             raise CalibrationError(
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
-                "text with --evaluate, or repeat the command with --any-text."
+                "text with --evaluate."
             )
     from k2convert.evaluation.streamed import states_bytes
 

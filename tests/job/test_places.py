@@ -69,7 +69,9 @@ def files_of_passes(source: Path, text: Path, folder: Path) -> list[dict[str, by
     if not out.exists():
         use = "calibration={tokens: 128, window: 64}"
         run_here("run", source, out, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
-        run_here("evaluate", source, out, "--text", text, "--any-text", *SMALL, "--quiet", code=0)
+        other = folder / "other.txt"
+        other.write_text(text.read_text() + "another text")
+        run_here("evaluate", source, out, "--text", other, *SMALL, "--quiet", code=0)
     return [result(out)]
 
 
