@@ -110,7 +110,7 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
         document = json.loads(run_cli("status", out, "--json").stdout)
         keep('{"phases": {"convert": ')
         assert "running" in run_cli("status", out, code=0).stdout, "half written"
-    assert f"{out}: running: 5 of 5 shards\nconvert: 4.00 MB of 10.00 MB, 500 kB/s\nETA 0:00:12\n" in status.stdout
+    assert f"{out}: running: 5 of 5 shards\nconvert: 4.00 MB of 10.00 MB, 500.00 kB/s\nETA 0:00:12\n" in status.stdout
     assert "next:" not in status.stderr
     assert document["running"]
     assert document["progress"]["seconds_left"] == 12
