@@ -43,7 +43,6 @@ OWNERS = {
         "forward",
         "check",
         "evaluation/head.py",
-        "evaluation/comparison.py",
         "evaluation/streamed.py",
         "job/resources.py",
         "calibration/smoothing.py",

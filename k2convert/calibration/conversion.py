@@ -33,8 +33,7 @@ from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import InterruptedRun
-from k2convert.forward.layer_pass import LayerPass, PassText
-from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
+from k2convert.forward.layer_pass import LayerPart, LayerPass, LayerShards, PassText, layer_ranges
 from k2convert.forward.work import PassJob, WorkFolder
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
@@ -325,26 +324,23 @@ class PassBesideJob:
             self._stop.set()
 
     def _run(self, space: int, events: Events) -> None:
-        from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
+        from k2convert.calibration.gptq_pass import gptq_pass
 
         planned = self.plan.layer_pass
-        with planned.opened(self.first, chunk=self._chunk, space=space, events=events, stop=self._stop) as layer_pass:
+        with planned.opened(
+            self.first,
+            chunk=self._chunk,
+            space=space,
+            events=events,
+            stop=self._stop,
+            wait=self._wait_for_shards,
+        ) as layer_pass:
+            gptq_pass(layer_pass, self._recipe, check_stop=self._check_stop, save=self._save)
 
-            @contextmanager
-            def around(layer: int) -> Generator[Checkpoint]:
-                with self._changed:  # few converted layers wait on the disk
-                    self._wait(lambda: all(need.last >= layer - AHEAD for need in self._needs.values()))
-                with layer_pass.shards.around(layer) as checkpoint:
-                    self._check_stop()
-                    yield checkpoint
-
-            options = GptqOptions(
-                seed=layer_pass.text.windows.seed,
-                smoothing=bool(self._recipe.smoothing),
-                roles=self._recipe.roles,
-                check_stop=self._check_stop,
-            )
-            gptq_pass(layer_pass, around, options, save=self._save, events=events)
+    def _wait_for_shards(self, layer: int) -> None:
+        """Wait until few converted layers are on the disk."""
+        with self._changed:
+            self._wait(lambda: all(need.last >= layer - AHEAD for need in self._needs.values()))
 
     def _save(self, layer: int, result: LayerResult) -> None:
         write_layer(self._work, layer, result)

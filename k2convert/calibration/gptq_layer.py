@@ -36,14 +36,7 @@ from k2convert.models import read_architecture
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.gptq.device_kernel import kernel_for
-from k2convert.quantize.gptq.hessian import (
-    ONE_THREAD,
-    DampedHessian,
-    Team,
-    cut,
-    damp_hessian,
-    identity_hessian,
-)
+from k2convert.quantize.gptq.hessian import ONE_THREAD, DampedHessian, Team, cut, damp_hessian, identity_hessian
 from k2convert.quantize.gptq.moments import CrossMoments, Moments, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import SWEEPS, Codes, RoundingKernel, choose_damping, round_gptq
 from k2convert.quantize.kernels import cpu

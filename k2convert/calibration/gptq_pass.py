@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,42 +29,28 @@ from k2convert.calibration.gptq_layer import LayerConverter, MlpWeights
 from k2convert.calibration.layer_files import CODES, RESIDUAL, LayerResult, writing_quantized_layers
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.smoothing import LayerAccumulator, token_weights
-from k2convert.choices import RoleName
 from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.layer_pass import LayerPass
-from k2convert.forward.layers import Around, Layer, each_layer, finite_windows
+from k2convert.forward.layers import Layer, each_layer, finite_windows
 from k2convert.forward.moe import MlpTokens, Routing, shared_module
 from k2convert.forward.work import HIDDEN, HiddenStates
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.gptq.hessian import CheckStop, Team
 from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.records.calibration import GptqLayer
-from k2convert.records.events import Events
 from k2convert.text.windows import held_out, is_varied
 
 Save = Callable[[int, LayerResult], None]
 """Declares a layer done, by its number."""
 
 
-@dataclass(frozen=True, slots=True)
-class GptqOptions:
-    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise.
-
-    `roles` of weights are converted.
-    """
-
-    seed: int
-    smoothing: bool
-    roles: tuple[RoleName, ...]
-    check_stop: CheckStop
-
-
 @torch.no_grad()
-def gptq_pass(layer_pass: LayerPass, around: Around, options: GptqOptions, *, save: Save, events: Events) -> None:
-    """Convert the layers that are not done, in order; `save` declares one done.
+def gptq_pass(layer_pass: LayerPass, recipe: Recipe, *, check_stop: CheckStop, save: Save) -> None:
+    """Convert the layers that are not done, in order; `save` declares one done, `check_stop` is called often.
 
     Raises PlanError if a device does not round as the CPU does, CalibrationError if too many windows have to be
     dropped, what `check_stop` raises, and what reading and writing raise.
@@ -76,21 +62,20 @@ def gptq_pass(layer_pass: LayerPass, around: Around, options: GptqOptions, *, sa
     windows = replace(text.windows, ids=text.windows.ids[np.argsort(held_out(len(text.windows.ids)), kind="stable")])
     ordered = replace(layer_pass, text=replace(text, windows=windows))
     with (
-        closing(each_layer(ordered, around, events=events)) as layers,
-        Team(text.threads, options.check_stop) as team,
+        closing(each_layer(ordered)) as layers,
+        Team(text.threads, check_stop) as team,
     ):
         for layer in layers:
-            result = _LayerConversion(layer, options, events, team).run()
+            result = _LayerConversion(layer, recipe, team).run()
             save(layer.number, replace(result, dropped=layer.dropped))
 
 
 class _LayerConversion:
     """One layer of the layer pass."""
 
-    def __init__(self, layer: Layer, options: GptqOptions, events: Events, team: Team) -> None:
+    def __init__(self, layer: Layer, recipe: Recipe, team: Team) -> None:
         self._layer = layer
-        self._options = options
-        self._events = events
+        self._recipe = recipe
         self._layer_pass = layer.layer_pass
         self._decoder = layer.decoder
         self._work = layer.layer_pass.work
@@ -103,11 +88,12 @@ class _LayerConversion:
         self._mlp = f"{detect_family(source).layer.format(layer=layer.number)}.mlp"
         is_dense = self._decoder.is_dense
         self._num_experts = 0 if is_dense else read_architecture(source).num_experts
-        self._accumulator = LayerAccumulator(layer.number, num_experts=self._num_experts, seed=options.seed)
+        seed = self._layer_pass.text.windows.seed
+        self._accumulator = LayerAccumulator(layer.number, num_experts=self._num_experts, seed=seed)
         self._shared = None
-        if is_dense and "dense_mlp" in options.roles:
+        if is_dense and "dense_mlp" in recipe.roles:
             self._shared = self._mlp
-        elif not is_dense and "shared_experts" in options.roles:
+        elif not is_dense and "shared_experts" in recipe.roles:
             self._shared = shared_module(layer.reader, self._mlp)
 
     def run(self) -> LayerResult:
@@ -126,7 +112,7 @@ class _LayerConversion:
                 kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
                 write(states)
         exponents_K = None
-        if self._options.smoothing and self._is_varied and not self._decoder.is_dense:
+        if self._recipe.smoothing and self._is_varied and not self._decoder.is_dense:
             exponents_K = self._accumulator.find_exponents(self._layer.reader)
         decided, residual_TK = self._convert(collected.finish(), exponents_K)
         if not self._layer.is_last:
@@ -142,7 +128,7 @@ class _LayerConversion:
         """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
         streams = (HIDDEN, RESIDUAL) if self._layer.number else (HIDDEN,)  # nothing is missing in the embedding
         for first, (states, *residual) in self._layer.chunks(streams, apart=self._held_out):
-            self._options.check_stop()
+            self._team.check_stop()
             converted = np.subtract(states, residual[0], out=residual[0]) if residual else states.copy()
             states[~finite_windows(converted)] = np.nan
             yield first, states, converted
@@ -192,7 +178,7 @@ class _LayerConversion:
 
     def _tee(self, first: int) -> _Tee:
         """Return the observer of a chunk: windows that are kept out are not accumulated."""
-        return _Tee(self._options.check_stop, self._accumulator if first < self._num_fitted else None)
+        return _Tee(self._team.check_stop, self._accumulator if first < self._num_fitted else None)
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
         """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
@@ -219,7 +205,7 @@ class _LayerConversion:
             )
             decided, residual_TK = converter.convert(inputs)
         if (found := decided.held_out) is not None and found.is_worse:
-            self._events.note(
+            self._layer_pass.shards.events.note(
                 f"warning: layer {self._layer.number}: on the windows that were kept out of the fit, the squared error "
                 f"of the outputs is {found.gptq_error:.5f}; by rule mse it would be {found.mse_error:.5f}"
             )
@@ -227,7 +213,7 @@ class _LayerConversion:
 
     def _reach(self, gates_and_ups: float, downs: float) -> None:
         """Report how far the layer is: a third for both streams, for gates and ups, and for downs, which come last."""
-        self._options.check_stop()
+        self._team.check_stop()
         self._layer.progress.share = 1.0
         self._layer.progress.reach(int(self._layer_pass.ids.size * (1 + gates_and_ups + downs) / 3))
 

@@ -27,6 +27,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from k2convert.checkpoint.files import discard_file
 from k2convert.checkpoint.header import TensorInfo, encode_header, read_header
 from k2convert.checkpoint.names import CALIBRATION_WORK, WORK_FOLDER, WORK_SUFFIX
 from k2convert.checkpoint.reader import Bytes, ShardReader
@@ -64,7 +65,7 @@ def conversion_work(destination: Path) -> WorkFolder:
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What is kept of a layer that is done.
+    """Decisions in a layer that is done.
 
     `tokens` of each routed expert, without the windows that are kept out of the fit, and smoothing `exponents` a of
     each channel, -4..4, are empty if the layer has none. `dropped` windows were not finite in the layers so far.
@@ -97,7 +98,7 @@ def needed_files(work: WorkFolder, quantized: Collection[int]) -> dict[int, list
 
 def drop_quantized(work: WorkFolder, layer: int) -> None:
     """Remove a layer's converted experts: every shard has them."""
-    work.remove_file(work.path(CODES, layer))
+    discard_file(work.path(CODES, layer))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from k2convert.calibration.smoothing import SAMPLED_TOKENS, STEPS
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
-from k2convert.forward.layer_pass import DENSE_TOKENS, PassSize
+from k2convert.forward.layer_pass import PassText
 from k2convert.machine import POOL_BYTES
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
@@ -58,9 +58,9 @@ class ModelSizes:
     dense_bytes: int
     pool_bytes: int
 
-    def num_moe(self, size: PassSize) -> int:
-        """Return how many of the layers that are left have experts."""
-        return sum(layer in self.moe_layers for layer in range(self.num_layers - size.num_layers, self.num_layers))
+    def num_moe(self, num_layers: int) -> int:
+        """Return how many of the last `num_layers` layers have experts."""
+        return sum(layer in self.moe_layers for layer in range(self.num_layers - num_layers, self.num_layers))
 
     def routed(self, tokens: int) -> int:
         """Return how many of these tokens an expert gets, if all experts get the same."""
@@ -113,43 +113,43 @@ def _field(text: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
-    """Count the peak of a pass of one model, with the buffers for reading."""
-    memory = _peak(model, size, _layer_bytes(model, size), streams=1)
+def pass_memory(model: ModelSizes, text: PassText, num_layers: int) -> Memory:
+    """Count the peak of a pass of one model through its last `num_layers` layers, with the buffers for reading."""
+    memory = _peak(model, text, _layer_bytes(model, text, num_layers), streams=1)
     return Memory(memory.main + model.pool_bytes, memory.gpu)
 
 
-def gptq_memory(model: ModelSizes, size: PassSize, *, shared_width: int = 0) -> Memory:
+def gptq_memory(model: ModelSizes, text: PassText, num_layers: int, *, shared_width: int = 0) -> Memory:
     """Count the peak of a conversion by rule gptq, without the buffers for reading, which the conversion counts.
 
-    `shared_width` is that of the widest MLP that is converted and that every token takes.
+    `num_layers` are left. `shared_width` is that of the widest MLP that is converted and that every token takes.
     """
     square = 4 * model.hidden**2
     projection = 4 * model.hidden * model.width
-    states = 4 * size.chunk_tokens * model.hidden
-    routed = model.routed(size.num_tokens)
+    states = 4 * text.chunk_tokens * model.hidden
+    routed = model.routed(text.num_tokens)
     tried = 1  # halves of the moments while their damping is chosen: one at a time, or one in every thread
     if model.hidden <= SMALL:
-        tried = min(size.workers, 2 * len(DAMPINGS))
-    if size.on_cpu:
+        tried = min(text.threads, 2 * len(DAMPINGS))
+    if text.on_cpu:
         tokens = inner = 0
         mapped = 2 * states
         rows = _MAPPED_COPIES * min(routed, PIECE_TOKENS)
         experts = 1
         floats = _EXPERT_FLOATS
     else:
-        tokens = 4 * size.num_tokens * model.hidden
-        inner = 4 * size.num_tokens * model.experts_per_token * model.width
+        tokens = 4 * text.num_tokens * model.hidden
+        inner = 4 * text.num_tokens * model.experts_per_token * model.width
         mapped = 0
         rows = _COPIES * routed
         experts = GROUPED_EXPERTS
         floats = _CUDA_EXPERT_FLOATS
     pieces = 4 * rows * model.hidden  # of one expert's tokens
-    in_work = experts * (size.workers * floats * projection + (size.workers + 1) * pieces)
+    in_work = experts * (text.threads * floats * projection + (text.threads + 1) * pieces)
     held = 2 * square + 2 * tokens  # moments of gate and up, and the tokens of both streams
     attention = model.attention_bytes
     phases = {
-        "both streams": held + _layer_bytes(model, size) + states,
+        "both streams": held + _layer_bytes(model, text, num_layers) + states,
         "collecting tokens": held + attention + 9 * states + mapped,
         "damping, in FP64": held + attention + (3 + 6 * tried) * square,
         "gate and up": held + attention + tokens // 4 + inner + in_work,
@@ -161,37 +161,37 @@ def gptq_memory(model: ModelSizes, size: PassSize, *, shared_width: int = 0) -> 
         + 52 * shared_width**2
         + pieces,
     }
-    memory = _peak(model, size, max(phases.values()), streams=2)
-    staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * size.num_tokens * model.hidden)  # of both streams' files
+    memory = _peak(model, text, max(phases.values()), streams=2)
+    staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * text.num_tokens * model.hidden)  # of both streams' files
     return Memory(memory.main + staging, memory.gpu)
 
 
-def _peak(model: ModelSizes, size: PassSize, held: int, *, streams: int) -> Memory:
+def _peak(model: ModelSizes, text: PassText, held: int, *, streams: int) -> Memory:
     """Return what is held where: all of it in main memory, or in a GPU with the states of a chunk in both."""
     search = len(STEPS) * (2 * SAMPLED_TOKENS) * model.hidden * _SEARCH_BYTES
-    if size.on_cpu:
+    if text.on_cpu:
         return Memory(_LIBRARY_BYTES + max(held, model.attention_bytes + search), 0)
-    states = 4 * size.chunk_tokens * model.hidden
+    states = 4 * text.chunk_tokens * model.hidden
     return Memory(_LIBRARY_BYTES + CUDA_BYTES + search + 2 * streams * states, held + CUDA_BYTES // 2)
 
 
-def _layer_bytes(model: ModelSizes, size: PassSize) -> int:
+def _layer_bytes(model: ModelSizes, text: PassText, num_layers: int) -> int:
     """Return the most bytes that one stream needs in a layer, weights included."""
     most = 0
-    if model.num_moe(size):
-        tokens = size.chunk_tokens
-        piece = min(tokens, PIECE_TOKENS if size.on_cpu else CUDA_PIECE_TOKENS)
+    if model.num_moe(num_layers):
+        tokens = text.chunk_tokens
+        piece = min(tokens, PIECE_TOKENS if text.on_cpu else CUDA_PIECE_TOKENS)
         inner = tokens * (model.experts_per_token + 1) * model.width
-        mlp = 4 * tokens * model.hidden + inner + (size.workers + 1) * piece * (model.hidden + model.width)
-        most = model.attention_bytes + max(4 * mlp, _attention_bytes(model, size, size.chunk_windows))
-    if model.num_moe(size) < size.num_layers:
-        windows = min(size.chunk_windows, max(1, DENSE_TOKENS // size.window)) if size.on_cpu else size.chunk_windows
-        mlp = 4 * windows * size.window * (4 * model.hidden + 2 * model.dense_width)
-        others = max(model.dense_bytes + mlp, _attention_bytes(model, size, windows))
+        mlp = 4 * tokens * model.hidden + inner + (text.threads + 1) * piece * (model.hidden + model.width)
+        most = model.attention_bytes + max(4 * mlp, _attention_bytes(model, text, text.windows_at_once(dense=False)))
+    if model.num_moe(num_layers) < num_layers:
+        windows = text.windows_at_once(dense=True)
+        mlp = 4 * windows * text.window * (4 * model.hidden + 2 * model.dense_width)
+        others = max(model.dense_bytes + mlp, _attention_bytes(model, text, windows))
         most = max(most, model.attention_bytes + others)
     return most
 
 
-def _attention_bytes(model: ModelSizes, size: PassSize, windows: int) -> int:
-    at_once = min(size.workers, windows) * size.window * model.head_floats * _ATTENTION_TENSORS
-    return 4 * (3 * windows * size.window * model.hidden + at_once)
+def _attention_bytes(model: ModelSizes, text: PassText, windows: int) -> int:
+    at_once = min(text.threads, windows) * text.window * model.head_floats * _ATTENTION_TENSORS
+    return 4 * (3 * windows * text.window * model.hidden + at_once)

@@ -81,7 +81,7 @@ _READERS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a result says of its conversion. None: it does not say.
+    """Claims of a result about its conversion. None: it does not say.
 
     rule           "max", "mse" or "gptq"; of any other only codes, scales and the error are checked
     layout         "modelopt" or "compressed-tensors"

@@ -47,7 +47,7 @@ ONE_SIDED: Final = ((None, 0.02, "tensors"), (0, 0.05, "columns"), (1, 0.1, "num
 
 
 class Fault(Exception):  # noqa: N818
-    """What is wrong with one tensor or module."""
+    """A fault of one tensor or module, in words."""
 
 
 class Tensor(NamedTuple):

@@ -8,7 +8,7 @@ arithmetic of its own.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
 from k2convert.models.names import Family, ModulePlace, TensorName, column_scaling, reads_norm
-from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.bf16 import scale_bits, scale_fp32
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""
@@ -97,39 +96,15 @@ def derive_exponents(before: Bytes, after: Bytes, *, dtype: str) -> tuple[Expone
     return np.where(fits, exponents, 0).astype(np.int8), problem
 
 
-def scaled_bytes(data: Bytes, *, dtype: str, begin: int, exponents: Exponents) -> Bytes:
-    """Return bytes of a tensor [.., K] with column j times 2**exponents[j]; they begin at byte `begin` of the tensor.
-
-    Raises FormatError if a number cannot be scaled exactly.
-    """
-    bits = data.view(_BITS[dtype])
-    result = np.empty_like(bits)
-    first = begin // bits.itemsize
-    for start in range(0, bits.size, _AT_ONCE):
-        some = bits[start : start + _AT_ONCE]
-        shifts = exponents[(first + start + np.arange(some.size)) % exponents.size]
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = np.ldexp(_values(some.view(np.uint8), dtype), shifts)
-            rounded = values.astype(np.float32)
-        scaled = rounded.view(np.uint32)
-        scaled = (scaled >> np.uint32(16)).astype(np.uint16) if dtype == "BF16" else scaled
-        wrong = (_values(scaled.view(np.uint8), dtype) != values) & (shifts != 0)
-        if wrong.any():
-            column = (first + start + int(np.argmax(wrong))) % exponents.size
-            raise FormatError(f"column {column} times 2^{exponents[column]} is not exact in {dtype}")
-        result[start : start + _AT_ONCE] = np.where(shifts == 0, some, scaled)
-    return result.view(np.uint8)
-
-
 def misfit(before: Bytes, after: Bytes, *, dtype: str, begin: int, exponents: Exponents) -> str:
     """Return what is wrong with `after`, which must be the source's numbers times 2**exponents; empty if nothing is.
 
     `begin` is the place of the first byte in the tensor [.., K].
     """
     try:
-        expected = scaled_bytes(before, dtype=dtype, begin=begin, exponents=exponents)
+        expected = _scaled_bytes(before, dtype=dtype, begin=begin, exponents=exponents)
     except FormatError as error:
-        return f"smoothing: {error}"
+        return str(error)
     wrong = np.flatnonzero(expected.view(_BITS[dtype]) != after.view(_BITS[dtype]))
     if not wrong.size:
         return ""
@@ -141,15 +116,19 @@ def misfit(before: Bytes, after: Bytes, *, dtype: str, begin: int, exponents: Ex
     )
 
 
-def over_powers(weight: SourceWeight, exponents: Exponents | None) -> SourceWeight:
-    """Return a weight with column j over 2**exponents[j]; raises FormatError if a BF16 number cannot be exact."""
-    if exponents is None:
-        return weight
-    if isinstance(weight, Int4Weight):
-        return Int4Weight(weight.packed, weight.scale_bits, exponents)
-    data = np.ascontiguousarray(weight.bits).reshape(-1).view(np.uint8)
-    scaled = scaled_bytes(data, dtype="BF16", begin=0, exponents=-exponents)
-    return Bf16Weight(scaled.view(np.uint16).reshape(weight.shape))
+def _scaled_bytes(data: Bytes, *, dtype: str, begin: int, exponents: Exponents) -> Bytes:
+    bits: NDArray[Any] = data.view(_BITS[dtype])
+    scaled = bits.copy()
+    for start in range(0, bits.size, _AT_ONCE):
+        stop = min(start + _AT_ONCE, bits.size)
+        steps = exponents[(begin // bits.itemsize + np.arange(start, stop)) % exponents.size]
+        changed = start + np.flatnonzero(steps)  # what is not scaled may be any number
+        if dtype == "BF16":
+            scaled[changed] = scale_bits(bits[changed], steps[changed - start], name="smoothing")
+        else:
+            values = scale_fp32(bits[changed].view(np.float32), steps[changed - start], name="smoothing")
+            scaled[changed] = values.view(np.uint32)
+    return scaled.view(np.uint8)
 
 
 def _values(data: Bytes, dtype: str) -> NDArray[np.float64]:

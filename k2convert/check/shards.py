@@ -6,50 +6,64 @@ have been sent (`join_findings`). The scan (contract/scan.py) hashes shards and 
 measured here, in a pool of threads. When a shard was read, the certificate checks it (certificate.py).
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
-from k2convert.check.contract.result import Result
+from k2convert.check.contract.result import Result, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
-from k2convert.check.decode import Figures, MeasuredWeight, Totals, measure_decoded, total_errors
+from k2convert.check.decode import Figures, differing_totals, measure_decoded, measured_figures
 from k2convert.check.remote import LOCAL, Shards
-from k2convert.check.scaling import over_powers
-from k2convert.checkpoint.header import TensorInfo
+from k2convert.check.scaling import Scaling
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.errors import SourceReadError, remedy
-from k2convert.models.names import TensorName
+from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError, SourceReadError, remedy
+from k2convert.models.names import Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
-from k2convert.records.ledger import DecodedError, ProjectionRecord
+from k2convert.records.ledger import TOTAL, ProjectionRecord, ShardFindings, ShardRecord, doubt_of, summarize
+
+if TYPE_CHECKING:
+    from k2convert.calibration.layer_files import Calibration
 
 MAX_PENDING: Final = 4  # tensors measured at once; the pass over the shards waits for the slowest
 SMALLEST_STEP: Final = -9
 """E4M3 has the powers of two from 2**-9 on: a cast keeps the codes of a group from there on."""
+_REMEDY: Final = (
+    "The shard was not uploaded. Run the same command again: the shard is converted again. If this happens twice, "
+    "check the memory, or choose a different --device."
+)
 
 
 @dataclass(slots=True)
 class ShardsFound:
     """Findings of the pass: by the scan, on each converted module in the order of the shards, and by the certificate.
 
+    `totals` are the measured ones by role and under "total"; the modules' own have no histogram, for it is large.
+    `has_exact_scales` is false if a rounded divisor was all there is to tell a global scale from.
+
     `recorded` are the conversion's records of the modules.
     """
 
     scan: ScanResult = field(default_factory=ScanResult)
-    measured: dict[str, MeasuredWeight] = field(default_factory=dict[str, MeasuredWeight])
-    totals: Totals = field(default_factory=Totals)
+    measured: dict[str, WeightMetrics] = field(default_factory=dict[str, WeightMetrics])
+    totals: dict[str, MetricsSum] = field(default_factory=lambda: defaultdict(MetricsSum))
+    has_exact_scales: bool = True
     certified: Verdict = field(default_factory=Verdict)
     recorded: Mapping[str, ProjectionRecord] = field(default_factory=dict[str, ProjectionRecord])
 
@@ -60,20 +74,22 @@ class ShardsFound:
         self.certified.add(other.certified)
         self.recorded = other.recorded
 
-    @property
-    def errors(self) -> dict[str, DecodedError]:
-        """The decoded error of each module."""
-        return {module: measured.error for module, measured in self.measured.items()}
+    def add_measured(self, module: str, role: str, measured: WeightMetrics) -> None:
+        """Add the figures of one module."""
+        for key in (role, TOTAL):
+            self.totals[key].add(measured)
+        self.measured[module] = replace(measured, scale_histogram={})
 
     @property
     def doubts(self) -> dict[str, str]:
         """Doubts about the source's codes, by module."""
-        return {module: measured.doubt for module, measured in self.measured.items() if measured.doubt}
+        found = {module: doubt_of(m.num_minus_eight, m.num_codes) for module, m in self.measured.items()}
+        return {module: doubt for module, doubt in found.items() if doubt}
 
-    def figures(self, result: Result) -> Mapping[str, Figures]:
-        """Return the measured figures by role and under "total"."""
-        roles = {module: result.modules[module].parts.role for module in self.measured}
-        return self.totals.figures(total_errors(self.errors, roles))
+    @property
+    def figures(self) -> Mapping[str, Figures]:
+        """The measured figures by role and under "total"."""
+        return measured_figures(self.totals, has_exact_scales=self.has_exact_scales)
 
 
 def claim_of(result: Result) -> Claim:
@@ -151,9 +167,9 @@ def _compare_errors(found: ShardsFound) -> None:
         measured = found.measured.get(module)
         if measured is None:
             continue
-        error = measured.error
-        if not np.allclose((error.energy, error.squared_error), sums, rtol=1e-9, atol=0):
-            problem = f"measured {error.squared_error!r} of {error.energy!r}, but it is {sums[1]!r} of {sums[0]!r}"
+        if not np.allclose((measured.energy, measured.squared_error), sums, rtol=1e-9, atol=0):
+            own = f"{measured.squared_error!r} of {measured.energy!r}"
+            problem = f"measured {own}, but it is {sums[1]!r} of {sums[0]!r}"
             found.certified.problems.setdefault(module, problem)
 
 
@@ -168,7 +184,7 @@ class _Measurer:
     certificate: Certificate
     found: ShardsFound
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
-    _pending: list[Future[tuple[str, MeasuredWeight]]] = field(default_factory=list[Future[tuple[str, MeasuredWeight]]])
+    _pending: dict[str, Future[WeightMetrics]] = field(default_factory=dict[str, Future[WeightMetrics]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
@@ -185,56 +201,54 @@ class _Measurer:
         place = self.result.modules[module]
         if self.result.is_in_source(place) and not shape_problems(self.result, place):
             self._room.acquire()
-            self._pending.append(self.pool.submit(self._measure, module, place.parts, parts))
+            self._pending[module] = self.pool.submit(self._measure, module, place.parts, parts)
 
-    def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> tuple[str, MeasuredWeight]:
+    def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> WeightMetrics:
         try:
             names = self.result.names
             with remedy(SOURCE_REMEDY):
                 source = load_projection(self.reader.read, projection_of(self.source, place))
-                source = over_powers(source, self.result.scaling.of_weight(place))
+                exponents = self.result.scaling.of_weight(place)
+                if exponents is not None:
+                    source = source.divide_columns(exponents, name=module)
             raw = parts[names.global_scale].tobytes()
-            scale, is_exact = self._global_scale(module, raw)
+            scale = self._global_scale(module, raw)
             packed, scales = parts[names.weight], parts[names.block_scale]
             changed = None
             recipe = self.result.recipe
             if recipe is not None and (recipe.rule, recipe.quantizer) == ("mse", "native"):
                 changed = _changed_codes(source, packed, scale)
-            measured = measure_decoded(
-                source,
-                packed=packed,
-                block_scales=scales,
-                global_scale=scale,
-                has_exact_scale=is_exact,
-                changed_codes=changed,
+            return measure_decoded(
+                source, packed=packed, block_scales=scales, global_scale=scale, changed_codes=changed
             )
-            self.found.totals.add(place.role, measured)
-            return module, measured
         finally:
             self._room.release()
 
-    def _global_scale(self, module: str, raw: bytes) -> tuple[float, bool]:
-        """Return g, and whether it is exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""
+    def _global_scale(self, module: str, raw: bytes) -> float:
+        """Return g, and note if it is not exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""
         names = self.result.names
         scale = names.decode_scalar(raw)
         if not names.is_divisor or np.frexp(scale)[0] == 0.5:
-            return scale, True
+            return scale
         record = self.found.recorded.get(module)
         try:
             known = [self.certificate.global_scale(module)]
         except Fault:
             known = []
         known += [] if record is None else [record.global_scale]
-        exact = next((scale for scale in known if scale is not None and names.stores(scale, raw)), None)
-        return (scale, False) if exact is None else (exact, True)
+        for exact in known:
+            if exact is not None and names.stores(exact, raw):
+                return exact
+        self.found.has_exact_scales = False
+        return scale
 
     def settle(self) -> None:
         """Wait for the modules taken so far, and close the source's files."""
-        wait(self._pending)
+        wait(self._pending.values())
         self.reader.release()
-        measured = [future.result() for future in self._pending]
+        for module, measured in self._pending.items():
+            self.found.add_measured(module, self.result.modules[module].parts.role, measured.result())
         self._pending.clear()
-        self.found.measured |= dict(measured)
 
 
 def _changed_codes(source: SourceWeight, packed: Bytes, scale: float) -> int | None:
@@ -252,3 +266,112 @@ def _changed_codes(source: SourceWeight, packed: Bytes, scale: float) -> int | N
     steps = source.scale_bytes.reshape(-1).astype(np.int64) - SCALE_BIAS - (int(exponent) - 1)
     is_copied = (steps >= SMALLEST_STEP) | is_empty(groups)
     return int(np.count_nonzero((groups != written)[is_copied]))
+
+
+def check_finished_shard(
+    path: Path,
+    record: ShardRecord,
+    *,
+    source_folder: Path,
+    recipe: Recipe,
+    calibration: "Calibration | None",
+    family: Family,
+) -> ShardFindings:
+    """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
+
+    The headers of its source shards are read again, so a plan that is wrong is found. `calibration` and `family` are
+    those of the conversion. Raises InvalidCheckpointError if a byte or a figure of the record is not what the source
+    gives, ChangedFileError if the file is not the recorded one, CheckpointError if the source changed.
+    """
+    source = read_source_shards(source_folder, record.source_headers)
+    try:
+        result = open_shard(path, family=family, source=source, recipe=recipe)
+    except CheckpointError:  # its header is not the one that was written
+        raise ChangedFileError(path) from None
+    if calibration is not None:
+        layers = {parts.layer for parts in result.source_names.values()} & set(calibration.layers)
+        exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
+        scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
+        result = replace(result, calibration=calibration, scaling=scaling)
+    recorded = {projection.module: projection for projection in record.projections}
+    found = validate_shards(result, recorded=recorded)
+    scan = found.scan
+    if scan.digests[path.name] != record.blake3:
+        raise ChangedFileError(path)
+    problems = list(_problems(result, found, record))
+    if problems:
+        (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
+    return ShardFindings(
+        blake3=record.blake3,
+        copied=tuple(sorted(scan.compared)),
+        scaled=tuple(sorted(scan.scaled)),
+        decoded=found.measured,
+        certified_rows=found.certified.rows,
+        certified_whole=found.certified.all_rows,
+        invalid_scales=scan.invalid_scales,
+        subnormal_scales=scan.subnormal_scales,
+        zero_blocks_with_codes=scan.zero_blocks_with_codes,
+        scalars=scan.scalars,
+    )
+
+
+def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
+    for name, count in found.scan.different.items():
+        yield name, f"{count:,} bytes are not the source's"
+    yield from found.scan.misscaled.items()
+    for name in result.tensors:
+        module, _, parameter = name.rpartition(".")
+        is_measured = module in found.measured and parameter in result.expected_parameters
+        if name not in found.scan.compared and not is_measured:
+            yield name, "could not be compared with the source"
+    yield from found.certified.problems.items()
+    if all(projection.metrics is not None for projection in record.projections):
+        yield from differing_totals(summarize([record]), found.figures)
+
+
+def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
+    """Return what the passes over single shards found, as one pass over all of them would; see `check_finished_shard`.
+
+    The figures that a record states were those of its bytes.
+    """
+    recorded: dict[str, ProjectionRecord] = {}
+    joined = ShardsFound(recorded=recorded)
+    for record in records:
+        recorded.update((projection.module, projection) for projection in record.projections)
+        checked = record.checked
+        scan = joined.scan
+        if checked is None or checked.blake3 != record.blake3:
+            continue
+        scan.digests[record.shard] = record.blake3
+        scan.compared.update(checked.copied)
+        scan.scaled.update(checked.scaled)
+        scan.all_zero.update(record.zero_copies)
+        scan.invalid_scales.update(checked.invalid_scales)
+        scan.subnormal_scales.update(checked.subnormal_scales)
+        scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
+        scan.scalars.update(checked.scalars)
+        joined.certified.add(
+            Verdict(rows=checked.certified_rows, copies=len(checked.copied), all_rows=checked.certified_whole)
+        )
+        for projection in record.projections:
+            measured = checked.decoded[projection.module]
+            joined.add_measured(projection.module, projection.role, measured)
+            if measured.energy == 0.0:
+                scan.all_zero.add(projection.module)
+    return joined
+
+
+def read_source_shards(folder: Path, digests: Mapping[str, str]) -> Checkpoint:
+    """Return the source shards that one shard of a result comes from, as a source of their own.
+
+    `digests` are those of the headers at the plan; CheckpointError if one changed.
+    """
+    headers = dict[str, ShardHeader]()
+    tensors = dict[str, TensorInfo]()
+    for shard, digest in digests.items():
+        headers[shard] = read_header(folder / shard)
+        if headers[shard].digest != digest:
+            raise CheckpointError(f"{folder / shard}: its header changed since planning. Run the same command again.")
+        tensors |= headers[shard].tensors
+    return Checkpoint(folder, "{}", headers, tensors, {}, ())

@@ -7,20 +7,25 @@ is taken from the journal: if no rule is known, which global scale a rounded div
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from k2convert.check.certificate import KNOWN_RULES
 from k2convert.check.contract import check_result
 from k2convert.check.contract.result import Result, read_result
 from k2convert.check.contract.scan import ShardBytes
 from k2convert.check.decode import is_same_error
-from k2convert.check.finished_shard import join_findings
-from k2convert.check.layers.result import LayersReport
 from k2convert.check.remote import LOCAL, Shards
-from k2convert.check.results import CertificateReport, ContractReport, ValidationReport, WeightsReport
-from k2convert.check.shards import ShardsFound, claim_of, validate_shards
+from k2convert.check.results import (
+    CertificateReport,
+    ContractReport,
+    LayersReport,
+    LayersRequest,
+    ValidationReport,
+    WeightsReport,
+)
+from k2convert.check.shards import ShardsFound, claim_of, join_findings, validate_shards
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -34,23 +39,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, check_finished
 from k2convert.records.ledger import ProjectionRecord, ShardRecord
 
-if TYPE_CHECKING:
-    from k2convert.text.windows import Windows
-
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
-
-
-@dataclass(frozen=True, slots=True)
-class LayersRequest:
-    """Which reference layers to compute, on the hidden states of a text, or on synthetic ones.
-
-    `num_experts` are those of the layers, and of the layers below that give the hidden states of the text.
-    """
-
-    layers: tuple[int, ...]
-    text: "Windows | None"
-    tokens: int
-    num_experts: int = 0
 
 
 def validate_checkpoint(
@@ -230,7 +219,7 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
     """Check the rules, and compare the journal's figures."""
     if result.source is None:
         return check_result(result, found.scan), None
-    errors = found.errors
+    errors = found.measured
     stated = {m: p.metrics for m, p in found.recorded.items() if m in errors and p.metrics is not None}
     weights = WeightsReport(
         errors=errors,
@@ -240,7 +229,7 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
         journal_compared=len(stated),
     )
     is_whole = result.whole is None and errors.keys() >= {module.name for module in result.converted}
-    totals = found.figures(result) if is_whole and errors else None
+    totals = found.figures if is_whole and errors else None
     return check_result(result, found.scan, errors=errors, totals=totals, doubts=found.doubts), weights
 
 
@@ -277,17 +266,10 @@ def _recorded(result: Result) -> dict[str, ProjectionRecord]:
 def _compute_layers(
     request: LayersRequest, result: Result, source: Checkpoint, *, events: Events, shards: Shards
 ) -> LayersReport:
-    from k2convert.check.layers.check import check_layers
+    from k2convert.check.reference_layers import check_layers
 
     with remedy(RESULT_REMEDY):
         converted = open_checkpoint(result.folder, read=shards.header_reader)
     return check_layers(
-        source=source,
-        converted=converted,
-        layers=request.layers,
-        text=request.text,
-        tokens=request.tokens,
-        budget=result.budget,
-        scaling=result.scaling,
-        events=events,
+        request, source=source, converted=converted, budget=result.budget, scaling=result.scaling, events=events
     )

@@ -382,6 +382,6 @@ def config_differences(
 
 
 def discard_file(path: Path) -> None:
-    """Remove a file if it exists; raises DestinationWriteError."""
+    """Remove a file if it exists; raises DestinationWriteError, DestinationError for a folder."""
     with writing(path):
-        path.unlink(missing_ok=True)
+        remove_file(path)

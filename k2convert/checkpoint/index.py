@@ -2,8 +2,7 @@
 
 No tensor is read. The same `Checkpoint` is built from a local folder and from headers fetched over a network.
 
-Its config is frozen. Libraries complete the configs that they get in place: that is a TypeError instead of a result
-with other numbers. A frozen document is still a dict of dicts and lists, so json encodes it and isinstance knows it.
+Libraries complete the configs that they get in place, so they get copies, and so does what writes a config.
 
 Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import (
     check_fetched,
@@ -49,60 +48,12 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
 
-
-def _refuse(_self: object, *_args: object, **_options: object) -> NoReturn:
-    raise TypeError("this document is frozen: change a copy")
-
-
-def _reduced(self: Any, _protocol: object) -> tuple[Any, ...]:
-    return freeze, (thaw(self),)
-
-
-def _copied(self: Any, _memo: object) -> Any:
-    return thaw(self)
-
-
-class FrozenDict(dict[str, Any]):
-    """A dict without its methods that change it."""
-
-
-class FrozenList(list[Any]):
-    """A list without its methods that change it."""
-
-
-for _kind, _methods in (
-    (FrozenDict, "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update"),
-    (FrozenList, "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"),
-):
-    _refused = dict.fromkeys(_methods.split(), _refuse)
-    for _name, _method in {**_refused, "__reduce_ex__": _reduced, "__deepcopy__": _copied}.items():
-        setattr(_kind, _name, _method)
-
-
-def freeze(document: Any) -> Any:
-    """Return a JSON document that cannot be changed, at any depth."""
-    if isinstance(document, dict):
-        return FrozenDict({key: freeze(value) for key, value in cast(dict[str, Any], document).items()})
-    if isinstance(document, list):
-        return FrozenList([freeze(value) for value in cast(list[Any], document)])
-    return document
-
-
-def thaw(document: Any) -> Any:
-    """Return a copy of a JSON document that may be changed."""
-    if isinstance(document, dict):
-        return {key: thaw(value) for key, value in cast(dict[str, Any], document).items()}
-    if isinstance(document, list):
-        return [thaw(value) for value in cast(list[Any], document)]
-    return document
-
-
 MAX_SHARD_NAME_BYTES: Final = 230  # filesystems take 255; records, downloads and temporary files add to the name
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers, index and config of one checkpoint. `tensors` spans all shards; `config` cannot be changed."""
+    """Headers, index and config of one checkpoint. `tensors` spans all shards; nobody changes `config`."""
 
     folder: Path
     config_text: str
@@ -110,10 +61,10 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     index_metadata: dict[str, Any]
     stray_shards: tuple[str, ...]
-    config: FrozenDict = field(init=False)
+    config: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "config", freeze(self.parse_config()))
+        object.__setattr__(self, "config", self.parse_config())
 
     def parse_config(self) -> dict[str, Any]:
         """Return config.json, parsed from its text: a copy of its own for each caller, which may change it."""
@@ -204,7 +155,7 @@ def build_checkpoint(
     if not isinstance(metadata, dict):
         raise MalformedFileError(f"{folder / INDEX_NAME}: metadata is not a JSON object.")
     stray = tuple(shard for shard in present if shard not in headers)
-    return Checkpoint(folder, config_text, headers, tensors, freeze(metadata), stray)
+    return Checkpoint(folder, config_text, headers, tensors, cast(dict[str, Any], metadata), stray)
 
 
 def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]:

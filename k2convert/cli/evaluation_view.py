@@ -17,7 +17,7 @@ from k2convert.records.document import plain
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Verdict
 
 if TYPE_CHECKING:
-    from k2convert.evaluation.streamed import EvaluationPlan
+    from k2convert.evaluation.plan import EvaluationPlan
 
 _SHOWN_TOKENS = 3
 

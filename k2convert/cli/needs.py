@@ -58,8 +58,8 @@ def calibration_needs(plan: CalibrationPlan, job: Job) -> Needs:
     """Count what the rest of a calibration needs, next to the conversion of a job."""
     from k2convert.calibration.memory import gptq_memory, read_sizes
 
-    size = plan.layer_pass.text.size(layers_left(job, plan))
-    memory = gptq_memory(read_sizes(plan.source), size, shared_width=plan.shared_width)
+    num_layers = layers_left(job, plan)
+    memory = gptq_memory(read_sizes(plan.source), plan.layer_pass.text, num_layers, shared_width=plan.shared_width)
     return Needs(plan.layer_pass.text.devices, memory_bytes(job, layer_pass=memory.main), memory.gpu)
 
 
@@ -68,7 +68,7 @@ def evaluation_needs(source: Checkpoint, text: PassText, *, layers: int, models:
     from k2convert.calibration.memory import read_sizes
     from k2convert.evaluation.streamed import evaluation_memory
 
-    memory = evaluation_memory(read_sizes(source), text.size(layers), models=models)
+    memory = evaluation_memory(read_sizes(source), text, layers, models=models)
     return Needs(text.devices, peak_bytes() + memory.main, memory.gpu)
 
 

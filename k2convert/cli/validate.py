@@ -24,7 +24,7 @@ from k2convert.errors import (
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 
 if TYPE_CHECKING:
-    from k2convert.check.validate import LayersRequest
+    from k2convert.check.results import LayersRequest
     from k2convert.checkpoint.index import Checkpoint
     from k2convert.records.command import JobCommand
 
@@ -92,7 +92,7 @@ def validate(
 
 def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None, tokens: int) -> "LayersRequest":
     """Check a request now: it is used after the pass over the shards, which may take hours. Reads the text, if any."""
-    from k2convert.check.validate import LayersRequest
+    from k2convert.check.results import LayersRequest
     from k2convert.cli import console
     from k2convert.job.opening import read_windows_of
     from k2convert.models import read_architecture
@@ -102,7 +102,7 @@ def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None,
     known = read_architecture(source).moe_layers
     numbers = known
     if layers != "all":
-        from k2convert.check.layers.check import check_layers_exist
+        from k2convert.check.reference_layers import check_layers_exist
 
         try:
             numbers = tuple(int(part) for part in layers.split(","))

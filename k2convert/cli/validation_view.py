@@ -5,20 +5,23 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from k2convert.check.layers.result import LayersReport, Variant, labels
 from k2convert.check.results import (
     MAX_OFFENDERS,
     CertificateReport,
     ContractReport,
+    LayersReport,
     ValidationReport,
+    Variant,
     WeightsReport,
+    labels,
     validation_document,
 )
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
 from k2convert.models import expected_family
-from k2convert.records.ledger import DecodedError, find_ledger
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.ledger import find_ledger
 
 
 def show_validation(report: ValidationReport) -> None:
@@ -48,20 +51,18 @@ def _show_contract(contract: ContractReport) -> None:
             print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
 
 
-def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
+def _error_row(label: str, error: WeightMetrics) -> tuple[str, ...]:
     equal = ""
     if error.num_nonzero:
         equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %"
     steps = ""
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
-    plain = _decibels(error.sqnr_db)
+    plain = "zero" if error.is_zero else _decibels(error.sqnr_db)
     return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal
 
 
-def _decibels(sqnr: float | None) -> str:
-    if sqnr is None:
-        return "zero"
+def _decibels(sqnr: float) -> str:
     if math.isfinite(sqnr):
         return f"{sqnr:.2f} dB"
     return "exact" if sqnr > 0 else "broken"

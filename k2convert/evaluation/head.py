@@ -31,8 +31,6 @@ from k2convert.forward.moe import run_in_order
 from k2convert.forward.weights import DenseWeight, WeightReader
 from k2convert.models.config import text_config
 
-TILE_TOKENS: Final = 2048
-"""Tokens whose hidden states are in memory; a longer window is taken as a whole."""
 TILE_ROWS: Final = 2048
 PIECE_TOKENS: Final = 512
 """Rows of the vocabulary and tokens that a worker computes at a time."""

@@ -5,41 +5,167 @@
                  error, routing   error, routing     evaluation.json
 
 The reference goes through a layer first. Then every other model does, one after the other, and is compared with it
-(comparison.py). A model is a checkpoint and a mode of its activations. After the last layer all models are scored
-together (head.py). What was found is in the work folder (forward/work.py), layer by layer, and the document is made of
-that, so an interrupted evaluation gives the same bytes.
+(LayerComparison). A model is a checkpoint and a mode of its activations. After the last layer all models are scored
+together (head.py). The figures of each layer are in the work folder (forward/work.py), and the document is made of
+them, so an interrupted evaluation gives the same bytes:
+
+    layer-003.safetensors       of layer 3
+        norm                    F64 [windows]: sum |h|^2 of the reference; NaN for a dropped window
+        error                   F64 [models, windows]: sum |h - h'|^2
+        agreeing                I64 [models, windows]: choices of experts that agree; -1 if that is not known
+        choices                 I64 [1]: choices of experts in a window; 0 for a dense layer
+    layer-061.safetensors       after the last layer: the arrays of head.score_tokens, [models, windows, tokens - 1]
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
+from torch import Tensor
 
 from k2convert import __version__
 from k2convert.calibration.memory import Memory, ModelSizes, pass_memory
-from k2convert.checkpoint.files import list_folder
-from k2convert.checkpoint.names import WORK_FOLDER
-from k2convert.errors import CheckpointError, ResumeError
-from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
-from k2convert.evaluation.comparison import LayerComparison, kept_windows, layer_figures
-from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, TILE_TOKENS, Head, score_tokens
-from k2convert.evaluation.kept import Inputs, Made, Origin, Output, origin_of, read_earlier, row_key, write_evaluation
+from k2convert.errors import CheckpointError
+from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, Head, score_tokens
+from k2convert.evaluation.plan import TILE_TOKENS, EvaluationPlan, row_key, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
-from k2convert.forward.layer_pass import LayerPass, PassModel, PassSize
-from k2convert.forward.layers import Progress, each_layer
+from k2convert.forward.decoder import BlockObserver
+from k2convert.forward.layer_pass import LayerPass, PassModel, PassText
+from k2convert.forward.layers import Layer, Progress, each_layer, finite_windows
+from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import FIGURES, HIDDEN
+from k2convert.models import detect_family
+from k2convert.models.names import WEIGHT
 from k2convert.records.command import JobCommand
-from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, find_evaluation
+from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, LayerFigures
 from k2convert.records.events import SILENT, Events
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class _Choices(BlockObserver):
+    """An observer that keeps the experts int64 [T, k] that the tokens of a chunk chose; None in a dense layer."""
+
+    experts: NDArray[np.int64] | None = None
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:  # noqa: ARG002
+        self.experts = None if routing is None else routing.experts.cpu().numpy()
+
+
+class LayerComparison:
+    """Sums of one layer over windows, of `num_models` models, the reference counted. It runs them one by one."""
+
+    def __init__(self, num_models: int, num_windows: int) -> None:
+        self._norm = np.full(num_windows, np.nan)
+        self._error = np.zeros((num_models, num_windows))
+        self._agreeing = np.zeros((num_models, num_windows), dtype=np.int64)
+        self._chosen: dict[int, NDArray[np.int16]] = {}
+        self._rows: list[bytes] = []
+
+    def run_reference(self, layer: Layer) -> None:
+        """Run the reference through the layer, and keep what it chose."""
+        self._rows = _router_rows(layer)
+        observer = _Choices()
+        with layer.writing() as write:
+            for first, (states,) in layer.chunks():
+                layer.run(first, states, observer)
+                kept = first + np.flatnonzero(finite_windows(states))
+                self._norm[kept] = [_energy(states[window - first]) for window in kept]
+                if kept.size and observer.experts is not None:
+                    experts = observer.experts.reshape(kept.size, -1, observer.experts.shape[1])
+                    self._chosen |= zip(kept.tolist(), experts.astype(np.int16), strict=True)
+                write(states)
+        layer.progress.reach(layer.layer_pass.ids.size)
+
+    def run(self, number: int, layer: Layer) -> None:
+        """Run another model through the layer, and compare it."""
+        observer = _Choices()
+        numbers = self._expert_numbers(layer)
+        shape = layer.layer_pass.shape
+        after = layer.number + 1
+        with layer.layer_pass.work.reading(HIDDEN, after, shape) as read, layer.writing() as write:
+            for first, (states,) in layer.chunks():
+                reference = read(first, first + states.shape[0])
+                kept = np.flatnonzero(finite_windows(reference))
+                states[~finite_windows(reference)] = np.nan
+                layer.run(first, states, observer)
+                for place, window in enumerate(kept.tolist()):
+                    self._error[number, first + window] = _energy(states[window], reference[window])
+                    if observer.experts is not None:
+                        experts = observer.experts[place * shape[1] : (place + 1) * shape[1]]
+                        self._agreeing[number, first + window] = self._agreement(first + window, experts, numbers)
+                write(states)
+        layer.progress.reach(layer.layer_pass.ids.size)
+
+    def encode(self) -> bytes:
+        """Return the content of the layer's file."""
+        choices = next((chosen.size for chosen in self._chosen.values()), 0)
+        arrays = {"norm": self._norm, "error": self._error, "agreeing": self._agreeing}
+        return save(arrays | {"choices": np.array([choices])})
+
+    def _expert_numbers(self, layer: Layer) -> NDArray[np.int64] | None:
+        """Return which of the reference's experts each of a model's is, int64 [E]: None if that cannot be told.
+
+        The rows of a pruned model's router are some of the reference's, unless it was smoothed.
+        """
+        rows = _router_rows(layer)
+        if len(rows) == len(self._rows):
+            return np.arange(len(rows))
+        places = {row: expert for expert, row in enumerate(self._rows)}
+        if len(places) == len(self._rows) and places.keys() >= set(rows):
+            return np.array([places[row] for row in rows])
+        return None
+
+    def _agreement(self, window: int, experts: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> int:
+        if numbers is None or (chosen := self._chosen.get(window)) is None:
+            return -1
+        return int((chosen[:, :, None] == numbers[experts][:, None, :]).any(axis=2).sum())
+
+
+def _router_rows(layer: Layer) -> list[bytes]:
+    """Return the rows of a layer's router; nothing for a dense layer."""
+    reader = layer.reader
+    name = f"{detect_family(reader.checkpoint).router.format(layer=layer.number)}.{WEIGHT}"
+    if layer.decoder.is_dense:
+        return []
+    return [row.tobytes() for row in reader.raw(name).numpy().reshape(reader.info(name).shape[0], -1)]
+
+
+def _energy(states: NDArray[np.float32], other: NDArray[np.float32] | None = None) -> float:
+    """Return sum |h|^2 of one window f32 [T, K], or of the difference of two, in FP64."""
+    total = 0.0
+    for start in range(0, states.shape[0], 64):  # in FP64 they fit into a core's cache
+        rows = states[start : start + 64].astype(np.float64)
+        if other is not None:
+            rows -= other[start : start + 64]
+        total += float(np.vdot(rows, rows))
+    return total
+
+
+def kept_windows(arrays: Arrays) -> NDArray[np.bool_]:
+    """Return which windows were not dropped up to a layer, by its file."""
+    return np.isfinite(arrays["norm"])
+
+
+def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> LayerFigures:
+    """Return the figures of one model and layer over the windows that were kept until the end."""
+    agreeing = arrays["agreeing"][number, kept]
+    choices = int(arrays["choices"][0])
+    norm = float(arrays["norm"][kept].sum())
+    error = float(arrays["error"][number, kept].sum())
+    agreement = None
+    if choices > 0 and (agreeing >= 0).all():
+        agreement = float(agreeing.sum()) / (choices * agreeing.size)
+    return LayerFigures(error / norm if norm else 0.0, agreement)
+
 
 _STATE_BYTES: Final = 4
 _SCORE_BYTES: Final = 25  # of a token and a model, in the file of the head
@@ -71,95 +197,15 @@ def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
     return models * tokens * (2 * hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
 
 
-def evaluation_memory(model: ModelSizes, size: PassSize, *, models: int) -> Memory:
-    """Count the peak of an evaluation of `models` models, in a layer or at the head."""
-    memory = pass_memory(model, size)
-    states = 4 * size.chunk_tokens * model.hidden
-    tiles = 1 + -(-(size.workers + 1) * PIECE_TOKENS // TILE_TOKENS)
-    head = models * (4 * max(TILE_TOKENS, size.window) + tiles * 2 * TILE_ROWS) * model.hidden
-    if size.on_cpu:
+def evaluation_memory(model: ModelSizes, text: PassText, num_layers: int, *, models: int) -> Memory:
+    """Count the peak of an evaluation of `models` models of which `num_layers` are left, in a layer or at the head."""
+    memory = pass_memory(model, text, num_layers)
+    states = 4 * text.chunk_tokens * model.hidden
+    tiles = 1 + -(-(text.threads + 1) * PIECE_TOKENS // TILE_TOKENS)
+    head = models * (4 * max(TILE_TOKENS, text.window) + tiles * 2 * TILE_ROWS) * model.hidden
+    if text.on_cpu:
         return Memory(memory.main + max(states, head - states), 0)
     return Memory(memory.main + max(states, head), max(memory.gpu, memory.gpu - states + head))
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPlan:
-    """A planned evaluation. Nothing has been written yet.
-
-    `checkpoints` and `models` begin with the reference. `inputs` are the files of each checkpoint as they were when
-    the evaluation was planned.
-    """
-
-    layer_pass: LayerPass
-    checkpoints: tuple[EvaluatedCheckpoint, ...]
-    models: tuple[EvaluatedModel, ...]
-    inputs: tuple[Inputs, ...]
-    outputs: tuple[Output, ...]
-
-    @property
-    def bytes_read(self) -> int:
-        """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
-        heads = len(self.checkpoints)
-        parts = self.layer_pass.shards.parts
-        sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
-        modes = [sum(model.checkpoint == number for model in self.layer_pass.models) for number in range(heads)]
-        windows, length = self.layer_pass.text.windows.ids.shape
-        tiles = -(-windows // max(1, TILE_TOKENS // length))
-        layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
-        return layers * -(-windows // self.layer_pass.text.chunk) + sum(sizes[-heads:]) * tiles
-
-    def remove_work(self) -> None:
-        """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
-        work = self.layer_pass.work
-        work.remove_leftovers(self.layer_pass.job)
-        around = work.folder.parent
-        if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
-            shutil.rmtree(around, ignore_errors=True)
-
-    def made(self) -> Made:
-        """Return what the rows are made from."""
-        text = self.layer_pass.text.windows.described()
-        document = Evaluation(FORMAT, "evaluate", __version__, self.models[0], text, ())
-        reference, *others = self.inputs
-        origins: dict[str, Origin] = {}
-        for one, inputs in zip(self.checkpoints[1:], others, strict=True):
-            place = one.place if one.source.local is None else str(one.source.local.resolve())
-            origins[one.name] = origin_of(place, reference, inputs)
-        return Made(document, reference, origins, self.models[1:])
-
-    def finished(self) -> Evaluation | None:
-        """Return the evaluation if the files that it writes have it already, made from the same files and text.
-
-        Raises DestinationError if one of them is something else, or has rows that would be lost.
-        """
-        made = self.made()
-        rows: dict[tuple[str, str], EvaluationRow] = {}
-        is_whole = True
-        for output in self.outputs:
-            holding, _ = read_earlier(output, made)
-            found = {row_key(row.model): row for row in holding}
-            models = zip(self.models, self.layer_pass.models, strict=True)
-            wanted = [model for model, own in models if own.checkpoint in output.checkpoints and own.checkpoint]
-            is_whole = is_whole and all(row_key(model) in found for model in wanted)
-            rows |= found
-        wanted = [row_key(model) for model in made.models]
-        if not is_whole or any(key not in rows for key in wanted):
-            return None
-        text = next(find_evaluation(output.path) for output in self.outputs)
-        assert text is not None
-        chosen = tuple(rows[key] for key in wanted)
-        return replace(made.document, text=text.text, rows=chosen, verdicts=compare_models(chosen))
-
-    def check_unchanged(self) -> None:
-        """Refuse to write the figures of files that changed while they were computed (ResumeError)."""
-        for one, inputs in zip(self.checkpoints, self.inputs, strict=True):
-            now = one.inputs()
-            changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
-            if changed:
-                raise ResumeError(
-                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete "
-                    f"{self.layer_pass.work.folder} and run the same command again."
-                )
 
 
 @torch.no_grad()
@@ -172,23 +218,23 @@ def evaluate(
     K2ConvertError.
     """
     with plan.layer_pass.resumed(command=command, events=events) as layer_pass:
-        _compare_layers(plan, layer_pass, events)
+        _compare_layers(plan, layer_pass)
         if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
-            _score(plan, layer_pass, events)
+            _score(plan, layer_pass)
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
-            for row in write_evaluation(output, plan.made(), found):
-                if row_key(row.model) not in map(row_key, plan.made().models):
+            for row in write_evaluation(output, plan, found):
+                if row_key(row.model) not in map(row_key, plan.models[1:]):
                     events.note(f"{output.path}: left out {row.model.name} {row.model.mode}: its files changed since")
     plan.remove_work()
     return found
 
 
-def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
+def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
     """Run every model through the layers that are not done, and declare each layer done."""
     comparison = LayerComparison(0, 0)
-    with closing(each_layer(layer_pass, layer_pass.shards.around, events=events)) as layers:
+    with closing(each_layer(layer_pass)) as layers:
         for layer in layers:
             number = layer_pass.models.index(layer.model)
             if number == 0:
@@ -200,18 +246,18 @@ def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass, events: Events)
                 _finish(plan, layer.number, comparison.encode())
 
 
-def _score(plan: EvaluationPlan, layer_pass: LayerPass, events: Events) -> None:
+def _score(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
     """Score the tokens of every model after the last layer, and declare that done."""
     work = plan.layer_pass.work
     last = layer_pass.num_layers
     length = layer_pass.shape[1]
     kept = kept_windows(_read_figures(plan, last - 1))
-    progress = Progress(events, share=len(layer_pass.models))
+    progress = Progress(layer_pass.shards.events, share=len(layer_pass.models))
     found: list[dict[str, NDArray[Any]]] = []
     with ExitStack() as stack:
         heads: list[Head] = []
         for number in range(layer_pass.num_checkpoints):
-            checkpoint = stack.enter_context(layer_pass.shards.around(last * layer_pass.num_checkpoints + number))
+            checkpoint = stack.enter_context(layer_pass.shards.part(last * layer_pass.num_checkpoints + number))
             heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
         reads = [stack.enter_context(work.reading(model.stream, last, layer_pass.shape)) for model in layer_pass.models]
         step = max(1, TILE_TOKENS // length)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut, quoted
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
@@ -111,7 +111,9 @@ def build_attention(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]
     kernels.register(_KERNEL, _causal_attention)
     text = text_config(config)
     # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
-    fields = {key: thaw(text[key]) for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")}
+    fields = {
+        key: deepcopy(text[key]) for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")
+    }
     try:
         built, kinds = _config_and_modules(fields | _NO_TOKENS)
         built._attn_implementation = _KERNEL

@@ -11,13 +11,14 @@ An observer sees the inside of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from k2convert.checkpoint.index import Checkpoint
@@ -29,6 +30,7 @@ from k2convert.forward.moe import (
     Router,
     Routing,
     block_mlps,
+    one_torch_thread,
     read_mlp,
     read_router,
     read_router_config,
@@ -38,11 +40,18 @@ from k2convert.forward.moe import (
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family, read_architecture
 from k2convert.models.config import text_config
+from k2convert.quantize.gptq.device_kernel import kernel_for
+from k2convert.quantize.gptq.hessian import TILE, damp_hessian
+from k2convert.quantize.gptq.rounding import round_gptq
 
 PIECE_TOKENS: Final = 2048
 DENSE_PIECE_TOKENS: Final = 1024
 CUDA_PIECE_TOKENS: Final = 32768
 """The most tokens of one MLP computed at once."""
+
+
+ReadMlp = Callable[[str, str], Callable[[Tensor], Tensor]]
+"""Reads an MLP by its module onto a device."""
 
 
 class BlockObserver(Protocol):
@@ -100,8 +109,93 @@ def _check_activation(checkpoint: Checkpoint) -> None:
         )
 
 
-class DecoderLayer:
-    """One layer of the model; holds its attention, its norms and its router."""
+class MlpBlock:
+    """The MLPs of one layer, and its router if it has experts."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        layer: int,
+        devices: tuple[str, ...] = ("cpu",),
+        workers: int = 1,
+        *,
+        fp4_inputs: bool = False,
+    ) -> None:
+        """Read the router of layer number `layer`; CheckpointError if it cannot be computed.
+
+        Experts are assigned to `devices` in turn; the first one holds what is whole. With `fp4_inputs`, the inputs of
+        NVFP4 weights are rounded to FP4.
+        """
+        checkpoint = reader.checkpoint
+        architecture = read_architecture(checkpoint)
+        _check_activation(checkpoint)
+        self.mlp = f"{detect_family(checkpoint).layer.format(layer=layer)}.mlp"
+        self._reader = reader
+        self._devices = devices
+        self._workers = workers
+        self._fp4_inputs = fp4_inputs
+        self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
+        is_moe = layer in architecture.moe_layers
+        if not is_moe and devices[0] == "cpu":
+            self._piece_tokens = DENSE_PIECE_TOKENS
+        self._router: Router | None = read_router(reader, self.mlp, device=devices[0]) if is_moe else None
+        self._dense: list[Mlp] = []
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether all tokens take one MLP, so that windows do not share anything but its weights."""
+        return self._router is None
+
+    def route(self, x_TK: Tensor) -> Routing:
+        """Return the experts that the input f32 [T, K] of the block chooses, which must have some."""
+        assert self._router is not None
+        return self._router(x_TK)
+
+    def outputs(
+        self, x_TK: Tensor, mlps: list[MlpTokens], *, read: ReadMlp | None = None
+    ) -> Generator[tuple[MlpTokens, Tensor]]:
+        """Yield each piece in order, with its output f32 [t, K] on the first device.
+
+        `read` reads an MLP in place of the layer's own; one in several versions gives [V, t, K].
+        """
+        read = read or self._read_mlp
+        inputs = [x_TK.to(device) for device in self._devices]
+        home = self._devices[0]
+
+        def compute(assigned: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
+            place, piece = assigned
+            device = self._devices[place]
+            mlp = self._dense[place] if self._dense else read(piece.module, device)
+            return piece, mlp(inputs[place][piece.tokens.to(device)]).to(home)
+
+        with allowing_tf32(self._devices), run_in_order(compute, self._cut(mlps), workers=self._workers) as results:
+            yield from results
+
+    @torch.no_grad()
+    def shared_output(self, x_TK: Tensor) -> Tensor:
+        """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
+        total = torch.zeros_like(x_TK)
+        with closing(self.outputs(x_TK, shared_mlp(self._reader, self.mlp, x_TK))) as outputs:
+            for piece, output in outputs:
+                total.index_add_(0, piece.tokens, output)
+        return total
+
+    def _read_mlp(self, module: str, device: str) -> Mlp:
+        return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
+
+    def _cut(self, mlps: list[MlpTokens]) -> Iterator[tuple[int, MlpTokens]]:
+        """Yield the pieces of MLPs, each with the number of the device that it is assigned to."""
+        number = 0
+        for mlp in mlps:
+            for start in range(0, mlp.tokens.shape[0], self._piece_tokens):
+                piece = slice(start, start + self._piece_tokens)
+                weights = None if mlp.weights is None else mlp.weights[piece]
+                yield number % len(self._devices), replace(mlp, tokens=mlp.tokens[piece], weights=weights)
+                number += 1
+
+
+class DecoderLayer(MlpBlock):
+    """One layer of the model; holds its attention and its norms too."""
 
     def __init__(
         self,
@@ -115,31 +209,11 @@ class DecoderLayer:
     ) -> None:
         """Read all of layer number `layer` but its MLPs; CheckpointError if it cannot be computed.
 
-        Windows and experts are assigned to `devices` in turn; the first one holds what is whole. With `fp4_inputs`, the
-        inputs of NVFP4 weights are rounded to FP4, with `fp8_cache` what a KV cache holds to E4M3.
+        Windows are assigned to `devices` in turn. With `fp8_cache`, what a KV cache holds is rounded to E4M3.
         """
-        checkpoint = reader.checkpoint
-        family = detect_family(checkpoint)
-        architecture = family.read_architecture(checkpoint.config, str(checkpoint.folder))
-        _check_activation(checkpoint)
-        stem = family.layer.format(layer=layer)
-        self._reader = reader
-        self._devices = devices
-        self._workers = workers
-        self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
-        self._mlp = f"{stem}.mlp"
+        super().__init__(reader, layer, devices, workers, fp4_inputs=fp4_inputs)
+        stem = self.mlp.removesuffix(".mlp")
         self._attentions = [Attention(reader, stem, device=on, fp8_cache=fp8_cache) for on in devices]
-        self._fp4_inputs = fp4_inputs
-        is_moe = layer in architecture.moe_layers
-        if not is_moe and devices[0] == "cpu":
-            self._piece_tokens = DENSE_PIECE_TOKENS
-        self._router: Router | None = read_router(reader, self._mlp, device=devices[0]) if is_moe else None
-        self._dense: list[Mlp] = []
-
-    @property
-    def is_dense(self) -> bool:
-        """Return whether all tokens take one MLP, so that windows do not share anything but its weights."""
-        return self._router is None
 
     @torch.no_grad()
     def run(self, hidden: Tensor, observer: BlockObserver | None = None) -> Tensor:
@@ -148,13 +222,13 @@ class DecoderLayer:
         if observer is not None:
             observer.block(x, routing)
         if self.is_dense and not self._dense:
-            self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
+            self._dense = [self._read_mlp(self.mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
         if routing is None:
-            mlps = [MlpTokens(self._mlp, 0, torch.arange(x.shape[0], device=x.device))]
+            mlps = [MlpTokens(self.mlp, 0, torch.arange(x.shape[0], device=x.device))]
         else:
-            mlps = block_mlps(self._reader, self._mlp, routing)
-        with closing(self._outputs(x, mlps)) as outputs:
+            mlps = block_mlps(self._reader, self.mlp, routing)
+        with closing(self.outputs(x, mlps)) as outputs:
             for piece, output in outputs:
                 if observer is not None:
                     observer.expert(piece)
@@ -182,46 +256,10 @@ class DecoderLayer:
             for _ in attended:
                 pass
         routing: Routing | None = None
-        if (router := self._router) is not None:
-            with run_in_order(lambda window: router(x[window]), windows, workers=self._workers) as parts:
+        if not self.is_dense:
+            with run_in_order(lambda window: self.route(x[window]), windows, workers=self._workers) as parts:
                 routing = Routing.concatenate(list(parts))
         return after.flatten(0, 1), x.flatten(0, 1), routing
-
-    @torch.no_grad()
-    def shared_output(self, x_TK: Tensor) -> Tensor:
-        """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
-        total = torch.zeros_like(x_TK)
-        with closing(self._outputs(x_TK, shared_mlp(self._reader, self._mlp, x_TK))) as outputs:
-            for piece, output in outputs:
-                total.index_add_(0, piece.tokens, output)
-        return total
-
-    def _outputs(self, x_TK: Tensor, mlps: list[MlpTokens]) -> Generator[tuple[MlpTokens, Tensor]]:
-        """Yield each piece in order, with its output f32 [t, K] on the first device."""
-        inputs = [x_TK.to(device) for device in self._devices]
-        home = self._devices[0]
-
-        def compute(assigned: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
-            place, piece = assigned
-            device = self._devices[place]
-            mlp = self._dense[place] if self._dense else self._read_mlp(piece.module, device)
-            return piece, mlp(inputs[place][piece.tokens.to(device)]).to(home)
-
-        with allowing_tf32(self._devices), run_in_order(compute, self._cut(mlps), workers=self._workers) as results:
-            yield from results
-
-    def _read_mlp(self, module: str, device: str) -> Mlp:
-        return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
-
-    def _cut(self, mlps: list[MlpTokens]) -> Iterator[tuple[int, MlpTokens]]:
-        """Yield the pieces of MLPs, each with the number of the device that it is assigned to."""
-        number = 0
-        for mlp in mlps:
-            for start in range(0, mlp.tokens.shape[0], self._piece_tokens):
-                piece = slice(start, start + self._piece_tokens)
-                weights = None if mlp.weights is None else mlp.weights[piece]
-                yield number % len(self._devices), replace(mlp, tokens=mlp.tokens[piece], weights=weights)
-                number += 1
 
 
 @contextmanager
@@ -234,3 +272,35 @@ def allowing_tf32(devices: tuple[str, ...]) -> Generator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+_TOKENS = 96
+_COLUMNS = TILE + 128
+_ROWS = 48
+_HEADS = 4
+
+
+@torch.no_grad()
+def arithmetic() -> str:
+    """Return the instructions that torch uses on the CPU, and a digest of what it computes with one thread.
+
+    The same sums in another order are other bytes. torch and its libraries choose their instructions by the processor,
+    and by variables of the environment. Their names do not say all of it, so a few results are computed and hashed.
+    """
+    with one_torch_thread():
+        digest = blake3()
+        for values in _results():
+            digest.update(values.contiguous().numpy().tobytes())
+    return f"{torch.backends.cpu.get_cpu_capability()} {digest.hexdigest()[:16]}"
+
+
+def _results() -> list[Tensor]:
+    """Return a product, a factor, codes, and the functions of a layer, of fixed numbers."""
+    random = np.random.RandomState(0)
+    x, weight = (torch.as_tensor(random.standard_normal((n, _COLUMNS))).float() for n in (_TOKENS, _ROWS))
+    hessian = damp_hessian(x.T @ x, 0.5)
+    codes = round_gptq(weight, 1.0, hessian, kernel_for("cpu"))
+    heads = x[:, : _HEADS * 64].view(_TOKENS, _HEADS, 64).transpose(0, 1)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    functions = (torch.nn.functional.silu(x), x.sigmoid(), x.square().mean(dim=1).rsqrt(), x.cos(), attended)
+    return [x @ weight.T, hessian.factor, torch.as_tensor(codes.packed), *functions]

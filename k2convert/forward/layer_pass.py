@@ -3,66 +3,151 @@
 It depends on what `job` says, needs `disk_needed` bytes of disk at a time, and goes on where an earlier run stopped.
 Rule `gptq` is a pass of one model beside a conversion (calibration/conversion.py), an evaluation one of several models
 (evaluation/streamed.py).
+
+What a layer needs of a checkpoint on the Hub is fetched before the layer and removed after it. If the disk allows it,
+the next part is fetched while a layer is computed. Each part has a folder of its own, because two layers may need
+different parts of one shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.checkpoint.files import list_folder
+from k2convert.checkpoint.folders import make_folder
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import check_disk
-from k2convert.forward.layer_shards import LayerShards
 from k2convert.forward.work import HIDDEN, PassJob, WorkFolder
+from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
+from k2convert.models import detect_family
+from k2convert.models.names import Role
 from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.events import Events, Extent, Phase
 from k2convert.text.windows import Windows
+
+_FOLDER: Final = "layer-{:03}"
+
+
+def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
+    """Return the byte ranges that each layer reads. The first one also reads the embedding."""
+    family = detect_family(source)
+    found: tuple[list[TensorInfo], ...] = tuple([] for _ in range(num_layers))
+    for name, tensor in source.tensors.items():
+        place = family.classify(name.rpartition(".")[0])
+        if place is None:
+            continue
+        layer = 0 if place.role is Role.EMBEDDINGS else place.layer
+        if layer is not None and layer < num_layers:
+            found[layer].append(tensor)
+    return tuple(map(ranges_of, found))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Tensors that one layer reads of one checkpoint. `remote` is None for a folder, of which nothing is fetched."""
+
+    checkpoint: Checkpoint
+    remote: RemoteShards | None
+    ranges: Ranges
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes to fetch."""
+        if self.remote is None:
+            return 0
+        return self.remote.bytes_needed(self.ranges)
+
+
+@dataclass(slots=True)
+class LayerShards:
+    """The parts that layers read, in their order, in folders below `folder`.
+
+    `space` is how many bytes they may take at once. A set `stop` ends what is being fetched. `wait` is called with the
+    number of a part before that is read.
+    """
+
+    parts: Sequence[LayerPart]
+    folder: Path
+    space: int
+    events: Events
+    stop: Event = field(default_factory=Event)
+    wait: Callable[[int], None] | None = None
+    _fetched: dict[int, Future[None]] = field(default_factory=dict[int, Future[None]], init=False)
+    _pool: ThreadPoolExecutor = field(init=False)
+
+    @contextmanager
+    def opened(self, first: int) -> Generator[None]:
+        """Fetch during the block. Removes earlier downloads, except what arrived of the part `first`.
+
+        Sets `stop` if the block fails, so that nothing more is fetched.
+        """
+        if all(part.remote is None for part in self.parts):
+            yield
+            return
+        make_folder(self.folder)
+        for path in list_folder(self.folder):
+            if path.name != _FOLDER.format(first):
+                shutil.rmtree(path, ignore_errors=True)
+        with ThreadPoolExecutor(1, thread_name_prefix="fetch") as self._pool:
+            try:
+                yield
+            except BaseException:
+                self.stop.set()
+                raise
+            finally:
+                for future in self._fetched.values():
+                    future.cancel()
+
+    @contextmanager
+    def part(self, number: int) -> Generator[Checkpoint]:
+        """Fetch what a part needs, and delete it after the block; yields the checkpoint to read it from."""
+        if self.wait is not None:
+            self.wait(number)
+        part = self.parts[number]
+        folder = self.folder / _FOLDER.format(number)
+        if part.remote is None:
+            yield part.checkpoint
+            return
+        self._submit(number).result()
+        following = number + 1
+        if following < len(self.parts) and part.num_bytes + self.parts[following].num_bytes <= self.space:
+            self._submit(following)
+        yield replace(part.checkpoint, folder=folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _submit(self, number: int) -> Future[None]:
+        if number not in self._fetched:
+            self._fetched[number] = self._pool.submit(self._fetch, number)
+        return self._fetched[number]
+
+    def _fetch(self, number: int) -> None:
+        part = self.parts[number]
+        if part.remote is None:
+            return
+
+        def arrived(num_bytes: int, is_new: bool) -> None:
+            self.events.transferred(downloaded=num_bytes, is_new=is_new)
+
+        remote = replace(part.remote, folder=self.folder / _FOLDER.format(number))
+        remote.fetch(part.ranges, stop=self.stop, arrived=arrived)
+
 
 PASS_VERSION: Final = 4  # to be raised when a layer pass makes different bytes of the same input
 
 DENSE_TOKENS: Final = 2048
 """Tokens of a dense layer that a CPU computes at a time. It reads their weights once however few they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassSize:
-    """Size of a pass: the last `num_layers` layers over some windows, `chunk` of them at once.
-
-    `workers` threads compute.
-    """
-
-    num_windows: int
-    window: int
-    chunk: int
-    devices: tuple[str, ...]
-    workers: int
-    num_layers: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.num_windows * self.window
-
-    @property
-    def chunk_windows(self) -> int:
-        """The windows of a chunk: fewer if there are no more."""
-        return min(self.chunk, self.num_windows)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens of a chunk."""
-        return self.chunk_windows * self.window
-
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the CPU computes."""
-        return self.devices == ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +177,32 @@ class PassText:
             "torch": version("torch"),
         }
 
-    def size(self, num_layers: int) -> PassSize:
-        """Return the size of a pass over the last `num_layers` layers."""
-        windows, length = self.windows.ids.shape
-        return PassSize(windows, length, self.chunk, self.devices, self.threads, num_layers)
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.windows.ids.size
+
+    @property
+    def window(self) -> int:
+        """The tokens of a window."""
+        return self.windows.ids.shape[1]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk of windows."""
+        return self.windows_at_once(dense=False) * self.window
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the CPU computes."""
+        return self.devices == ("cpu",)
 
     def windows_at_once(self, *, dense: bool) -> int:
         """Return how many windows of a layer are computed at a time."""
-        if dense and self.devices[0] == "cpu":
-            return min(self.chunk, max(1, DENSE_TOKENS // self.windows.ids.shape[1]))
-        return self.chunk
+        windows = min(self.chunk, self.windows.ids.shape[0])
+        if dense and self.on_cpu:
+            windows = min(windows, max(1, DENSE_TOKENS // self.window))
+        return windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +311,17 @@ class LayerPass:
 
     @contextmanager
     def opened(
-        self, first: int, *, chunk: int, space: int, events: Events, stop: Event | None = None
+        self,
+        first: int,
+        *,
+        chunk: int,
+        space: int,
+        events: Events,
+        stop: Event | None = None,
+        wait: Callable[[int], None] | None = None,
     ) -> Generator[LayerPass]:
         """Yield the pass as it runs, `chunk` windows at a time; fetches parts into `space` during the block."""
-        shards = replace(self.shards, space=space, events=events, stop=stop or Event())
+        shards = replace(self.shards, space=space, events=events, stop=stop or Event(), wait=wait)
         with shards.opened(first * self.num_checkpoints):
             yield replace(self, shards=shards, text=replace(self.text, chunk=chunk))
 

@@ -20,8 +20,8 @@ not finite in the first model is dropped: nothing of it is counted in the layer 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
 from k2convert.forward.layer_pass import LayerPass, PassModel
@@ -43,12 +42,8 @@ from k2convert.records.events import Events
 MAX_DROPPED: Final = 0.1
 """The share of dropped windows above which a layer pass stops."""
 
-Around = Callable[[int], AbstractContextManager[Checkpoint]]
-"""Makes the context in which a layer can be read, and gives the checkpoint to read it from; its argument counts the
-checkpoints of the first layer, then those of the second, and so on."""
 
-
-def each_layer(layer_pass: LayerPass, around: Around, *, events: Events) -> Generator[Layer]:
+def each_layer(layer_pass: LayerPass) -> Generator[Layer]:
     """Yield the layers that are not done, in order; the caller runs each and declares it done in the work folder.
 
     Its body needs torch.no_grad(). Raises what reading and writing raise.
@@ -60,9 +55,9 @@ def each_layer(layer_pass: LayerPass, around: Around, *, events: Events) -> Gene
     for number in range(first, layer_pass.num_layers):
         for place, models in groupby(layer_pass.models, key=lambda model: model.checkpoint):
             step = number * layer_pass.num_checkpoints + place
-            with around(step) as source, closing(WeightReader(source)) as reader:
+            with layer_pass.shards.part(step) as source, closing(WeightReader(source)) as reader:
                 for model in models:
-                    layer = Layer(layer_pass, reader, number, events, model)
+                    layer = Layer(layer_pass, reader, number, model)
                     with layer.opened:
                         yield layer
                     del layer.decoder
@@ -73,9 +68,7 @@ def each_layer(layer_pass: LayerPass, around: Around, *, events: Events) -> Gene
 class Layer:
     """One layer of one model of a layer pass. Its decoder is gone when the next one is yielded."""
 
-    def __init__(
-        self, layer_pass: LayerPass, reader: WeightReader, number: int, events: Events, model: PassModel
-    ) -> None:
+    def __init__(self, layer_pass: LayerPass, reader: WeightReader, number: int, model: PassModel) -> None:
         self.layer_pass = layer_pass
         self.reader = reader
         self.number = number
@@ -88,7 +81,7 @@ class Layer:
             fp4_inputs=model.fp4_activations,
             fp8_cache=model.fp8_cache,
         )
-        self.progress = Progress(events)
+        self.progress = Progress(layer_pass.shards.events)
         self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
         self.dropped = 0
 

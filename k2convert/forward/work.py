@@ -6,7 +6,7 @@
                                             what was decided. The head of an evaluation comes after the last layer
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
-    NAME.work/layer-000.safetensors         the figures of layer 0, in an evaluation (evaluation/comparison.py)
+    NAME.work/layer-000.safetensors         the figures of layer 0, in an evaluation (evaluation/streamed.py)
     NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
                                             evaluation, BF16 (nearest, ties to even) in a calibration
 
@@ -27,8 +27,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import file_digest, list_folder, write_atomically, writing
-from k2convert.checkpoint.folders import check_no_link, make_folder, remove_file
+from k2convert.checkpoint.files import discard_file, file_digest, list_folder, write_atomically
+from k2convert.checkpoint.folders import check_no_link, make_folder
 from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.names import (
     CALIBRATION_JOB_NAME,
@@ -164,7 +164,7 @@ class WorkFolder:
             events.note(f"{self._job_path}: damaged: the {self.purpose} starts again at the beginning")
         self._forget_steps()
         for path in unknown:
-            self.remove_file(path)
+            discard_file(path)
         write_atomically(self._job_path, seal(replace(job, version=IDENTITY_VERSION)))
         return job
 
@@ -258,20 +258,20 @@ class WorkFolder:
             self._log.forget(_step(layer))
         for layer in range(first, num_layers):
             for path in (*(self.path(kind, layer) for kind in self._outputs), *self._inputs(layer + 1)):
-                self.remove_file(path)
+                discard_file(path)
 
     def sweep(self, first: int) -> None:
         """Remove the hidden states that no layer from `first` on reads."""
         for layer in range(first):
             for path in self._inputs(layer):
-                self.remove_file(path)
+                discard_file(path)
 
     def remove(self) -> None:
         """Remove the folder: the layer pass is done. What it is for is removed last."""
         self._forget_steps()
         for path in list_folder(self.folder):
             if path.is_file():
-                self.remove_file(path)
+                discard_file(path)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove_leftovers(self, job: PassJob) -> None:
@@ -280,11 +280,6 @@ class WorkFolder:
         is_own = (self.folder / WORK_FOLDER).is_dir() and (found is None or found.identity == job.identity)
         if is_own or (self.folder.is_dir() and not list_folder(self.folder)):
             self.remove()
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file of the folder, if it is there."""
-        with writing(path):
-            remove_file(path)
 
     @contextmanager
     def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:

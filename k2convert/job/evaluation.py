@@ -19,13 +19,15 @@ from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, AskedActivat
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
 from k2convert.evaluation.checkpoints import (
     EvaluatedCheckpoint,
+    Inputs,
     check_comparable,
     check_computable,
     check_text,
     head_names,
     modes_of,
 )
-from k2convert.evaluation.kept import check_text as check_earlier_text
+from k2convert.evaluation.plan import EvaluationPlan, Output
+from k2convert.evaluation.plan import check_text as check_earlier_text
 from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
@@ -43,10 +45,9 @@ from k2convert.records.fingerprint import Source, check_version, source_digest
 from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
 
 if TYPE_CHECKING:
-    from k2convert.evaluation.kept import Inputs
+    from k2convert.evaluation.plan import EvaluationPlan, Inputs
     from k2convert.evaluation.scores import Decode
-    from k2convert.evaluation.streamed import EvaluationPlan
-    from k2convert.forward.layer_shards import LayerPart
+    from k2convert.forward.layer_pass import LayerPart
     from k2convert.forward.work import WorkFolder
 
 ARITHMETIC: Final = 1  # to be raised when an evaluation makes other figures of the same input
@@ -75,7 +76,7 @@ def open_evaluation(
     options: EvaluationOptions,
     *,
     hub: Hub,
-) -> "Generator[EvaluationPlan]":
+) -> Generator[EvaluationPlan]:
     """Open reference and checkpoints of an evaluation and plan it; they stay open for the block.
 
     Writes nothing. Raises any K2ConvertError.
@@ -171,14 +172,13 @@ def plan_evaluation(
     work_folder: Path,
     *,
     hub: Hub,
-) -> "EvaluationPlan":
+) -> EvaluationPlan:
     """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
     place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError if less disk is
     there than the options allow.
     """
-    from k2convert.evaluation.kept import Output
-    from k2convert.evaluation.streamed import EvaluationPlan, pass_models, states_bytes
-    from k2convert.forward.layer_shards import LayerShards
+    from k2convert.evaluation.streamed import pass_models, states_bytes
+    from k2convert.forward.layer_pass import LayerShards
     from k2convert.forward.work import PassJob
 
     by_checkpoint = [_models(one, options, is_reference=one is found[0]) for one in found]
@@ -224,7 +224,7 @@ def _models(one: EvaluatedCheckpoint, options: EvaluationOptions, *, is_referenc
 def _identity(
     found: Sequence[EvaluatedCheckpoint],
     models: Sequence[Sequence[EvaluatedModel]],
-    inputs: "Sequence[Inputs]",
+    inputs: Sequence[Inputs],
     text: PassText,
     device: str,
 ) -> JsonObject:
@@ -251,7 +251,7 @@ def _identity(
 
 def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -> "list[LayerPart]":
     """Return what is read, in order: each layer of every checkpoint, then the head of every checkpoint."""
-    from k2convert.forward.layer_shards import LayerPart, layer_ranges
+    from k2convert.forward.layer_pass import LayerPart, layer_ranges
 
     num_layers = read_architecture(found[0].checkpoint).num_layers
     ranges: list[Sequence[Ranges]] = []
@@ -268,7 +268,7 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
     ]
 
 
-def find_decoder(plan: "EvaluationPlan") -> "Decode | None":
+def find_decoder(plan: EvaluationPlan) -> "Decode | None":
     """Return what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
     from k2convert.text.tokenizers import open_tokenizer
 

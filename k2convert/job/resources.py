@@ -154,7 +154,7 @@ def layer_threads(devices: Sequence[str]) -> int:
 
 def device_name(devices: Sequence[str]) -> str:
     """Return what computes, as a fingerprint has it: bytes of floating-point sums depend on it."""
-    from k2convert.forward.arithmetic import arithmetic
+    from k2convert.forward.decoder import arithmetic
 
     if tuple(devices) == ("cpu",):
         return f"cpu, {_cpu.instructions()}, {arithmetic()}"

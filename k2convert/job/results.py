@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k2convert.check.remote import Shards, folder_bytes, layer_bytes
-from k2convert.check.results import ValidationReport
-from k2convert.check.validate import LayersRequest, validate_checkpoint
+from k2convert.check.results import LayersRequest, ValidationReport
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import HubError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
-from k2convert.check.finished_shard import check_finished_shard
+from k2convert.check.shards import check_finished_shard
 from k2convert.checkpoint.files import discard_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import read_header

@@ -13,15 +13,7 @@ from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.models.config import EXPERTS_KEY, is_tied, read_architecture, text_config
-from k2convert.models.names import (
-    WEIGHT,
-    Architecture,
-    EngineNaming,
-    Family,
-    ModelCardFacts,
-    ModulePlace,
-    Role,
-)
+from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
 from k2convert.models.source_formats import INT4
 
 _TEXT_PREFIX: Final = "model."

@@ -25,15 +25,7 @@ from k2convert.models.kimi import (
     vision_tensors,
     weights,
 )
-from k2convert.models.names import (
-    WEIGHT,
-    Architecture,
-    EngineNaming,
-    Family,
-    ModelCardFacts,
-    ModulePlace,
-    Role,
-)
+from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
 from k2convert.models.source_formats import MXFP4
 
 _WRAPPER: Final = "language_model."

@@ -15,7 +15,8 @@ same source end in the same bytes.
 
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,30 +60,16 @@ from k2convert.records.lock import read_lock
 from k2convert.records.work_log import WorkLog, check_same
 
 
-class PackedRecords(MutableMapping[str, ShardRecord]):
+class PackedRecords(UserDict[str, ShardRecord]):
     """Records by shard in a thirtieth of their memory (K3 has 247,296 projections), each made when it is asked for."""
 
-    def __init__(self, records: Iterable[tuple[str, ShardRecord]] = ()) -> None:
-        self._packed: dict[str, bytes] = {}
-        self.update(records)
+    data: dict[str, Any]  # bytes
 
-    def __getitem__(self, shard: str) -> ShardRecord:
-        return pickle.loads(zlib.decompress(self._packed[shard]))
+    def __getitem__(self, key: str) -> ShardRecord:
+        return pickle.loads(zlib.decompress(self.data[key]))
 
-    def __setitem__(self, shard: str, record: ShardRecord) -> None:
-        self._packed[shard] = zlib.compress(pickle.dumps(record), level=1)
-
-    def __delitem__(self, shard: str) -> None:
-        del self._packed[shard]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def __contains__(self, shard: object) -> bool:
-        return shard in self._packed
+    def __setitem__(self, key: str, item: ShardRecord) -> None:
+        self.data[key] = zlib.compress(pickle.dumps(item), level=1)
 
     def __repr__(self) -> str:
         return f"PackedRecords({counted(len(self), 'shard')})"
@@ -90,7 +77,7 @@ class PackedRecords(MutableMapping[str, ShardRecord]):
     def only(self, shards: Iterable[str]) -> "PackedRecords":
         """Return the records of some of the shards."""
         chosen = PackedRecords()
-        chosen._packed.update((shard, self._packed[shard]) for shard in shards)
+        chosen.data.update((shard, self.data[shard]) for shard in shards)
         return chosen
 
 

@@ -8,7 +8,7 @@ import math
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -24,7 +24,7 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics, decibels, ratio
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, Real, encode, plain, shown
@@ -71,38 +71,6 @@ class ProjectionRecord:
     metrics: Metrics | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedError:
-    """The error of one tensor's written bytes against the source."""
-
-    num_weights: Count
-    num_nonzero: Count
-    equal_nonzero: Count
-    energy: Real
-    squared_error: Real
-    max_error_steps: Real | None  # None for BF16
-    changed_codes: Count | None = None  # bytes of codes in the window of a cast; None without a cast
-
-    @property
-    def lossless_tensors(self) -> int | None:
-        """1 if every value of a cast is the source's, else 0; None without a cast."""
-        if self.changed_codes is None:
-            return None
-        return int(self.squared_error == 0.0 and self.equal_nonzero == self.num_nonzero)
-
-    @property
-    def relative_mse(self) -> float:
-        """squared_error / energy; infinite if an all-zero source did not stay zero."""
-        return ratio(self.squared_error, self.energy)
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """Signal-to-noise ratio in dB; infinite if nothing changed, None if source and result are all zero."""
-        if self.energy == self.squared_error == 0.0:
-            return None
-        return decibels(self.energy, self.squared_error)
-
-
 ALL_ZERO: Final = "all weights are zero"
 MOST_MINUS_EIGHT: Final = 0.1
 """More codes of -8 than this are a doubt. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
@@ -126,7 +94,7 @@ def doubt_of(num_minus_eight: int | None, num_codes: int | None) -> str:
     return f"{share}: two's complement?"
 
 
-def proven(metrics: WeightMetrics, decoded: DecodedError | None) -> WeightMetrics:
+def proven(metrics: WeightMetrics, decoded: WeightMetrics | None) -> WeightMetrics:
     """Return the figures of a cast weight with whether every decoded value is the source's, None if not decoded."""
     if metrics.below_window_groups is None:
         return metrics
@@ -151,7 +119,7 @@ class ShardFindings:
     blake3: str  # of the file as it was read
     copied: tuple[str, ...]  # tensors with the source's bytes
     scaled: tuple[str, ...]  # those of them that smoothing changes
-    decoded: dict[str, DecodedError]  # by module
+    decoded: dict[str, Metrics]  # by module
     certified_rows: dict[str, Count]  # that the certificate checked, by module
     certified_whole: bool  # whether these are all
     invalid_scales: dict[str, Count]
@@ -290,14 +258,23 @@ def build_ledger(
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
     """Add up measured metrics by role and "total". Only shards compared with the source count lossless tensors."""
-    by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
+    return sum_by_role(_measured(records))
+
+
+def _measured(records: Iterable[ShardRecord]) -> Iterator[tuple[str, WeightMetrics]]:
     for record in records:
         decoded = record.checked.decoded if record.checked is not None and record.is_checked else {}
         for projection in record.projections:
             if projection.metrics is not None:
-                metrics = proven(projection.metrics, decoded.get(projection.module))
-                by_role[projection.role].add(metrics)
-                by_role[TOTAL].add(metrics)
+                yield projection.role, proven(projection.metrics, decoded.get(projection.module))
+
+
+def sum_by_role(measured: Iterable[tuple[str, WeightMetrics]]) -> dict[str, WeightMetrics]:
+    """Add up the metrics of weights by their roles and under "total"; empty if there are none."""
+    by_role: dict[str, MetricsSum] = defaultdict(MetricsSum)
+    for role, metrics in measured:
+        by_role[role].add(metrics)
+        by_role[TOTAL].add(metrics)
     return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
 
 

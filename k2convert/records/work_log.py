@@ -10,8 +10,7 @@ evaluation (forward/work.py). Beside them WORK has what the work is, and the loc
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, list_folder, write_atomically, writing
-from k2convert.checkpoint.folders import remove_file
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, list_folder, write_atomically
 from k2convert.checkpoint.names import DONE_FOLDER
 from k2convert.errors import ResumeError
 from k2convert.records.command import say_own_command
@@ -50,9 +49,7 @@ class WorkLog(Generic[Step]):
 
     def forget(self, step: str) -> None:
         """Remove the claim that a step is done."""
-        path = self.path(step)
-        with writing(path):
-            remove_file(path)
+        discard_file(self.path(step))
 
 
 def check_same(

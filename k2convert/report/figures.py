@@ -34,7 +34,6 @@ from k2convert.records.ledger import TOTAL, Ledger, ShardRecord, find_ledger, me
 
 if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
-    from k2convert.records.ledger import DecodedError
 
 _PROJECTIONS: Final = ("gate", "up", "down")
 MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB
@@ -243,7 +242,7 @@ def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
     )
 
 
-def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: str | None = None) -> TensorFigures:
+def tensor_figures(module: str, error: WeightMetrics, *, role: str | None = None) -> TensorFigures:
     """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
     if (place := locate_module(module)) is not None and place.projection is None:
         place = None
@@ -251,11 +250,11 @@ def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: st
         module=module,
         role=role or (place.role if place else "unknown"),
         **{key: getattr(place, key, None) for key in ("layer", "expert", "projection")},
-        sqnr_db=math.inf if error.sqnr_db is None else error.sqnr_db,
+        sqnr_db=error.sqnr_db,
         relative_mse=error.relative_mse,
         max_error_steps=error.max_error_steps,
         changed_share=1 - error.equal_nonzero / error.num_nonzero if error.num_nonzero else 0.0,
-        sqnr_max_db=error.sqnr_max_db if isinstance(error, WeightMetrics) else None,
+        sqnr_max_db=error.sqnr_max_db,
     )
 
 

@@ -15,7 +15,7 @@ from panel_reference import ReferencePanels
 from safetensors.torch import load_file
 
 from k2convert.calibration.gptq_layer import MlpWeights, SourceProjection
-from k2convert.calibration.gptq_pass import GptqOptions, gptq_pass
+from k2convert.calibration.gptq_pass import gptq_pass
 from k2convert.calibration.layer_files import (
     Calibration,
     LayerResult,
@@ -29,12 +29,12 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import RoleName
 from k2convert.errors import PlanError
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.layer_pass import LayerPass, PassText
-from k2convert.forward.layer_shards import LayerPart, LayerShards
+from k2convert.forward.layer_pass import LayerPart, LayerPass, LayerShards, PassText
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.forward.work import PassJob, WorkFolder
 from k2convert.models import detect_family
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.quantize.rules import quantize_best
@@ -89,8 +89,8 @@ def passed(
                 shutil.copy(path, path.with_suffix(".kept"))
         write_layer(work, layer, result)
 
-    options = GptqOptions(0, smoothing, roles, check_stop)
-    gptq_pass(replace(layer_pass, work=work), layer_pass.shards.around, options, save=save, events=SILENT)
+    recipe = Recipe(name="gptq", rule="gptq", smoothing=smoothing, roles=roles)
+    gptq_pass(replace(layer_pass, work=work), recipe, check_stop=check_stop, save=save)
     return work
 
 

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from k2convert.calibration.layer_tokens import Scratch
-from k2convert.calibration.memory import PassSize, gptq_memory, read_sizes
+from k2convert.calibration.memory import Memory, gptq_memory, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
+from k2convert.forward.layer_pass import PassText
+from k2convert.text.windows import Windows
 from scripts.fixture_maker import K2Shape, make_k2_shaped
 
 MB = 1 << 20
@@ -68,10 +71,13 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytes
 def test_the_memory_of_a_layer_pass_on_a_cpu_does_not_depend_on_its_tokens(tiny: Path) -> None:
     """Once an expert gets a whole piece of tokens, more of them change nothing. A GPU holds all tokens."""
     model = read_sizes(open_checkpoint(tiny))
-    few, many = (PassSize(windows, 2048, 2, ("cpu",), 2, 4) for windows in (64, 1024))
-    assert gptq_memory(model, few) == gptq_memory(model, many)
-    few, many = (PassSize(windows, 2048, 2, ("cuda:0",), 2, 4) for windows in (64, 1024))
-    assert gptq_memory(model, many).gpu - gptq_memory(model, few).gpu > 960 * 2048 * 4 * 3 * model.hidden
+
+    def memory(num_windows: int, device: str) -> Memory:
+        ids = np.broadcast_to(np.int64(0), (num_windows, 2048))
+        return gptq_memory(model, PassText(Windows(ids, (), (), ids.size, 2048, 0), 2, (device,), 2), 4)
+
+    assert memory(64, "cpu") == memory(1024, "cpu")
+    assert memory(1024, "cuda:0").gpu - memory(64, "cuda:0").gpu > 960 * 2048 * 4 * 3 * model.hidden
 
 
 PASS = """

@@ -20,7 +20,7 @@ from k2convert.calibration.smoothing import (
     find_scaled_tensors,
     read_gate_up,
 )
-from k2convert.check.layers.check import draw_hidden_states
+from k2convert.check.reference_layers import draw_hidden_states
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.forward.decoder import DecoderLayer
@@ -97,7 +97,7 @@ def test_the_search_lowers_the_error_of_every_block_it_changes() -> None:
 
 
 def test_the_same_seed_finds_the_same_exponents_with_any_number_of_threads(tiny: Path) -> None:
-    inputs = draw_hidden_states(torch.ones(HIDDEN), config={}, layer=LAYER, tokens=256, seed=0)
+    inputs = draw_hidden_states(torch.ones(HIDDEN), config={}, layer=LAYER, tokens=256)
     mean_square = inputs.square().mean(dim=0).numpy()
     before = torch.get_num_threads()
     found = []

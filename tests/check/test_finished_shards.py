@@ -10,8 +10,8 @@ import pytest
 from blake3 import blake3
 from conversions import plan_job
 
-from k2convert.check.finished_shard import check_finished_shard
 from k2convert.check.results import ValidationReport
+from k2convert.check.shards import check_finished_shard
 from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.header import read_header
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError

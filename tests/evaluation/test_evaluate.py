@@ -17,8 +17,8 @@ from conversions import convert
 from damaged_files import NAN, damage_file, plant
 
 import k2convert
-from k2convert.check.layers.check import check_layers
-from k2convert.check.layers.result import Variant
+from k2convert.check.reference_layers import check_layers
+from k2convert.check.results import LayersRequest, Variant
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.evaluation.streamed import evaluate as do_evaluation
@@ -79,9 +79,8 @@ def test_a_layer_alone_has_the_error_that_it_has_in_the_evaluation(
     source, converted = open_checkpoint(cut), open_checkpoint(result)
     tokens = np.load(ids)
     windows = Windows(tokens, (), (), tokens.size, tokens.shape[1], 0)
-    (alone,) = check_layers(
-        source=source, converted=converted, layers=(1,), hidden_states=windows, budget=Budget()
-    ).layers
+    request = LayersRequest((1,), windows, tokens.size)
+    (alone,) = check_layers(request, source=source, converted=converted, budget=Budget()).layers
     with closing(WeightReader(source)) as reader:
         hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(tokens)))
         layer = DecoderLayer(reader, 1)

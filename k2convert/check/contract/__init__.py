@@ -38,7 +38,8 @@ from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, Role
-from k2convert.records.ledger import ALL_ZERO, DecodedError
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.ledger import ALL_ZERO
 
 # These rules need every header. They are skipped if a shard cannot be read.
 _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
@@ -63,7 +64,7 @@ def check_result(
     result: Result,
     scan: ScanResult,
     *,
-    errors: Mapping[str, DecodedError] | None = None,
+    errors: Mapping[str, WeightMetrics] | None = None,
     totals: Mapping[str, Figures] | None = None,
     doubts: Mapping[str, str] | None = None,
 ) -> ContractReport:
@@ -152,7 +153,7 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     return found
 
 
-def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedError]) -> Findings:
+def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics]) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
 
     So are the codes of MXFP4 weights that were cast, except for groups below the window.
@@ -206,7 +207,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, DecodedE
 
 
 def check_errors(
-    result: Result, scan: ScanResult, errors: Mapping[str, DecodedError] | None, doubts: Mapping[str, str]
+    result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics] | None, doubts: Mapping[str, str]
 ) -> Findings:
     """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget.
 
@@ -231,9 +232,9 @@ def check_errors(
             if set(result.expected_parameters) <= set(module.parameters) and result.is_in_source(module):
                 found.error(module.name, "not measured")
             continue
+        if measured.is_zero:
+            continue
         sqnr = measured.sqnr_db
-        if sqnr is None:
-            continue  # an all-zero tensor has no SQNR
         worst = min(worst, sqnr)
         if not sqnr >= budget:
             found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {budget:.2f} dB")

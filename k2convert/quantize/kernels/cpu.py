@@ -22,11 +22,7 @@ from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, check_int4_scales
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
-from k2convert.quantize.formats.nvfp4 import (
-    E2M1_VALUES,
-    SIGN_BIT,
-    Nvfp4Weight,
-)
+from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, SIGN_BIT, Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale

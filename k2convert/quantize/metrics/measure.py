@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import Rule
+from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -65,39 +66,52 @@ def measure_quantized(
     outside, sums = (None, None) if converted is None else (converted.outside_normal, converted.sums)
     if sums is None:
         sums = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
-    least = sums.least_scale
     counts = _CAST_COUNTS.get(type(source)) if rule is not None and RULES[rule].casts_mxfp4 else None
-    histogram = np.zeros(256, dtype=np.int64)
-    _cpu.count_bytes(flat(result.block_scales), histogram)
-    used = {byte: int(count) for byte, count in enumerate(histogram) if count}
     if counts is not None:
         sampled, error, error_max = 0, 0.0, 0.0
     elif rule == "max":
         sampled, error, error_max = result.block_scales.size, sums.squared_error, sums.squared_error
     else:
         sampled, error, error_max = _sample(source, result, magnitude=magnitude, seed=zlib.crc32(name.encode()))
+    least = sums.least_scale
+    return replace(
+        metrics_of(sums, result.block_scales),
+        blocks_outside_normal=outside,
+        scale_spread_exceeded=None if least is None else int(magnitude.scale_max / least > MAX_SCALE_SPREAD),
+        sampled_blocks=sampled,
+        sampled_error_achieved=error,
+        sampled_error_max=error_max,
+        **({} if counts is None else counts(source, result.global_scale)),
+    )
+
+
+def metrics_of(sums: Sums, block_scales: NDArray[np.uint8]) -> WeightMetrics:
+    """Return the figures that follow from the sums of a weight and its block scales: nothing is sampled."""
+    histogram = np.zeros(256, dtype=np.int64)
+    _cpu.count_bytes(flat(block_scales), histogram)
+    used = {byte: int(count) for byte, count in enumerate(histogram) if count}
+    num_weights = BLOCK_SIZE * block_scales.size
     return WeightMetrics(
-        num_weights=2 * result.packed.size,
-        num_blocks=result.block_scales.size,
+        num_weights=num_weights,
+        num_blocks=block_scales.size,
         energy=sums.energy,
         squared_error=sums.squared_error,
         num_nonzero=sums.num_nonzero,
         equal_nonzero=sums.equal_nonzero,
         equal_blocks=sums.equal_blocks,
-        num_codes=None if least is None else 2 * result.packed.size,
+        num_codes=None if sums.least_scale is None else num_weights,
         max_error_steps=sums.max_error_steps,
         recoverable_codes=sums.recoverable_codes,
         num_five_or_seven=sums.num_five_or_seven,
         num_minus_eight=sums.num_minus_eight,
-        blocks_outside_normal=outside,
-        scale_spread_exceeded=None if least is None else int(magnitude.scale_max / least > MAX_SCALE_SPREAD),
+        blocks_outside_normal=None,
+        scale_spread_exceeded=None,
         min_scale_byte=min(used, default=None),
         max_scale_byte=max(used, default=None),
         scale_histogram=used,
-        sampled_blocks=sampled,
-        sampled_error_achieved=error,
-        sampled_error_max=error_max,
-        **({} if counts is None else counts(source, result.global_scale)),
+        sampled_blocks=0,
+        sampled_error_achieved=0.0,
+        sampled_error_max=0.0,
     )
 
 

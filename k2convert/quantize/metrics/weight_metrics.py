@@ -74,6 +74,13 @@ class WeightMetrics:
     subnormal_tensors: int | None = None
     lossless_tensors: int | None = None
     """1 if the written bytes were read back and every value is the source's, 0 if not; None if they were not read."""
+    changed_codes: int | None = None
+    """Of written bytes that were read back: bytes of codes in the window that differ."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether source and result are nothing but zeros, so that there is no ratio of them."""
+        return self.energy == self.squared_error == 0.0
 
     @property
     def relative_mse(self) -> float:

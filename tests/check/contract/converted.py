@@ -18,7 +18,7 @@ from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
-from k2convert.records.ledger import DecodedError
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 
@@ -78,7 +78,7 @@ class Converted:
 
 
 def check(
-    folder: Path, *, source: Path | None = None, errors: Mapping[str, DecodedError] | None = None
+    folder: Path, *, source: Path | None = None, errors: Mapping[str, WeightMetrics] | None = None
 ) -> ContractReport:
     """Scan a folder and check all rules, against a source if there is one."""
     result = read_result(folder, source=None if source is None else open_checkpoint(source))

@@ -16,7 +16,9 @@ from k2convert.records.events import Events
 @pytest.mark.quick(4)
 def test_every_rule_passes(good: Converted) -> None:
     result = read_result(good.folder, source=open_checkpoint(good.source))
-    errors = {module.name: SimpleNamespace(sqnr_db=20.0, changed_codes=None) for module in result.converted}
+    errors = {
+        module.name: SimpleNamespace(sqnr_db=20.0, changed_codes=None, is_zero=False) for module in result.converted
+    }
     report = check(good.folder, source=good.source, errors=errors)
     # `max` may choose block scales that Hopper flushes; they are counted, not refused. `mse` chooses none.
     assert {n: v for n, v in verdicts(report).items() if n != 5 or good.kind.rule == "mse"} == {}

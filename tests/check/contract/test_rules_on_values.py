@@ -201,7 +201,9 @@ def check_with(converted: Converted, up: float | None) -> ContractReport:
     figures: dict[str, float | None] = {converted.expert(*expert): 20.0 for expert in experts}
     figures[converted.expert(1, 2, "up")] = up
     known = {module: value for module, value in figures.items() if value is not None}
-    errors = {module: SimpleNamespace(sqnr_db=value, changed_codes=None) for module, value in known.items()}
+    errors = {
+        module: SimpleNamespace(sqnr_db=value, changed_codes=None, is_zero=False) for module, value in known.items()
+    }
     return check(converted.folder, source=converted.source, errors=errors)
 
 

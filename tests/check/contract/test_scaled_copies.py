@@ -10,8 +10,8 @@ import pytest
 import torch
 from converted import seal
 
-from k2convert.check.results import ValidationReport, Verdict
-from k2convert.check.validate import LayersRequest, validate_checkpoint
+from k2convert.check.results import LayersRequest, ValidationReport, Verdict
+from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
 from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.damage import edit_json, edit_tensor

@@ -50,7 +50,7 @@ def without_journal(converted: Converted, folder: Path) -> Converted:
 def fit_totals(converted: Converted) -> None:
     """Write the figures of the changed bytes into the ledger's totals."""
     result = read_result(converted.folder, source=open_checkpoint(converted.source))
-    figures = validate_shards(result, recorded={}).figures(result)
+    figures = validate_shards(result, recorded={}).figures
 
     def fit(ledger: dict[str, Any]) -> None:
         for role, metrics in ledger["totals"].items():

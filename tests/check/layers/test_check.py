@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from k2convert.check.layers.check import check_layers
-from k2convert.check.layers.result import W4A4_VARIANTS, LayersReport, Variant
+from k2convert.check.reference_layers import check_layers
+from k2convert.check.results import W4A4_VARIANTS, LayersReport, LayersRequest, Variant
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.plan.recipe import Budget
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(source: Path, converted: Path, **fields: Any) -> LayersReport:
-    fields = {"layers": (2,), "tokens": 64, "budget": Budget()} | fields
-    return check_layers(source=open_checkpoint(source), converted=open_checkpoint(converted), **fields)
+    others = {"budget": Budget()} | {name: fields.pop(name) for name in ("budget", "events") if name in fields}
+    request = LayersRequest(**({"layers": (2,), "text": None, "tokens": 64} | fields))
+    return check_layers(request, source=open_checkpoint(source), converted=open_checkpoint(converted), **others)
 
 
 def expert(layer: int, number: int, parameter: str, projection: str = "down") -> str:

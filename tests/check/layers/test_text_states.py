@@ -1,6 +1,7 @@
 """`validate --layers --text`: a layer is checked on what the model itself computes from a text."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 import torch
 from command import run_here
 
-from k2convert.check.layers import check
-from k2convert.check.layers.check import check_layers, states_of_text
+from k2convert.check import reference_layers
+from k2convert.check.reference_layers import check_layers, layers_on_text
+from k2convert.check.results import LayersRequest
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.progress import Display
+from k2convert.forward.weights import WeightReader
 from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
 from k2convert.text.windows import Windows, read_windows
@@ -29,7 +32,8 @@ def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
     expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
     counts = Display("validate", Extent({"check": (1, 0)}, num_experts=100))
-    found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=counts))
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        found = [(layer, x) for layer, _, x, _ in layers_on_text(reader, ids, (3, 1), events=counts)]
     assert [layer for layer, _ in found] == [1, 3]
     for layer, states in found:
         assert torch.allclose(states, expected[layer], rtol=1e-4, atol=2e-6 * float(expected[layer].abs().max()))
@@ -40,11 +44,12 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, monkeypatch: pytest.
     source = open_checkpoint(tiny)
     converted = open_checkpoint(mse)
     windows = windows_of(tiny, 64)
-    states = list(states_of_text(source, windows.ids, (2,), events=SILENT))
-    options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": Budget()}
-    real = check_layers(**options, text=windows, tokens=64)
-    monkeypatch.setattr(check, "_drawn_states", lambda *_, **__: states)
-    assert real.layers == check_layers(**options, tokens=64).layers
+    with closing(WeightReader(source)) as reader:
+        [(_, _, states, _)] = layers_on_text(reader, windows.ids, (2,), events=SILENT)
+    options: dict[str, Any] = {"source": source, "converted": converted, "budget": Budget()}
+    real = check_layers(LayersRequest((2,), windows, 64), **options)
+    monkeypatch.setattr(reference_layers, "draw_hidden_states", lambda *_, **__: states)
+    assert real.layers == check_layers(LayersRequest((2,), None, 64), **options).layers
     assert real.hidden_states == "text: eval.txt"
 
 

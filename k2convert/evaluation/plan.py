@@ -1,4 +1,4 @@
-"""Origins of an evaluation's rows, and which rows of an earlier one stay.
+"""A planned evaluation, the origins of its rows, and which rows of an earlier one stay.
 
 The document of an evaluation has no times, so that equal evaluations are equal bytes. What a row was made from is
 kept beside it, in a sealed file, by the row's digest. An answer without that, or of changed files, is computed again.
@@ -9,29 +9,25 @@ kept beside it, in a sealed file, by the row's digest. An answer without that, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
-from k2convert.checkpoint.files import file_digest, write_atomically
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.checkpoint.names import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    JOB_NAME,
-    LEDGER_NAME,
-    TIKTOKEN_NAME,
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-    WORK_FOLDER,
-)
-from k2convert.errors import DestinationError, K2ConvertError, MalformedFileError, SourceReadError, shortened
+from k2convert import __version__
+from k2convert.checkpoint.files import list_folder, write_atomically
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.names import JOB_NAME, WORK_FOLDER
+from k2convert.errors import DestinationError, K2ConvertError, MalformedFileError, ResumeError, shortened
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, Inputs, inputs_of
 from k2convert.evaluation.scores import compare_models
+from k2convert.forward.layer_pass import LayerPass
 from k2convert.records.document import Digest, encode, read_sealed, seal
 from k2convert.records.evaluation import (
+    FORMAT,
     KIND,
     MAX_ROWS,
     EvaluatedModel,
@@ -41,32 +37,10 @@ from k2convert.records.evaluation import (
     find_evaluation,
 )
 
-Inputs = Mapping[str, str]
-"""The identity of every file that a checkpoint is computed from, by its name."""
-
-_FILES: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME)
 _SUFFIX: Final = ".k2convert"
 
-
-def inputs_of(checkpoint: Checkpoint, hashes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what a checkpoint is computed from; `hashes` are those of its shards, if it is on the Hub.
-
-    A shard in a folder is too much to hash. Its size and its times stand for it: nobody can set the time of a change of
-    its inode. Raises SourceReadError.
-    """
-    folder = checkpoint.folder
-    found = {name: file_digest(folder / name) for name in _FILES if (folder / name).is_file()}
-    if hashes is None:
-        hashes = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
-    return found | dict(hashes)
-
-
-def _stat(path: Path) -> str:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    return f"{found.st_size} bytes, modified {found.st_mtime_ns}, changed {found.st_ctime_ns}"
+TILE_TOKENS: Final = 2048
+"""Tokens whose hidden states are scored at once; a longer window is taken as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +94,86 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """Inputs of an evaluation: a document without rows, the reference's files, and the origins by names.
+class EvaluationPlan:
+    """A planned evaluation. Nothing has been written yet.
 
-    `models` are those whose rows it computes.
+    `checkpoints` and `models` begin with the reference. `inputs` are the files of each checkpoint as they were when
+    the evaluation was planned.
     """
 
-    document: Evaluation
-    reference: Inputs
-    origins: Mapping[str, Origin]
+    layer_pass: LayerPass
+    checkpoints: tuple[EvaluatedCheckpoint, ...]
     models: tuple[EvaluatedModel, ...]
+    inputs: tuple[Inputs, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
+        heads = len(self.checkpoints)
+        parts = self.layer_pass.shards.parts
+        sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
+        modes = [sum(model.checkpoint == number for model in self.layer_pass.models) for number in range(heads)]
+        windows, length = self.layer_pass.text.windows.ids.shape
+        tiles = -(-windows // max(1, TILE_TOKENS // length))
+        layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
+        return layers * -(-windows // self.layer_pass.text.chunk) + sum(sizes[-heads:]) * tiles
+
+    def remove_work(self) -> None:
+        """Remove the work folder, and the folder around it in a checkpoint that `run` did not write."""
+        work = self.layer_pass.work
+        work.remove_leftovers(self.layer_pass.job)
+        around = work.folder.parent
+        if around.name == WORK_FOLDER and around.is_dir() and not list_folder(around):
+            shutil.rmtree(around, ignore_errors=True)
+
+    @property
+    def document(self) -> Evaluation:
+        """The document without rows."""
+        text = self.layer_pass.text.windows.described()
+        return Evaluation(FORMAT, "evaluate", __version__, self.models[0], text, ())
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """The origins of the rows of each checkpoint, by its name."""
+        found: dict[str, Origin] = {}
+        for one, inputs in zip(self.checkpoints[1:], self.inputs[1:], strict=True):
+            place = one.place if one.source.local is None else str(one.source.local.resolve())
+            found[one.name] = origin_of(place, self.inputs[0], inputs)
+        return found
+
+    def finished(self) -> Evaluation | None:
+        """Return the evaluation if the files that it writes have it already, made from the same files and text.
+
+        Raises DestinationError if one of them is something else, or has rows that would be lost.
+        """
+        rows: dict[tuple[str, str], EvaluationRow] = {}
+        is_whole = True
+        for output in self.outputs:
+            holding, _ = read_earlier(output, self)
+            found = {row_key(row.model): row for row in holding}
+            models = zip(self.models, self.layer_pass.models, strict=True)
+            wanted = [model for model, own in models if own.checkpoint in output.checkpoints and own.checkpoint]
+            is_whole = is_whole and all(row_key(model) in found for model in wanted)
+            rows |= found
+        wanted = [row_key(model) for model in self.models[1:]]
+        if not is_whole or any(key not in rows for key in wanted):
+            return None
+        text = next(find_evaluation(output.path) for output in self.outputs)
+        assert text is not None
+        chosen = tuple(rows[key] for key in wanted)
+        return replace(self.document, text=text.text, rows=chosen, verdicts=compare_models(chosen))
+
+    def check_unchanged(self) -> None:
+        """Refuse to write the figures of files that changed while they were computed (ResumeError)."""
+        for one, inputs in zip(self.checkpoints, self.inputs, strict=True):
+            now = one.inputs()
+            changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
+            if changed:
+                raise ResumeError(
+                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete "
+                    f"{self.layer_pass.work.folder} and run the same command again."
+                )
 
 
 def _check_lost(path: Path, document: Evaluation, lost: Sequence[EvaluationRow]) -> None:
@@ -161,7 +205,7 @@ def check_text(path: Path, text: EvaluationText) -> None:
         _check_lost(path, found, found.rows)
 
 
-def read_earlier(output: Output, made: Made) -> tuple[dict[EvaluationRow, Origin], list[EvaluationRow]]:
+def read_earlier(output: Output, plan: EvaluationPlan) -> tuple[dict[EvaluationRow, Origin], list[EvaluationRow]]:
     """Return the rows that still hold of a file that is about to be written, and those of changed files.
 
     Raises DestinationError if it is no evaluation, or if rows would be lost.
@@ -173,13 +217,13 @@ def read_earlier(output: Output, made: Made) -> tuple[dict[EvaluationRow, Origin
     origins = _read_origins(output.path)
     if found is None:
         return holding, changed
-    new = made.document
+    new = plan.document
     is_same_text = found.kind == new.kind and _text_of(found.text) == _text_of(new.text)
     is_same = is_same_text and found.tool_version == new.tool_version and found.reference == new.reference
     for row in found.rows:
         origin = origins.get(_row_digest(found, row))
-        named, now = _present(output, made, row, origin)
-        is_computed = is_same_text and row_key(named.model) in map(row_key, made.models)
+        named, now = _present(output, plan, row, origin)
+        is_computed = is_same_text and row_key(named.model) in map(row_key, plan.models[1:])
         if is_same and origin is not None and now is not None:
             if origin.inputs == now.inputs:
                 holding[named] = now
@@ -201,36 +245,39 @@ def row_key(model: EvaluatedModel) -> tuple[str, str]:
 
 
 def _present(
-    output: Output, made: Made, row: EvaluationRow, origin: Origin | None
+    output: Output, plan: EvaluationPlan, row: EvaluationRow, origin: Origin | None
 ) -> tuple[EvaluationRow, Origin | None]:
     """Return a row under its checkpoint's name of today, and the origin that it would have today.
 
     None if that is not known: a different checkpoint has its name, or it is on the Hub, or cannot be read.
     """
     if output.is_own:
-        name, now = list(made.origins.items())[output.checkpoints[0] - 1]
+        name, now = list(plan.origins.items())[output.checkpoints[0] - 1]
         return replace(row, model=replace(row.model, name=name)), now
-    now = made.origins.get(row.model.name)
+    now = plan.origins.get(row.model.name)
     if now is not None:
-        is_known = origin.place == now.place if origin else row.model.weights in {one.weights for one in made.models}
+        is_known = (
+            origin.place == now.place if origin else row.model.weights in {one.weights for one in plan.models[1:]}
+        )
         return row, now if is_known else None
     if origin is None or not Path(origin.place).is_dir():
         return row, None
     try:
-        return row, origin_of(origin.place, made.reference, inputs_of(open_checkpoint(Path(origin.place)), None))
+        return row, origin_of(origin.place, plan.inputs[0], inputs_of(open_checkpoint(Path(origin.place)), None))
     except K2ConvertError:
         return row, None
 
 
-def write_evaluation(output: Output, made: Made, found: Evaluation) -> list[EvaluationRow]:
+def write_evaluation(output: Output, plan: EvaluationPlan, found: Evaluation) -> list[EvaluationRow]:
     """Write the rows of one file, after those of an earlier evaluation that still hold; returns those of changed files.
 
     What rows were made from is written first: a process killed in between leaves an evaluation that is known.
     Raises DestinationError, DiskFullError, DestinationWriteError.
     """
-    holding, changed = read_earlier(output, made)
-    names = {list(made.origins)[number - 1] for number in output.checkpoints if number}
-    new = {row: made.origins[row.model.name] for row in found.rows if row.model.name in names}
+    holding, changed = read_earlier(output, plan)
+    origins = plan.origins
+    names = {list(origins)[number - 1] for number in output.checkpoints if number}
+    new = {row: origins[row.model.name] for row in found.rows if row.model.name in names}
     computed = {row_key(row.model) for row in new}
     rows = {row: origin for row, origin in holding.items() if row_key(row.model) not in computed} | new
     if len(rows) > MAX_ROWS:
@@ -239,7 +286,7 @@ def write_evaluation(output: Output, made: Made, found: Evaluation) -> list[Eval
     verdicts = compare_models((*rows, *(row for row in found.rows if row not in rows)))
     of_own = tuple(one for one in verdicts if own & {row_key(one.nearer), row_key(one.farther)})
     document = replace(found, rows=tuple(rows), verdicts=of_own)
-    origins = {_row_digest(document, row): origin for row, origin in rows.items()}
-    write_atomically(_origins_path(output.path), seal({"rows": _read_origins(output.path) | origins}))
+    kept = {_row_digest(document, row): origin for row, origin in rows.items()}
+    write_atomically(_origins_path(output.path), seal({"rows": _read_origins(output.path) | kept}))
     write_atomically(output.path, encode(document))
     return changed

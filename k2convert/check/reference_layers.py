@@ -1,0 +1,317 @@
+"""Reference layers: MoE blocks in isolation, all computed from the same hidden states.
+
+Every version of a block reads the reference's hidden states of its layer: those that the source's layers below compute
+on a text, or drawn ones. So an error is the layer's own. `k2convert evaluate` computes the same layers
+in a row, where each model reads what its own layers below gave.
+
+The layer is the source's (forward/decoder.py), with its router. Each of its MLPs is computed in FP32 in every version:
+with the source's exact q * s, the converted weights, and those that rule `max` gives for the same source; with input
+scales, all three on FP4 activations too. Every core has an expert of its own, so a K2 layer needs under 4 GB.
+
+An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
+nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
+largest, which is the same number if they are constant.
+
+Drawn states are for machines that cannot run the model. They have what matters for quantization: RMS-normed rows, the
+layer's norm weight, a log-normal spread of channels, a few much larger channels, and a mean that is not zero. They do
+not depend on the router, so they choose experts more evenly than real text does.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.check.results import (
+    W4A4_VARIANTS,
+    LayerResult,
+    LayersReport,
+    LayersRequest,
+    Variant,
+    VariantError,
+    labels,
+)
+from k2convert.check.scaling import NO_SCALING, Scaling, misfit
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.forward.decoder import DecoderLayer, MlpBlock, embed
+from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, block_mlps
+from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.machine import num_cores
+from k2convert.models import detect_family, parse_tensor_name, read_architecture
+from k2convert.models.config import text_config
+from k2convert.plan.recipe import Budget
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.metrics.weight_metrics import decibels
+from k2convert.quantize.quantizer import NativeQuantizer
+from k2convert.records.events import SILENT, Events
+
+PROBE_TOKENS: Final = 2
+"""Tokens on which an expert is run if no token chose it."""
+
+CHANNEL_SIGMA: Final = 0.6
+OUTLIER_SHARE: Final = 0.003
+OUTLIER_FACTOR: Final = 8.0
+MEAN_SHARE: Final = 0.3
+
+
+def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
+    """Refuse layers that do not exist or have no MoE block (CheckpointError); reads only the config."""
+    known = read_architecture(source).moe_layers
+    if unknown := [layer for layer in layers if layer not in known]:
+        there = f"{known[0]}..{known[-1]}" if known else "none"
+        raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
+
+
+@torch.no_grad()
+def check_layers(
+    request: LayersRequest,
+    *,
+    source: Checkpoint,
+    converted: Checkpoint,
+    budget: Budget,
+    scaling: Scaling = NO_SCALING,
+    events: Events = SILENT,
+) -> LayersReport:
+    """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
+
+    `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
+    """
+    check_layers_exist(source, request.layers)
+    with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
+        results: list[LayerResult] = []
+        for layer, block, x_TK, routing in _layer_inputs(from_source, request, events):
+            router = [f"{block.mlp}.gate.{name}" for name in ("weight", "e_score_correction_bias")]
+            is_unchanged = all(_is_same(name, from_source, from_converted, scaling) for name in router)
+            has_scales = from_converted.read_converted(f"{block.mlp}.experts.0.down_proj").input_scale is not None
+            versions = _Versions(from_source, from_converted, has_scales, scaling.exponents.get(layer))
+            errors, expert_sqnr_db = _compare(layer, block, x_TK, routing, versions, events)
+            result = LayerResult(
+                layer=layer,
+                tokens=x_TK.shape[0],
+                num_experts=len(expert_sqnr_db),
+                num_reached=np.unique(routing.experts.cpu().numpy()).size,
+                router_unchanged=is_unchanged,
+                errors=tuple(errors),
+                failures=_failures(errors, expert_sqnr_db, budget=budget, router_unchanged=is_unchanged),
+            )
+            results.append(result)
+    described = "synthetic, seed 0"
+    if request.text is not None:
+        described = f"text: {', '.join(name for name, _ in request.text.texts)}"
+    return LayersReport(described, budget, tuple(results))
+
+
+def _layer_inputs(
+    source: WeightReader, request: LayersRequest, events: Events
+) -> Iterator[tuple[int, MlpBlock, Tensor, Routing]]:
+    """Yield each requested layer with its number, the input f32 [tokens, hidden] of its MLP, and its routing."""
+    if request.text is not None:
+        yield from layers_on_text(source, request.text.ids, request.layers, events=events)
+        return
+    config = source.checkpoint.config
+    for layer in request.layers:
+        stem = detect_family(source.checkpoint).layer.format(layer=layer)
+        norm = source.read(f"{stem}.post_attention_layernorm.weight")
+        x_TK = draw_hidden_states(norm, config=config, layer=layer, tokens=request.tokens)
+        block = MlpBlock(source, layer, workers=num_cores())
+        yield layer, block, x_TK, block.route(x_TK)
+
+
+@torch.no_grad()
+def layers_on_text(
+    source: WeightReader, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
+) -> Iterator[tuple[int, MlpBlock, Tensor, Routing]]:
+    """Yield each of `layers`, in their order in the model, with the input f32 [tokens, hidden] of its MLP.
+
+    `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
+    """
+    architecture = read_architecture(source.checkpoint)
+    last = max(layers)
+    hidden = embed(source, torch.as_tensor(ids))
+    for number in range(last + 1):
+        decoder = DecoderLayer(source, number, workers=num_cores())
+        if number in layers:
+            _, x_TK, routing = decoder.attend(hidden)
+            assert routing is not None
+            yield number, decoder, x_TK, routing
+        if number < last:
+            hidden = decoder.run(hidden)
+            if not bool(hidden.isfinite().all()):
+                raise CheckpointError(
+                    f"{source.checkpoint.folder}: layer {number}: the hidden states are not finite. The weights of "
+                    "this layer or an earlier one are damaged. Download the source again."
+                )
+            experts = architecture.num_experts if number in architecture.moe_layers else 0
+            for expert in range(experts):
+                events.experts_computed(number, expert + 1, experts)
+        del decoder
+        gc.collect()  # its parts refer to each other
+
+
+def draw_hidden_states(norm_weight: Tensor, *, config: dict[str, Any], layer: int, tokens: int) -> Tensor:
+    """Draw f32 [tokens, hidden] for a layer with post_attention_layernorm weight [hidden]; always the same ones."""
+    hidden_size = norm_weight.numel()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"0/{layer}".encode()))
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    channels = torch.exp(CHANNEL_SIGMA * gaussian(hidden_size))
+    outliers = torch.randperm(hidden_size, generator=generator)[: max(1, round(OUTLIER_SHARE * hidden_size))]
+    channels[outliers] *= OUTLIER_FACTOR
+    states = (gaussian(tokens, hidden_size) + MEAN_SHARE * gaussian(hidden_size)) * channels
+    epsilon = float(text_config(config).get("rms_norm_eps", 1e-6))
+    return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + epsilon) * norm_weight.float()
+
+
+def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
+    one = source.info(name)
+    other = converted.info(name)
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    family = detect_family(source.checkpoint)
+    exponents = scaling.of_copy(parse_tensor_name(name, family=family), family=family)
+    before = source.raw(name)
+    after = converted.raw(name)
+    if exponents is None:
+        return torch.equal(before, after)
+    return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)
+
+
+def _failures(
+    errors: Sequence[VariantError], expert_sqnr_db: Sequence[float], *, budget: Budget, router_unchanged: bool
+) -> tuple[str, ...]:
+    failures: list[str] = []
+    if not router_unchanged:
+        failures.append("the router's weight or correction bias differs from the source's")
+    for error in errors:
+        if error.variant is Variant.CONVERTED and error.sqnr_db < budget.layer_sqnr_db:
+            failures.append(f"output SQNR {error.sqnr_db:.2f} dB, under the budget of {budget.layer_sqnr_db:g} dB")
+        elif error.sqnr_db == -math.inf:
+            failures.append(f"{labels([e.variant for e in errors])[error.variant]}: the output is not finite")
+    for expert, sqnr in sorted(enumerate(expert_sqnr_db), key=lambda item: item[1]):
+        if sqnr < budget.expert_sqnr_db:
+            failures.append(f"expert {expert}: SQNR {sqnr:.2f} dB, under the budget of {budget.expert_sqnr_db:g} dB")
+    return tuple(failures)
+
+
+def _compare(
+    layer: int, block: MlpBlock, x_TK: Tensor, routing: Routing, versions: _Versions, events: Events
+) -> tuple[list[VariantError], list[float]]:
+    """Compute a block for f32 [T, hidden] in all versions; return the errors by variant, and the converted experts'.
+
+    The latter are the SQNR in dB of the outputs of each expert with the converted weights alone.
+    """
+    variants = [variant for variant in Variant if versions.with_fp4_inputs or variant not in W4A4_VARIANTS]
+    mlps = block_mlps(versions.source, block.mlp, routing)
+    reached = {mlp.module for mlp in mlps if mlp.tokens.numel()}
+    for place, mlp in enumerate(mlps):
+        if mlp.expert is not None and mlp.module not in reached:
+            mlps[place] = replace(mlp, tokens=routing.likeliest_tokens(mlp.expert, PROBE_TOKENS), weights=None)
+    outputs_VTK = torch.zeros(1 + len(variants), *x_TK.shape, dtype=torch.float64)
+    energies: dict[int | None, list[float]] = defaultdict(lambda: [0.0] * (1 + len(variants)))  # signal, then noise
+    with closing(block.outputs(x_TK, mlps, read=versions.read)) as computed:
+        for piece, output_VTK in computed:
+            if piece.expert is not None and piece.expert not in energies:
+                events.experts_computed(layer, piece.expert + 1, routing.scores.shape[1])
+            reference_TK = output_VTK[0].double()
+            energies[piece.expert][0] += float(reference_TK.square().sum())
+            for version, output_TK in enumerate(output_VTK[1:], start=1):
+                energies[piece.expert][version] += float((output_TK.double() - reference_TK).square().sum())
+            if piece.module in reached:
+                weights = 1.0 if piece.weights is None else piece.weights[:, None]
+                outputs_VTK.index_add_(1, piece.tokens, (output_VTK * weights).double())
+    shared = energies.pop(None, None)
+    errors: list[VariantError] = []
+    for version, variant in enumerate(variants, start=1):
+        experts = [decibels(energy[0], energy[version]) for energy in energies.values()]
+        worst = min(range(len(experts)), key=experts.__getitem__)
+        cosine = torch.nn.functional.cosine_similarity(outputs_VTK[0], outputs_VTK[version], dim=-1)
+        noise = float((outputs_VTK[version] - outputs_VTK[0]).square().sum())
+        error = VariantError(
+            variant=variant,
+            sqnr_db=decibels(float(outputs_VTK[0].square().sum()), noise),
+            cosine=float(cosine.mean()),
+            worst_cosine=float(cosine.min()),
+            worst_expert=worst,
+            worst_expert_sqnr_db=experts[worst],
+            shared_experts_sqnr_db=None if shared is None else decibels(shared[0], shared[version]),
+        )
+        errors.append(error)
+    return errors, [decibels(energy[0], energy[1]) for energy in energies.values()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Versions:
+    """The versions of a block's MLPs: that of the source, then one for each variant.
+
+    `with_fp4_inputs` adds those of W4A4; it needs a checkpoint with input scales. The converted weights get channel j
+    of the input times 2**exponents[j], int8 [hidden], if given.
+    """
+
+    source: WeightReader
+    converted: WeightReader
+    with_fp4_inputs: bool
+    exponents: NDArray[np.int8] | None
+
+    def read(self, module: str, _device: str) -> Callable[[Tensor], Tensor]:
+        """Read an MLP (a module name without its last part) from both checkpoints; CheckpointError if unusable.
+
+        The result maps f32 [T, hidden] to the outputs f32 [V, T, hidden] of all versions, with the same input scales.
+        """
+        raw = {name: self.source.read_source(f"{module}.{name}") for name in PROJECTIONS}
+        ours = [
+            self.converted.read_converted(f"{module}.{name}", shape=(raw[name].shape[0], raw[name].shape[1]))
+            for name in PROJECTIONS
+        ]
+        exact = [exact_weight(weight) for weight in raw.values()]
+        by_max = exact
+        if self.converted.is_nvfp4(f"{module}.{PROJECTIONS[0]}"):
+            by_max = _max_weights(raw)
+        scales = [projection.input_scale for projection in ours]
+        versions = (Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours), Mlp(*map(LinearLayer, by_max, scales)))
+        return partial(self._outputs, versions)
+
+    def _outputs(self, versions: tuple[Mlp, Mlp, Mlp], x_TK: Tensor) -> Tensor:
+        source, converted, by_max = versions
+        scaled_TK = x_TK
+        if self.exponents is not None:
+            scaled_TK = torch.ldexp(x_TK, torch.as_tensor(self.exponents.astype(np.int32)))
+        if not self.with_fp4_inputs:
+            return torch.stack([source(x_TK), converted(scaled_TK), by_max(x_TK)])
+        reference, activations_only = source.on_both_inputs(x_TK)
+        of_converted = converted.on_both_inputs(scaled_TK)
+        return torch.stack([reference, *of_converted, *by_max.on_both_inputs(x_TK), activations_only])
+
+
+def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
+    by_max = NativeQuantizer("max")
+    sources: dict[str, SourceWeight] = {
+        name: weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
+        for name, weight in raw.items()
+    }
+    measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
+    gate_up = measured["gate_proj"].merge(measured["up_proj"])
+    weights: list[DenseWeight | CodedWeight] = []
+    for name, source in sources.items():
+        magnitude = measured[name] if name == "down_proj" else gate_up
+        scale = by_max.global_scale(magnitude)
+        result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        packed = torch.as_tensor(result.packed)
+        block_scales = torch.as_tensor(result.block_scales)
+        weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
+    return weights
