@@ -10,7 +10,7 @@ The package from the ground up. A subpackage imports itself and what is above it
     models      families of checkpoints, tensor names, the projections to convert
     hub         everything that talks to the Hub
     plan        recipe, plan, exclude list, inspection
-    fit         will it fit, and how to serve it
+    deploy      which GPUs hold it, and how to serve it
     records     fingerprint, journal, ledger, events
     text        texts as windows of token ids
     forward     one forward pass, and the layer pass: the loop over the layers of a model
@@ -59,14 +59,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing this package takes no time: the command has to catch signals first
     from collections.abc import Mapping, Sequence
     from os import PathLike
-    from typing import Literal
+    from typing import Literal, TypeAlias
 
     from k2convert.check.results import ValidationReport
+    from k2convert.deploy.search import Holder
     from k2convert.errors import K2ConvertError as K2ConvertError
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
     from k2convert.records.evaluation import Evaluation
     from k2convert.records.events import Events as Events
+
+    AnyPath: TypeAlias = str | bytes | PathLike[str] | PathLike[bytes]
 
 __version__ = "0.4.0.dev0"
 
@@ -85,12 +88,12 @@ def __getattr__(name: str) -> object:
 
 
 def convert(
-    source: str | PathLike[str],
-    destination: str | PathLike[str],
+    source: AnyPath,
+    destination: AnyPath,
     *,
-    recipe: str | PathLike[str] | None = None,
+    recipe: AnyPath | None = None,
     settings: Mapping[str, object] | None = None,
-    text: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
+    text: AnyPath | Sequence[AnyPath] = (),
     device: Literal["auto", "cpu", "cuda"] = "auto",
     workers: int | None = None,
     max_disk: int | str | None = None,
@@ -114,16 +117,16 @@ def convert(
     from k2convert.choices import Device
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
-    from k2convert.job.host_process import host_process, read_optional_path, read_path, read_paths
+    from k2convert.job.host_process import host_process, read_events, read_optional_path, read_path, read_paths
     from k2convert.job.locations import read_destination
     from k2convert.job.opening import text_files
     from k2convert.job.prepare import JobOptions, open_job
     from k2convert.job.run import execute, outcome_of
-    from k2convert.records.events import SILENT
     from k2convert.records.ledger import below_budget, check_budget
 
     check_flags(private=private, verify=verify)
     files = read_paths("text", text, least=0)
+    listener = read_events(events)
     check_choice("device", device, get_args(Device))
     with (
         host_process(torch_for="text" if files else None),
@@ -148,40 +151,54 @@ def convert(
 
             published = outcome_of(job, job.finished.only(()), job.finished)
             return replace(published, commit=settle_published(job, job.target))
-        outcome = execute(job, verify=verify, events=events or SILENT)
+        outcome = execute(job, verify=verify, events=listener)
         recipe_used = job.plan.recipe
         check_budget(job.destination.folder, recipe_used, below_budget(outcome.records.values(), recipe_used))
         return outcome
 
 
 def validate(
-    result: str | PathLike[str],
-    source: str | PathLike[str] | None = None,
+    result: AnyPath,
+    source: AnyPath | None = None,
     *,
+    layers: Sequence[int] | Literal["all"] | None = None,
     events: Events | None = None,
 ) -> ValidationReport:
     """Check a result against the rules of a servable checkpoint, and measure its weights against the source's:
     `k2convert validate`.
 
-    `result` and `source` are folders or hf://owner/name. `passed` of the report says whether to serve it. Raises
-    CheckpointError if a checkpoint cannot be read, and any other K2ConvertError.
+    `result` and `source` are folders or hf://owner/name. The MoE `layers`, numbers or "all", are computed on synthetic
+    hidden states, with the source. `passed` of the report says whether to serve it. Raises CheckpointError if a
+    checkpoint cannot be read, and any other K2ConvertError.
     """
+    from k2convert.check.validate import LayersRequest
+    from k2convert.errors import ArgumentError, require_extra
     from k2convert.hub.client import Hub
-    from k2convert.job.host_process import host_process, read_optional_path, read_path
+    from k2convert.job.host_process import host_process, read_events, read_layers, read_optional_path, read_path
     from k2convert.job.results import open_result_at
-    from k2convert.records.events import SILENT
 
+    request = None
+    if layers is not None:
+        request = LayersRequest(read_layers(layers), None, tokens=256)
+        require_extra("torch", purpose="layers")
+        if source is None:
+            raise ArgumentError("layers need the source.")
+    listener = read_events(events)
     with (
-        host_process(),
+        host_process(uses_torch=request is not None),
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
     ):
-        return opened.validate(events=events or SILENT)
+        if request is not None and opened.source is not None:
+            from k2convert.check.layers.check import check_layers_exist
+
+            check_layers_exist(opened.source, request.layers)
+        return opened.validate(layers=request, events=listener)
 
 
 def evaluate(
-    reference: str | PathLike[str],
-    checkpoints: str | PathLike[str] | Sequence[str | PathLike[str]],
-    text: str | PathLike[str] | Sequence[str | PathLike[str]],
+    reference: AnyPath,
+    checkpoints: AnyPath | Sequence[AnyPath],
+    text: AnyPath | Sequence[AnyPath],
     *,
     tokens: int = 32_768,
     window: int = 2048,
@@ -189,7 +206,7 @@ def evaluate(
     kv_cache: Literal["fp8"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     max_disk: int | str | None = None,
-    out: str | PathLike[str] | None = None,
+    out: AnyPath | None = None,
     any_text: bool = False,
     events: Events | None = None,
 ) -> Evaluation:
@@ -205,10 +222,9 @@ def evaluate(
     from k2convert.choices import AskedActivations, ComputedKvCache
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
-    from k2convert.job.host_process import host_process, read_optional_path, read_path, read_paths
+    from k2convert.job.host_process import host_process, read_events, read_optional_path, read_path, read_paths
     from k2convert.job.opening import text_files
     from k2convert.plan.recipe import text_use
-    from k2convert.records.events import SILENT
 
     if activations is not None:
         check_choice("activations", activations, get_args(AskedActivations))
@@ -216,6 +232,7 @@ def evaluate(
         check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
     check_flags(any_text=any_text)
     path = read_optional_path("out", out)
+    listener = read_events(events)
     with host_process(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure
         from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
@@ -237,10 +254,10 @@ def evaluate(
             if (finished := plan.finished()) is not None:
                 plan.remove_work()
                 return finished
-            return measure(plan, decode=find_decoder(plan), events=events or SILENT)
+            return measure(plan, decode=find_decoder(plan), events=listener)
 
 
-def inspect(source: str | PathLike[str]) -> Inspection:
+def inspect(source: AnyPath) -> Inspection:
     """Describe a checkpoint, in a folder or at hf://owner/name, from its headers: `k2convert inspect`.
 
     Raises CheckpointError, PlanError for an unknown family, and HubError.
@@ -251,3 +268,28 @@ def inspect(source: str | PathLike[str]) -> Inspection:
 
     with host_process():
         return inspect_source(read_path("source", source), hub=Hub(outages_pass=False))
+
+
+def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Holder]:
+    """Return which GPUs hold a checkpoint, and with how much KV cache, from its headers: `k2convert fit`.
+
+    `checkpoint` is a folder or hf://owner/name; a source is weighed as it would be converted. Of each kind, or of
+    `gpu` alone, the list has the least number up to 16 and the usual ones above it, the smallest memory first.
+    `requests` of `context` tokens must fit at once, in a KV cache of the type that config.json says. Raises FitError,
+    CheckpointError, PlanError, HubError and ArgumentError.
+    """
+    from k2convert.deploy.gpus import GPUS, find_gpu
+    from k2convert.deploy.memory import Settings
+    from k2convert.deploy.model import read_model
+    from k2convert.deploy.search import find_holders
+    from k2convert.errors import check_number
+    from k2convert.hub.client import Hub
+    from k2convert.job.host_process import host_process, read_path
+    from k2convert.job.locations import open_checkpoint_at
+
+    check_number("context", context, least=1)
+    check_number("requests", requests, least=1)
+    gpus = GPUS.values() if gpu is None else (find_gpu(gpu),)
+    with host_process(), open_checkpoint_at(read_path("checkpoint", checkpoint), hub=Hub(outages_pass=False)) as opened:
+        model = read_model(opened.checkpoint)
+    return find_holders(model, settings=Settings(model.kv, context, requests), gpus=gpus)

@@ -1,19 +1,20 @@
 """The functions of the package: their signatures, what importing it costs, and that they do what the commands do."""
 
 import ast
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import python, run
+from command import python, run, run_here
 from structure import TINY
 
 import k2convert
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 
 SOURCE = Path(k2convert.__file__).read_text()
-PATH = "str | PathLike[str]"
+PATH = "AnyPath"
 PATHS = f"{PATH} | Sequence[{PATH}]"
 SIZE = "int | str | None"
 DEVICE = "Literal['auto', 'cpu', 'cuda'] = 'auto'"
@@ -22,13 +23,15 @@ SIGNATURES = {
     "settings: Mapping[str, object] | None = None, "
     f"text: {PATHS} = (), device: {DEVICE}, workers: int | None = None, "
     f"max_disk: {SIZE} = None, private: bool = True, verify: bool = False, events: Events | None = None) -> Outcome",
-    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, events: Events | None = None) -> ValidationReport",
+    "validate": f"(result: {PATH}, source: {PATH} | None = None, *, "
+    "layers: Sequence[int] | Literal['all'] | None = None, events: Events | None = None) -> ValidationReport",
     "evaluate": f"(reference: {PATH}, checkpoints: {PATHS}, text: {PATHS}, *, tokens: int = 32768, "
     "window: int = 2048, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
     f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: {SIZE} = None, "
     f"out: {PATH} | None = None, any_text: bool = False, "
     "events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
+    "fit": f"(checkpoint: {PATH}, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Holder]",
 }
 
 
@@ -85,6 +88,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "settings": ({"none": 1}, {1: 2}, [("rule", "max")], "rule=max", {"rule": None}),
         "recipe": ("a\0", "\ud800", 5, "missing"),
         "text": ("a\0", 5, [5]),
+        "events": (print, k2convert.Events, "tqdm", 1),
     },
     "evaluate": {
         "tokens": (0, -1),
@@ -94,10 +98,19 @@ WRONG: dict[str, dict[str, Any]] = {
         "kv_cache": ("fp4",),
         "checkpoints": ((), "", "missing", 5),
         "out": ("a\0", "/"),
+        "events": (print,),
     },
     "validate": {
         "result": ("/", "a\0", "\ud800", "x" * 300, None, ""),
         "source": ("a\0", "/"),
+        "layers": (5, [], "1,2", [1.5], ["1"], [1]),
+        "events": (print, list),
+    },
+    "fit": {
+        "checkpoint": ("a\0", 5, None, "", "missing"),
+        "gpu": ("h20", "mi300", ""),
+        "context": (0, 1.5, "8k"),
+        "requests": (0, True),
     },
     "inspect": {"source": ("a\0", "\ud800", 5, None, "", "/", "/dev/null", "x" * 300)},
 }
@@ -115,6 +128,7 @@ def test_every_wrong_argument_is_an_error_of_the_package(
         "evaluate": {"reference": TINY, "checkpoints": TINY, "text": "text.txt", "out": "figures.json"},
         "validate": {"result": tmp_path / "result"},
         "inspect": {},
+        "fit": {"checkpoint": TINY},
     }
     for argument, values in WRONG[name].items():
         for value in values:
@@ -128,7 +142,7 @@ def test_paths_may_be_entries_of_a_folder_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with os.scandir(tmp_path) as entries:
         entry = next(entries)
-    outcome = k2convert.convert(os.fsencode(TINY), entry, settings={"rule": "max"})  # type: ignore[arg-type]
+    outcome = k2convert.convert(os.fsencode(TINY), entry, settings={"rule": "max"})
     assert outcome.folder == tmp_path / "out"
     assert k2convert.validate(entry, TINY).passed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -139,6 +153,27 @@ def test_an_outcome_has_totals_and_is_read_at_a_glance(tmp_path: Path) -> None:
     shards = list((tmp_path / "out").glob("*.safetensors"))
     assert outcome.num_bytes == sum(path.stat().st_size for path in shards)
     assert f"records=PackedRecords({len(shards)} shards), finished=PackedRecords(0 shards)" in repr(outcome)
+    stated = json.loads((tmp_path / "out" / "k2convert.json").read_text())["totals"]
+    assert {role: total.squared_error for role, total in outcome.totals.items()} == {
+        role: figures["squared_error"] for role, figures in stated.items()
+    }
+
+
+def test_layers_are_computed_as_by_the_command(local_result: Path, tiny: Path) -> None:
+    report = k2convert.validate(local_result, tiny, layers=[1])
+    assert report.layers is not None
+    assert [layer.layer for layer in report.layers.layers] == [1]
+    with pytest.raises(CheckpointError, match="layer 9 has no MoE block"):
+        k2convert.validate(local_result, tiny, layers=[1, 9])
+
+
+def test_fit_names_the_gpus_of_the_command() -> None:
+    fits = json.loads(run_here("fit", TINY, "--gpu", "NVIDIA H200", "--json", code=0).stdout)["fits"]
+    holders = k2convert.fit(os.fsencode(TINY), gpu="h200")
+    assert [(h.gpu.name, h.fit.layout.num_gpus, h.fit.tokens) for h in holders] == [
+        (fit["gpu"], fit["count"], fit["kv_tokens"]) for fit in fits
+    ]
+    assert len({holder.gpu.name for holder in k2convert.fit(TINY)}) > 5
 
 
 def test_events_may_override_what_they_want(tmp_path: Path) -> None:

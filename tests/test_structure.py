@@ -34,7 +34,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     assert len(found["entered"]) <= 50, f"{FOLLOW}: {found['entered']}"
     assert len(found["loaded"]) <= 88, f"import inside the function that needs it: {found['loaded']}"
     assert not {"torch", "ray"} & set(found["loaded"]), "importing one takes seconds, and memory"
-    unused = ("text", "calibration", "evaluation", "fit", "forward", "report", "check")
+    unused = ("text", "calibration", "evaluation", "deploy", "forward", "report", "check")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 
 

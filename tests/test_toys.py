@@ -175,7 +175,7 @@ TOY = Family(
     classify=_classify,
     expected_name=lambda name: name,
     read_architecture=read_architecture,
-    matches_config=lambda config: config.get("model_type") == "toy",
+    model_types=("toy",),
     unconverted=_unconverted,
     card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
     router_parameters=(WEIGHT, "e_score_correction_bias"),

@@ -126,11 +126,12 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class ContractReport:
-    """All nineteen outcomes for one folder, in order. `layout` and `activations` are as found in the tensors."""
+    """All nineteen outcomes for one folder, in order; family, layout and activations are as found in the tensors."""
 
     folder: str
     layout: str
     activations: str
+    family: str
     rules: tuple[RuleResult, ...]
 
     @property

@@ -30,10 +30,11 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, remedy
-from k2convert.models import check_computed, read_architecture
+from k2convert.errors import CheckpointError, quoted, remedy
+from k2convert.models import FAMILIES, check_computed, read_architecture
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
-from k2convert.models.names import WEIGHT_PACKED
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED
+from k2convert.models.projections import other_method
 from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, check_finished
@@ -107,6 +108,8 @@ def _check_operands(result: Result) -> None:
             f"{folder} is an {known.title} checkpoint and {source.folder} an NVFP4 one. Swap them: the result comes "
             f"first, the {known.title} source after --source."
         )
+    if result.is_foreign and not is_source:
+        _check_foreign(result)
     if is_source:
         raise CheckpointError(
             f"{folder}: its weights are {known.title}, so it is a source, not a result. Pass the folder of a finished "
@@ -117,6 +120,23 @@ def _check_operands(result: Result) -> None:
             f"{source.folder}: its weights are NVFP4, so it is not the source. Pass the {known.title} checkpoint that "
             "the result was converted from with --source."
         )
+
+
+def _check_foreign(result: Result) -> None:
+    """Say what a checkpoint of another tool is, if the rules are not about it (CheckpointError)."""
+    config = result.config or {}
+    stated = config.get("model_type")
+    types = result.family.model_types
+    if stated is not None and types and stated not in types:
+        titles = " and ".join(dict.fromkeys(family.title for family in FAMILIES))
+        problem = f"model_type is {quoted(stated)}, and the rules are about {titles} alone"
+    elif not _is_nvfp4(result.tensors) and not result.is_quark and result.tensors:
+        dtypes = {t.dtype for n, t in result.tensors.items() if ".experts." in n and n.endswith(f".{WEIGHT}")}
+        method = other_method(config) or " and ".join(sorted(dtypes)) or "not NVFP4"
+        problem = f"its weights are {method}, and the rules are about NVFP4"
+    else:
+        return
+    raise CheckpointError(f"{result.folder}: was not checked: {problem}.")
 
 
 def _check_source(result: Result) -> None:
@@ -251,7 +271,7 @@ def _certificate_report(result: Result, found: ShardsFound) -> CertificateReport
         copies=certified.copies,
         rows=sum(certified.rows.values()),
         is_whole=certified.all_rows,
-        mismatches=certified.problems,
+        mismatches={n: p for n, p in certified.problems.items() if not result.is_unjudged(n)},
     )
 
 

@@ -125,6 +125,9 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
         except MalformedFileError as error:
             raise MalformedFileError(f"{where}: tensor {shortened(name)}: {error}") from None
     tensors = cast(dict[str, TensorInfo], entries)
+    for name, tensor in tensors.items():
+        if tensor.dtype == "I8" and (name.endswith("_packed") or f"{name}_scale_2" in tensors):
+            tensors[name] = tensor._replace(dtype="U8")  # two codes in a byte, whose sign nobody reads
     _check_coverage(tensors, data_begin=data_begin, file_bytes=file_bytes, where=where)
     digest = blake3(raw[: 8 + length]).hexdigest()
     return ShardHeader(shard, file_bytes, data_begin, cast(dict[str, str], metadata), tensors, digest)

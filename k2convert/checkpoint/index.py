@@ -7,6 +7,8 @@ Libraries complete the configs that they get in place, so they get copies, and s
 Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
 
+import ast
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -225,16 +227,22 @@ _WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
 
 
 def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
-    """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, code that a config names."""
+    """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, what configs and code name."""
     there = [name for name in _TOKENIZERS if (folder / name).exists()]
     missing = [(name, problem) for name in there if (problem := _damage_of(folder / name))]
     if not there:
         missing.append((TOKENIZER_NAME, f"missing, and {TIKTOKEN_NAME} too: engines need the tokenizer"))
-    users: dict[str, str] = {}
+    needed: dict[str, str] = {}
     for name in _WITH_CODE:
-        users |= dict.fromkeys(_named_code(folder / name), name)
-    lacking = {module: name for module, name in users.items() if not (folder / module).exists()}
-    return missing + [(module, f"missing, but auto_map of {name} names it") for module, name in lacking.items()]
+        needed |= _named_files(folder / name)
+    waiting = list(needed)
+    for name in waiting:  # which grows
+        for other in _files_of_code(folder, name):
+            if other not in needed:
+                needed[other] = name
+                waiting.append(other)
+    lacking = {name: user for name, user in needed.items() if not (folder / name).exists()}
+    return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
 
 def _damage_of(path: Path) -> str:
@@ -249,13 +257,35 @@ def _damage_of(path: Path) -> str:
     return ""
 
 
-def _named_code(path: Path) -> list[str]:
-    """Return the files of code that a config's auto_map expects beside it; none if it cannot be read."""
+def _named_files(path: Path) -> dict[str, str]:
+    """Return the files that a config expects beside it, each with what names it; none if it cannot be read."""
     try:
         document = read_json_file(path)
     except CheckpointError:
-        return []
+        return {}
+    texts = {key: value for key, value in document.items() if key.endswith("file") and isinstance(value, str)}
+    files = {value: f"{key} of {path.name}" for key, value in texts.items() if re.fullmatch(r"[\w-]+(\.\w+)+", value)}
     entries: list[Any] = list(mapping_or_empty(document.get("auto_map")).values())
     flat = [part for entry in entries for part in (cast(list[Any], entry) if isinstance(entry, list) else [entry])]
     here = (part for part in flat if isinstance(part, str) and "--" not in part)  # owner/name--module is elsewhere
-    return [f"{part.rpartition('.')[0].replace('.', '/')}.py" for part in here if "." in part]
+    modules = (part.rpartition(".")[0].replace(".", "/") for part in here if "." in part)
+    return files | {f"{module}.py": f"auto_map of {path.name}" for module in modules}
+
+
+def _files_of_code(folder: Path, name: str) -> list[str]:
+    """Return the files that a Python file expects beside it: those that it imports, and a tokenizer's vocabulary."""
+    path = folder / name
+    try:
+        nodes = list(ast.walk(ast.parse(read_text_file(path)))) if path.suffix == ".py" else []
+    except (CheckpointError, SyntaxError, ValueError, RecursionError, MemoryError):  # the parser has limits too
+        return []
+    files: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(Path(name).parents):
+            home = Path(name).parents[node.level - 1]
+            modules = {home / (node.module or alias.name).replace(".", "/") for alias in node.names}
+            files += [f"{module}.py" for module in modules if not (folder / module).is_dir()]
+        elif isinstance(node, ast.Assign) and "VOCAB_FILES_NAMES" in [getattr(t, "id", "") for t in node.targets]:
+            constants = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+            files += [text for text in constants if isinstance(text, str) and "." in text]
+    return files

@@ -9,7 +9,7 @@ from k2convert.cli.options import ADDRESS, Json, argument, check_size, check_sou
 from k2convert.errors import FitError, parse_size, quoted
 
 if TYPE_CHECKING:
-    from k2convert.fit.gpus import Gpu
+    from k2convert.deploy.gpus import Gpu
 
 AUTO: Final = "auto"
 
@@ -22,9 +22,7 @@ def _check_experts(text: str) -> None:
 def fit(
     checkpoint: Annotated[
         str,
-        argument(
-            "CHECKPOINT", f"Folder or {ADDRESS}: an INT4 source, as it would be converted, or a result.", check_source
-        ),
+        argument("CHECKPOINT", f"Folder or {ADDRESS}: a source, as it would be converted, or a result.", check_source),
     ],
     gpu: Annotated[
         str | None, option("Kind of GPU: b200, h200, rtx-pro-6000 ..., or the memory of another one: 96GB.", "GPU")
@@ -64,9 +62,10 @@ def fit(
     """
     from k2convert.cli import console
     from k2convert.cli.fit_view import Question, answer_all, answer_one
-    from k2convert.fit.layouts import complete_layout
-    from k2convert.fit.memory import CONTEXT, Settings
-    from k2convert.fit.model import read_model
+    from k2convert.deploy.layouts import complete_layout
+    from k2convert.deploy.memory import CONTEXT, Settings
+    from k2convert.deploy.model import read_model
+    from k2convert.deploy.search import find_fit
     from k2convert.hub.client import Hub
     from k2convert.job.locations import open_checkpoint_at
 
@@ -98,9 +97,13 @@ def fit(
     if kind is None or count is None:
         fits = answer_all(asked, kind)
     else:
-        layout = complete_layout(
-            count, asked.model.shape, tensor=tp, expert=ep, pipeline=pp, data_attention=dp_attention
-        )
+        found = None if given else find_fit(asked.model, kind, count, settings=asked.settings)
+        if found is None:
+            layout = complete_layout(
+                count, asked.model.shape, tensor=tp, expert=ep, pipeline=pp, data_attention=dp_attention
+            )
+        else:
+            layout = found.layout
         fits = answer_one(asked, kind, layout, fewer_experts=experts == AUTO)
     if not fits:
         raise typer.Exit(3)
@@ -108,7 +111,7 @@ def fit(
 
 def _find_gpu(text: str) -> "Gpu":
     """Return the kind of GPU, or one that has so much memory; raises FitError, and BadParameter for a wrong size."""
-    from k2convert.fit.gpus import Gpu, find_gpu
+    from k2convert.deploy.gpus import Gpu, find_gpu
 
     if text[:1].isdigit():
         check_size(text)

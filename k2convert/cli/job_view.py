@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from k2convert.checkpoint.index import missing_sidecars
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.cli import console
 from k2convert.cli.console import format_seconds, print_line, print_table
 from k2convert.cli.interrupts import say_when_interrupted
@@ -40,13 +41,14 @@ from k2convert.job.prepare import Job, check_job_memory, check_room, memory_byte
 from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, Part, execute
 from k2convert.machine import available_memory
-from k2convert.models import read_architecture
+from k2convert.models import find_family, read_architecture
+from k2convert.models.config import find_quantization_config
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
 from k2convert.records.document import plain
 from k2convert.records.events import Extent
-from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document, summarize
+from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
@@ -123,6 +125,12 @@ def show_notices(job: Job, source: str) -> None:
     """Print what is to be known of a job before it is shown or done."""
     for notice in () if job.target is None else job.target.notices:
         console.print_note(f"note: {notice}")
+    _, quantization = find_quantization_config(job.source.checkpoint.config) or ("", {})
+    recipe = job.plan.recipe
+    if quantization.get("kv_cache_scheme") and recipe.kv_cache is None:
+        keeps = LAYOUTS[recipe.layout].vllm_reads_kv_cache and find_family(job.plan.family).has_kv_scheme
+        way = "--set kv_cache=fp8 keeps it" if keeps else "serve with --kv-cache-dtype fp8"
+        console.print_note(f"note: {source} declares an FP8 KV cache, and the result will not: {way}")
     for name, problem in missing_sidecars(job.source.checkpoint.folder):
         console.print_note(f"warning: {source}: {name}: {problem}")
 
@@ -256,7 +264,7 @@ def _start_pass(job: Job, plan: "CalibrationPlan", source: str) -> None:
 
 def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) -> None:
     recipe = job.plan.recipe
-    totals = summarize(outcome.records.values())
+    totals = outcome.totals
     missed = below_budget(outcome.records.values(), recipe)
     contract = None if outcome.validation is None else outcome.validation.contract
     result = JobResult(

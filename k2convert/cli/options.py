@@ -162,12 +162,15 @@ def _device(text: str) -> Device:
     return cast(Device, text)
 
 
-SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
+SourceArgument = Annotated[
+    str, argument("SOURCE", f"Folder of the INT4 or MXFP4 checkpoint, or {ADDRESS}.", check_source)
+]
 ResultArgument = Annotated[str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)]
 Json = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", CHECKS)]
 Quiet = Annotated[bool, flag("--quiet", "Show no progress on stderr.", CHECKS)]
 SourceOption = Annotated[
-    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
+    str | None,
+    option(f"INT4 or MXFP4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source),
 ]
 Yes = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
 Public = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]

@@ -32,7 +32,7 @@ def publish(
     base_model: Annotated[
         str | None,
         option(
-            "Repository of the INT4 source, for the card and its license [default: the ledger's].",
+            "Repository of the source, for the card and its license [default: the ledger's].",
             "owner/name",
             check=check_not_address,
         ),

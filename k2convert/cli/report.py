@@ -9,7 +9,7 @@ from k2convert.errors import CheckpointError, K2ConvertError
 
 if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
-    from k2convert.fit.model import Tensor
+    from k2convert.deploy.model import Tensor
     from k2convert.job.results import OpenResult
 
 

@@ -91,7 +91,7 @@ def run(
     work_dir: WorkDir = None,
     yes: Yes = False,
 ) -> None:
-    """Convert an INT4 checkpoint to NVFP4. Running it again resumes."""
+    """Convert an INT4 or MXFP4 checkpoint to NVFP4. Running it again resumes."""
     from k2convert.cli import console, job_view
     from k2convert.cli.progress import waiting
     from k2convert.job.locations import read_destination

@@ -92,12 +92,18 @@ def show_status_of(place: str) -> None:
         _show_finished_evaluation(path)
     elif (evaluation := _find_evaluation(path)) is not None:
         console.show(evaluation, partial(_show_evaluation, evaluation))
+    elif path.suffix == ".json" and not path.exists():
+        raise CheckpointError(f"{path}: there is no such evaluation, and none was begun. {_ASK}")
     else:
         _show_job(path)
 
 
+_ASK: Final = "Pass the DEST of `k2convert run`, or the FILE of `k2convert evaluate --out FILE`."
+
+
 def _show_finished_evaluation(path: Path) -> None:
-    evaluation = find_evaluation(path)
+    with remedy(f"It is no evaluation. {_ASK}"):
+        evaluation = find_evaluation(path)
     assert evaluation is not None  # it is a file
     text = evaluation.text
     contents = f"{counted(len(evaluation.rows), 'model')} on {text.tokens:,} tokens of {', '.join(dict(text.texts))}"

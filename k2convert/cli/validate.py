@@ -85,9 +85,9 @@ def validate(
             raise failed_validation(destination, command)
         ref = parse_repo(destination) if destination.startswith(SCHEME) else None
         if ref is None:
-            print_serve(destination, folder=opened.folder)
+            print_serve(destination, folder=opened.folder, family=report.contract.family)
         else:
-            print_serve(ref.repo, folder=opened.folder, revision=ref.revision)
+            print_serve(ref.repo, folder=opened.folder, family=report.contract.family, revision=ref.revision)
 
 
 def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None, tokens: int) -> "LayersRequest":

@@ -19,7 +19,7 @@ from k2convert.check.results import (
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
-from k2convert.models import expected_family
+from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import find_ledger
 
@@ -123,7 +123,7 @@ def _show_layers(report: LayersReport) -> None:
         for variant, label in labels(found).items()
         if (error := layer.error(Variant(variant))) is not None
     ]
-    title = f"reference layers, error of the output against INT4 in FP32 ({report.hidden_states})"
+    title = f"reference layers, error of the output against the source in FP32 ({report.hidden_states})"
     print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
     for router in dict.fromkeys(layer.router for layer in report.layers):
         same = [str(layer.layer) for layer in report.layers if layer.router == router]
@@ -136,14 +136,15 @@ def _show_layers(report: LayersReport) -> None:
             print_line(f"layer {layer.layer}: {failure}")
 
 
-def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
+def print_serve(model: str, *, folder: Path, family: str | None = None, revision: str | None = None) -> None:
     """Print how to serve a folder or a repository. `folder` has the result's config.json, and its ledger if any."""
-    from k2convert.fit.serving import result_deployment, serve_command
+    from k2convert.deploy.serving import result_deployment, serve_command
 
     config = read_json_file(folder / CONFIG_NAME)
     ledger = find_ledger(folder)
-    family = expected_family(config, ()).name if ledger is None else str(ledger.source.family)
+    if family is None:
+        family = family_of(config, ()).name if ledger is None else str(ledger.source.family)
     kv_cache = None if ledger is None else ledger.recipe.kv_cache
     deployment = result_deployment(config, kv_cache, family=family, model=model, revision=revision)
-    if deployment.layout is not None:  # else no engine of ours loads it
+    if deployment.layout is not None:  # else the config states no NVFP4
         print_next(serve_command("vllm", deployment).line)

@@ -24,8 +24,8 @@ from k2convert.checkpoint.names import (
     TOKENIZER_NAME,
 )
 from k2convert.choices import Activations, AskedActivations
+from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError, SourceReadError
-from k2convert.fit.serving import nvfp4_scheme
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role

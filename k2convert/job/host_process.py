@@ -10,14 +10,15 @@ from typing import cast
 
 from k2convert.errors import ArgumentError, K2ConvertError, MachineError, explain, quoted, require_extra
 from k2convert.job.resources import restoring_process
+from k2convert.records.events import SILENT, Events
 
 
 @contextmanager
-def host_process(*, torch_for: str | None = None) -> Generator[None]:
+def host_process(*, torch_for: str | None = None, uses_torch: bool = False) -> Generator[None]:
     """Run a function of the package in the block; raises MissingDependencyError, MachineError instead of OSError."""
     if torch_for is not None:
         require_extra("calibrate", purpose=torch_for)
-    with restoring_process(uses_torch=torch_for is not None):
+    with restoring_process(uses_torch=uses_torch or torch_for is not None):
         try:
             yield
         except K2ConvertError:
@@ -43,6 +44,25 @@ def read_optional_path(name: str, given: object) -> str | None:
     if given is None:
         return None
     return read_path(name, given)
+
+
+def read_events(given: object) -> Events:
+    """Return where events go, by default nowhere; raises ArgumentError for anything but an object of the class."""
+    if given is None:
+        return SILENT
+    if Events not in type(given).__mro__:
+        raise ArgumentError(f"events {quoted(given)}: expected an object of a subclass of k2convert.Events.")
+    return cast(Events, given)
+
+
+def read_layers(given: object) -> tuple[int, ...]:
+    """Return numbers of layers, none for "all"; raises ArgumentError."""
+    if given == "all":
+        return ()
+    numbers = tuple(cast(Iterable[object], given)) if isinstance(given, list | tuple | range) else ()
+    if not numbers or any(type(number) is not int for number in numbers):
+        raise ArgumentError(f'layers {quoted(cast(object, given))}: expected numbers in a list, or "all".')
+    return cast(tuple[int, ...], numbers)
 
 
 def read_paths(name: str, given: object, *, least: int = 1) -> list[str]:

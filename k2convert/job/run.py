@@ -38,6 +38,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
 from k2convert.records.journal import Journal, PackedRecords
+from k2convert.records.ledger import summarize
 from k2convert.records.lock import lock_destination, share_destination
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
+    from k2convert.quantize.metrics.weight_metrics import WeightMetrics
     from k2convert.records.evaluation import Evaluation
 
 _MAX_COUNT: Final = 100_000
@@ -82,7 +84,10 @@ def read_part(text: str) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a job: the records of all shards, those of an earlier run (`finished`), main's commit and more."""
+    """Outcome of a job: the records of all shards, those of an earlier run (`finished`), main's commit and more.
+
+    `totals` are the measured errors of the weights by role and under "total".
+    """
 
     folder: Path
     num_bytes: int
@@ -92,6 +97,10 @@ class Outcome:
     validation: "ValidationReport | None" = None
     calibrated: CalibrationRecord | None = None
     evaluation: "Evaluation | None" = None
+
+    @property
+    def totals(self) -> "dict[str, WeightMetrics]":
+        return summarize(self.records.values())
 
 
 def outcome_of(job: Job, records: PackedRecords, finished: PackedRecords) -> Outcome:

@@ -20,7 +20,7 @@ from k2convert.models.names import Architecture, Family, ModulePlace, TensorName
 from k2convert.models.projections import check_model
 
 FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
-"""Every family. A checkpoint belongs to the first whose experts, or else whose layers, its tensor names have."""
+"""Every family; `family_of` says which one a checkpoint belongs to."""
 
 REFUSED_MODELS: Final = {"deepseek_v4": "DeepSeek-V4", "gpt_oss": "gpt-oss", "kimi_linear": "Kimi-Linear"}
 """Models that have 4-bit experts or similar names too, by their model_type."""
@@ -34,15 +34,33 @@ def find_family(name: str) -> Family:
     raise PlanError(f"unknown family {quoted(name)}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
 
 
+def family_of(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
+    """Return the family that a checkpoint belongs to, or a damaged one most likely does, by config and tensor names.
+
+    What decides, as far as it tells families apart: the modules of experts, model_type, the prefix of experts, of
+    layers, of anything.
+    """
+    known = list(names)
+    stated = (config or {}).get("model_type")
+
+    def states(family: Family, _: Iterable[str]) -> bool:
+        return stated in family.model_types
+
+    candidates = FAMILIES
+    for is_like in (_has_modules, states, _has_experts, _has_layers, _resembles):
+        candidates = tuple(family for family in candidates if is_like(family, known)) or candidates
+    return candidates[-1]
+
+
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """Find the family by tensor names and model_type, since other models share the names; raises PlanError."""
+    """Return the family of a checkpoint that is one of its models; raises PlanError, since others share the names."""
     names = checkpoint.tensors
-    refused = {
-        prefix: (why, family.source_hint) for family in FAMILIES for prefix, why in family.refused_prefixes.items()
-    }
-    for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
-        if any(name.startswith(prefix) for name in names):
-            raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
+    for old, new in {rename for family in FAMILIES for rename in family.naming.renamed_prefixes}:
+        if any(name.startswith(old) for name in names):
+            raise PlanError(
+                f"{checkpoint.folder}: tensors are named {old}*, an early naming. Engines rename them to {new}* while "
+                f"loading, but only the published names are converted. {_hints()}"
+            )
     stated = checkpoint.config.get("model_type")
     for family in FAMILIES:
         for (model_type, key), why in family.refused_configs.items():
@@ -50,11 +68,12 @@ def detect_family(checkpoint: Checkpoint) -> Family:
                 raise PlanError(f"{checkpoint.folder}: {why}. {family.source_hint}")
     if (title := REFUSED_MODELS.get(str(stated))) is not None:
         raise PlanError(f"{checkpoint.folder}: this is {title}, which is not converted. {_hints()}")
-    for is_like in (_has_experts, _has_layers):
-        for family in FAMILIES:
-            if is_like(family, names):
-                _check_model_type(checkpoint, family)
-                return family
+    family = family_of(checkpoint.config, names)
+    named = next((other for other in (family, *FAMILIES) if _has_layers(other, names)), None)
+    if named is family and (stated in family.model_types or not family.model_types):
+        return family
+    if named is not None:
+        raise _other_model_type(checkpoint, named)
     prefixes = dict.fromkeys(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
     expected = " or ".join(prefixes)
     titles = " or ".join(dict.fromkeys(family.title for family in reversed(FAMILIES)))
@@ -91,31 +110,20 @@ def read_architecture(checkpoint: Checkpoint) -> Architecture:
     return detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
 
 
-def _check_model_type(checkpoint: Checkpoint, family: Family) -> None:
+def _other_model_type(checkpoint: Checkpoint, family: Family) -> PlanError:
     stated = checkpoint.config.get("model_type")
-    if not family.model_types or stated in family.model_types:
-        return
     known = " and ".join(f"{' or '.join(f.model_types)} ({f.name})" for f in reversed(FAMILIES) if f.model_types)
     problem = "is missing" if stated is None else f"is {quoted(stated)}"
-    raise PlanError(
+    return PlanError(
         f"{checkpoint.folder}: config.json: model_type {problem}, but the tensors have the names of {family.name}. "
         f"Known: {known}. Use the model's own config.json. {family.source_hint}"
     )
 
 
-def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
-    """Return the family that a damaged checkpoint most likely belongs to: by its config, then by its tensor names."""
-    known = list(names)
-    candidates = FAMILIES
-    if config is not None:
-        candidates = [family for family in FAMILIES if family.matches_config(config)]
-    for is_like in (_has_experts, _has_layers, _resembles):
-        for family in candidates:
-            if is_like(family, known):
-                return family
-    if candidates:
-        return candidates[-1]
-    return FAMILIES[-1]
+def _has_modules(family: Family, names: Iterable[str]) -> bool:
+    """Return whether experts have the family's modules, whatever their prefix."""
+    modules = f"{family.experts.partition('{layer}')[2]}."
+    return any(modules in name for name in names)
 
 
 def _has_experts(family: Family, names: Iterable[str]) -> bool:

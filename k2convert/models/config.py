@@ -239,8 +239,10 @@ class Fault(NamedTuple):
 
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
-_OPTIONAL: Final = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
-"""Parameters of attention that some checkpoints have: scales of an FP8 KV cache, and what follows from the config."""
+KV_SCALES: Final = ("k_scale", "v_scale", "kv_scale", "output_scale")
+"""Scales of an FP8 KV cache: ModelOpt's `k_proj.k_scale`, compressed-tensors' `self_attn.k_scale`, and older ones."""
+_OPTIONAL: Final = (*KV_SCALES, "q_scale", "inv_freq")
+"""Parameters of attention that some checkpoints have beside those that config.json describes."""
 
 
 @dataclass(frozen=True, slots=True)

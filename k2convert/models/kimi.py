@@ -58,7 +58,7 @@ def _classify(prefix: str, module: str) -> ModulePlace | None:
         return ModulePlace(Role.ROUTER, layer)
     if inner in ("input_layernorm", "post_attention_layernorm"):
         return ModulePlace(Role.NORM, layer)
-    if inner.startswith("self_attn."):
+    if inner == "self_attn" or inner.startswith("self_attn."):  # the first has scales of a KV cache
         return ModulePlace(Role.ATTENTION, layer)
     return None
 
@@ -212,7 +212,6 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         classify=partial(_classify, prefix),
         expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
-        matches_config=lambda config: isinstance(config.get("text_config"), dict) is has_vision,
         unconverted=partial(_unconverted, has_vision),
         model_types=(model_type,),
         source_format=INT4,
@@ -232,7 +231,6 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),
         unsplit_attention=UNSPLIT_MLA,
-        refused_prefixes={_LEGACY_PREFIX: "an early NVFP4 naming that engines do not load"},
         usual_num_experts=384,
         naming=naming,
         outer_tensors=partial(outer_tensors, prefix),

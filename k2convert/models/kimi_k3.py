@@ -45,7 +45,7 @@ _ROLES: Final = {
     "mlp_res_norm": Role.NORM,
     "self_attention_res_proj": Role.RESIDUAL,
     "mlp_res_proj": Role.RESIDUAL,
-    "self_attn": Role.ATTENTION,  # A_log and dt_bias
+    "self_attn": Role.ATTENTION,  # A_log, dt_bias, scales of a KV cache
 }
 _OUTER: Final = {
     f"{_PREFIX}embed_tokens": Role.EMBEDDINGS,
@@ -77,11 +77,6 @@ def _classify(module: str) -> ModulePlace | None:
     if inner.startswith("self_attn."):
         return ModulePlace(Role.ATTENTION, layer)
     return None
-
-
-def _matches_config(config: Mapping[str, Any]) -> bool:
-    text = text_config(config)
-    return text is not config and (config.get("model_type") == "kimi_k3" or text.get("model_type") == "kimi_linear")
 
 
 def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
@@ -177,7 +172,6 @@ K3: Final = Family(
     classify=_classify,
     expected_name=partial(expected_name, _PREFIX),
     read_architecture=read_architecture,
-    matches_config=_matches_config,
     unconverted=_unconverted,
     refused_configs={
         ("kimi_linear", LATENT_KEY): "this is the language model of Kimi K3 alone, without the model around it"

@@ -65,6 +65,8 @@ class TensorName:
     @property
     def sharing_key(self) -> str:
         """Modules with the same key must share one global scale: gate and up of one MLP; each down has its own."""
+        if self.projection is None:
+            return self.module
         stem = self.module.rsplit(".", 1)[0]
         return f"{stem}.{'gate_up' if self.projection in ('gate', 'up') else 'down'}"
 
@@ -170,7 +172,6 @@ class Family:
     classify: Callable[[str], ModulePlace | None]  # the place of a module, None if the family has no such module
     expected_name: Callable[[str], str]  # the name a tensor should have if its prefix is wrong
     read_architecture: Callable[[Mapping[str, Any], str], Architecture]  # (config.json, where) -> counts; PlanError
-    matches_config: Callable[[Mapping[str, Any]], bool]  # whether a config.json looks like this family's
     # (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
@@ -180,7 +181,6 @@ class Family:
     model_types: tuple[str, ...] = ()  # what model_type in config.json may be; empty: anything
     router_parameters: tuple[str, ...] = (WEIGHT,)  # every router has these, one row an expert
     unsplit_attention: tuple[str, ...] = ()  # what every GPU of tensor parallelism keeps whole
-    refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])  # no engine loads them; why
     usual_num_experts: int = 0  # of the unpruned models
     source_format: SourceFormat  # of the weights to convert
     roles: tuple[Role, ...] = CONVERTIBLE_ROLES  # that a recipe may convert

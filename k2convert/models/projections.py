@@ -7,7 +7,7 @@ config.json describes; and a projection's bytes as arrays.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
-from k2convert.errors import FormatError, MalformedFileError, PlanError
+from k2convert.errors import FormatError, MalformedFileError, PlanError, quoted
 from k2convert.models.config import EXPERTS_KEY, DescribedModel, Experts, find_quantization_config, key_of
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
@@ -74,9 +74,10 @@ class Projection:
 def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
     """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others get their own PlanErrors."""
     known = family.source_format
-    if (find_quantization_config(source.config) or ("", {}))[1].get("quant_method") == "quark":
+    if (method := other_method(source.config)) is not None:
         raise PlanError(
-            f"{source.folder}: this checkpoint is Quark's, whose MXFP4 is not converted. {family.source_hint}"
+            f"{source.folder}: config.json: quantization_config.quant_method is {method}, which is not converted. "
+            f"{family.source_hint}"
         )
     # NVFP4 first: its block scales are FP8 too.
     for name, tensor_name in names.items():
@@ -102,12 +103,23 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
         if not is_scale and tensor.dtype.startswith("F8_"):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not any(tensor_name.parameter == WEIGHT_PACKED for tensor_name in names.values()):
+        stated = (find_quantization_config(source.config) or ("", {}))[1].get("format")
+        guess = "a BF16 copy?" if stated is None else f"config.json says {quoted(stated)}"
         raise PlanError(
-            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} (a BF16 copy?). "
+            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} ({guess}). "
             f"{family.source_hint} ModelOpt and llm-compressor quantize BF16 models."
         )
 
 
+def other_method(config: Mapping[str, Any]) -> str | None:
+    """Return the quant_method of a config whose weights are neither a source's nor a result's; None for all others."""
+    method = (find_quantization_config(config) or ("", {}))[1].get("quant_method")
+    if not isinstance(method, str) or method in _METHODS or method.startswith("modelopt"):
+        return None
+    return quoted(method)
+
+
+_METHODS: Final = ("compressed-tensors", "fp8")  # told apart by the tensors
 _GLOBAL_SCALES: Final = ("weight_scale_2", "weight_global_scale")
 _TELLING: Final = (WEIGHT_PACKED, *_GLOBAL_SCALES)
 
@@ -156,7 +168,7 @@ def _packed_projection(tensor_name: TensorName, tensors: dict[str, TensorInfo]) 
     where = f"{packed.shard}: {module}"
     if tensor_name.role not in CONVERTIBLE_ROLES:
         raise PlanError(
-            f"{where}: is {known.title} in the role {tensor_name.role}; no engine loads this role in NVFP4. "
+            f"{where}: is {known.title} in the role {tensor_name.role}; only experts and MLPs are converted. "
             f"{_export(known)}"
         )
     for parameter in known.parameters:
@@ -242,16 +254,16 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
 
 
 def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None, where: str) -> None:
-    """Refuse what no engine loads for the family: roles beyond its own, and a KV cache type (PlanError)."""
+    """Refuse what not every engine loads for the family: roles beyond its own, and a KV cache type (PlanError)."""
     if extra := [role for role in roles if role not in family.roles]:
         raise PlanError(
-            f"{where}: the recipe converts {extra[0]}, but no engine loads {extra[0]} of {family.title} in NVFP4. "
-            f"Remove {extra[0]} from the recipe's roles."
+            f"{where}: the recipe converts {extra[0]}, but SGLang and TensorRT-LLM do not load it for "
+            f"{family.title}. Remove {extra[0]} from the recipe's roles."
         )
     if kv_cache is not None and not family.has_kv_scheme:
         raise PlanError(
-            f"{where}: kv_cache {kv_cache}: no release of {family.title} states a KV cache type, and most of its "
-            "layers have no such cache. Leave kv_cache out of the recipe."
+            f"{where}: kv_cache {kv_cache}: most layers of {family.title} have no such cache. Leave it out, and serve "
+            f"with `--kv-cache-dtype {kv_cache}`."
         )
 
 
@@ -261,6 +273,25 @@ def find_experts(names: Iterable[TensorName]) -> Experts:
         if tensor_name.expert is not None and tensor_name.layer is not None:
             experts[tensor_name.layer].add(tensor_name.expert)
     return experts
+
+
+def experts_remedy(tensors: Mapping[str, TensorInfo], experts: Experts, *, family: Family, key: str) -> str:
+    """Return how to mend wrong numbers of experts, by the routers' rows; empty if tensors are missing.
+
+    `key` is the field of config.json that states their number.
+    """
+    counts = {len(numbers) for numbers in experts.values()}
+    for layer, numbers in experts.items():
+        router = tensors.get(f"{family.router.format(layer=layer)}.{WEIGHT}")
+        if router is None or router.shape[:1] != (len(numbers),):
+            return ""
+    if len(counts) > 1:
+        return f"Keep equally many experts in every layer: these have {min(counts)} to {max(counts)}."
+    count = max(counts, default=0)
+    setting = f"set {key} to {count} in config.json."
+    if all(sorted(numbers) == list(range(count)) for numbers in experts.values()):
+        return setting.capitalize()
+    return f"Renumber the experts of each layer 0..{count - 1} in the order of the router's rows, and {setting}"
 
 
 MAX_FAULTS: Final = 4  # faults that one message names
@@ -289,7 +320,8 @@ def check_model(
         if sorted(found) != list(range(num_experts)):
             raise PlanError(
                 f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
-                f"config.json says {key} = {num_experts} (expected 0..{num_experts - 1}). {SOURCE_REMEDY}"
+                f"config.json says {key} = {num_experts} (expected 0..{num_experts - 1}). "
+                f"{experts_remedy(source.tensors, experts, family=family, key=key) or SOURCE_REMEDY}"
             )
     model = DescribedModel(family, architecture, source.config, str(source.folder))
     faults = list(model.find_faults(source.tensors, experts))

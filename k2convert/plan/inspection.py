@@ -3,14 +3,14 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.errors import PlanError
-from k2convert.models import detect_family, parse_tensor_names
+from k2convert.models import detect_family, family_of, parse_tensor_names
 from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Architecture, Family, TensorName
 from k2convert.models.projections import packed_form
@@ -69,6 +69,11 @@ def inspect_checkpoint(
     conversion: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Describe a checkpoint, with `conversion` from its ledger. Raises PlanError if it is unknown."""
+    given = source
+    family = family_of(source.config, source.tensors)
+    for old, new in family.naming.renamed_prefixes:  # as engines do while loading
+        tensors = {f"{new}{n.removeprefix(old)}" if n.startswith(old) else n: t for n, t in source.tensors.items()}
+        source = replace(source, tensors=tensors)
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed: dict[str, str] = {}
@@ -84,6 +89,7 @@ def inspect_checkpoint(
     named = source.config.get("architectures")
     oddities = _oddities(source, names, counts, family)
     try:
+        detect_family(given)  # the names that engines rename are not those of a source
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
         recipe = None

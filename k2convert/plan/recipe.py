@@ -38,7 +38,7 @@ def _are_roles(value: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
     if len(set(value)) != len(value):
         raise ValueError("a role is repeated; remove one")
     if "experts" not in value:
-        raise ValueError("must contain 'experts', because the source's INT4 weights are the routed experts")
+        raise ValueError("must contain 'experts', because the source's 4-bit weights are the routed experts")
     return value
 
 
@@ -104,7 +104,7 @@ class Recipe(_Part):
         return document
 
 
-_GPTQ_TENSOR_SQNR_DB: Final = 13.0
+GPTQ_TENSOR_SQNR_DB: Final = 13.0
 """The budget of a tensor by rule gptq, which keeps outputs, not weights: the worst tensor of k2-tiny had 17.2 dB and
 that of SmolLM2 18.2 dB, against 22.5 dB by rule mse on k2-tiny."""
 
@@ -120,7 +120,7 @@ def settle_recipe(recipe: Recipe, *, has_text: bool = False, to_hub: bool = Fals
         elif has_text:
             changes["rule"] = "gptq"
     if has_text and "budget" not in recipe.model_fields_set:
-        changes["budget"] = Budget(tensor_sqnr_db=_GPTQ_TENSOR_SQNR_DB)
+        changes["budget"] = Budget(tensor_sqnr_db=GPTQ_TENSOR_SQNR_DB)
     if has_text and recipe.smoothing is None:
         changes["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
     elif not has_text and not recipe.smoothing:

@@ -25,8 +25,8 @@ from k2convert.checkpoint.names import (
     REPORT_PICTURE_NAME,
     REPORT_TEXT_NAME,
 )
+from k2convert.deploy.model import Tensor
 from k2convert.errors import DestinationError
-from k2convert.fit.model import Tensor
 from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:

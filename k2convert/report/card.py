@@ -7,8 +7,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.fit.search import gigabytes
-from k2convert.fit.serving import ENGINE_NAMES, result_deployment, serve_command
+from k2convert.deploy.search import gigabytes
+from k2convert.deploy.serving import ENGINE_NAMES, result_deployment, serve_command
 from k2convert.hub.own_card import marked
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family

@@ -11,9 +11,9 @@ from statistics import median_low
 from typing import Final
 
 from k2convert.check.results import ValidationReport, Verdict, WeightsReport
+from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
+from k2convert.deploy.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.errors import counted, quoted, shortened
-from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
-from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER, model_name
+from k2convert.deploy.model import Model, Tensor, read_result
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
-from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role, SourceFormat
 from k2convert.models.source_formats import INT4, MXFP4

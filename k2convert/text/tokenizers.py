@@ -85,7 +85,9 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 class Tokenizer(Protocol):
-    """The tokenizer of a checkpoint folder."""
+    """The tokenizer of a checkpoint folder. Its ids are below `num_ids`."""
+
+    num_ids: int
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         """Return the ids i64 [tokens] of a text. `special`: names of special tokens become these tokens."""
@@ -108,6 +110,7 @@ class _JsonTokenizer:
             self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(text)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            self.num_ids = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         with _in_one_line(self._path):
@@ -143,6 +146,7 @@ class _KimiTokenizer:
             self._encoding: tiktoken.Encoding = tiktoken.Encoding(
                 path.name, pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special
             )
+        self.num_ids = self._encoding.n_vocab
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         allowed = self._encoding.special_tokens_set if special else set[str]()

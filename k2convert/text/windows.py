@@ -1,7 +1,8 @@
 """Texts to windows of token ids, drawn by a seed, in bounded memory.
 
-The texts are .txt (UTF-8), or .jsonl with "text" or "messages" in each line; a document a line. Token ids made
-elsewhere are .npy (integers, [tokens] or [windows, tokens]).
+The texts are .txt (UTF-8), or .jsonl with "text" or "messages" in each line; a document a line. "conversations" of
+objects with "role" and "content" are messages too. Token ids made elsewhere are .npy (integers, [tokens] or
+[windows, tokens]).
 
 How windows are drawn. Texts of up to 4 MiB together are read whole. Larger ones are cut into sections of 64 KiB, and
 the seed puts the sections in an order; they are read in this order until they give four times the tokens asked for, so
@@ -16,6 +17,8 @@ character of a plain text.
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +45,24 @@ MAX_LINE_BYTES: Final = 16 << 20
 Ids = NDArray[np.integer[Any]]
 
 _FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
+_ARRAY: Final = "python3 -c 'import json, sys; [print(json.dumps(d)) for d in json.load(sys.stdin)]' < {} > {}.jsonl"
+_TABLE: Final = (
+    """python3 -c 'import pandas, sys; print(pandas.read_%s(sys.argv[1]).to_json(orient="records", lines=True))' """
+    "{} > {}.jsonl"
+)
+_CONVERSIONS: Final = {
+    ".json": _ARRAY,
+    ".parquet": _TABLE % "parquet",
+    ".csv": _TABLE % "csv",
+    ".tsv": _TABLE % "table",
+    ".gz": "gunzip -k {}",
+    ".xz": "unxz -k {}",
+    ".zst": "zstd -d {}",
+}
+"""Commands that make a text that is read, by the suffix of one that is not; of its path, with and without suffix."""
+
+_SKIPPED: Final = "with null in place of a text: skipped"
+_MEDIA: Final = "with images or other media: their text is read, and only placeholders of the media"
 
 Read = Callable[[Path, int, int], Ids]
 """Returns the ids of a range of bytes of a file."""
@@ -113,17 +134,31 @@ def read_array(path: Path, start: int, stop: int) -> Ids:
     return np.array(array.reshape(-1)[start // array.itemsize : stop // array.itemsize])
 
 
-def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids:
-    """Return the ids of a .jsonl line with "text" or "messages"; raises CalibrationError without a place."""
+def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate, counts: Counter[str]) -> Ids:
+    """Return the ids of a .jsonl line with a text or messages; raises CalibrationError without a place.
+
+    A line with null in their place has none. `counts` counts such lines and those with images, by what is said of them.
+    """
     try:
         document = parse_json_object(line, where="")
     except MalformedFileError as error:
         raise CalibrationError(str(error).removeprefix(": ")) from None
+    given = [document[key] for key in ("text", "messages", "conversations") if key in document]
+    if given and all(value is None for value in given):
+        counts[_SKIPPED] += 1
+        return np.zeros(0, dtype=np.int64)
     text, messages, tools = (document.get(key) for key in ("text", "messages", "tools"))
     if isinstance(text, str):
         return tokenizer.encode(text)
+    conversation = document.get("conversations")
+    if messages is None and _are_objects(conversation) and all("role" in m and "content" in m for m in conversation):
+        messages = conversation
     if not (_are_objects(messages) and messages) or not (tools is None or _are_objects(tools)):
         raise CalibrationError(f"{_other_form(document)} Write {_FORMS} on each line.")
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if _are_objects(content) for part in content]
+    if document.get("images") or any(part.get("type", "text") != "text" for part in parts):
+        counts[_MEDIA] += 1
     return tokenizer.encode(template.render(messages, tools), special=True)
 
 
@@ -133,6 +168,24 @@ def _other_form(document: Mapping[str, Any]) -> str:
         if all(key in document for key in keys):
             return f"has {' and '.join(map(json.dumps, keys))} ({form}), which are not read."
     return 'has neither "text", a string, nor "messages", a list of objects.'
+
+
+def _check_form(path: Path) -> None:
+    """Refuse a file that a command can convert to a text that is read, and any other unknown one (CalibrationError)."""
+    suffix = path.suffix.lower()
+    names = [shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))]
+    if suffix in _CONVERSIONS:
+        raise CalibrationError(f"{path}: {suffix} is not read. Convert it: `{_CONVERSIONS[suffix].format(*names)}`")
+    if suffix not in (".txt", ".npy", LINES):
+        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
+    try:
+        with path.open("rb") as file:
+            first = file.read(PIECE_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if suffix == LINES and first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{", b'"'):
+        command = _ARRAY.format(names[0], shlex.quote(f"{path.with_suffix('')}-lines"))
+        raise CalibrationError(f"{path}: is one JSON array, not a document a line. Convert it: `{command}`")
 
 
 def _are_objects(value: object) -> TypeGuard[list[Any]]:
@@ -242,15 +295,14 @@ def read_windows(
     holds a token.
     """
     readers: dict[Path, Read] = {}
+    counts = Counter[str]()
     for path in files:
-        suffix = path.suffix.lower()
         if not path.exists():
             raise CalibrationError(f"{path}: no such file.")
         if not path.is_file():
             raise CalibrationError(f"{path}: is a folder or a device, not a file.")
-        if suffix not in (".txt", ".npy", LINES):
-            raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
-        if suffix == ".npy":
+        _check_form(path)
+        if path.suffix.lower() == ".npy":
             readers[path] = read_array
     if texts := [path for path in files if path not in readers]:
         if tokenizer is None:
@@ -261,8 +313,13 @@ def read_windows(
         from k2convert.text.chat import ChatTemplate  # whose jinja2 comes with the extra for texts
 
         model = open_tokenizer(tokenizer)
+        if model.num_ids > vocab_size:
+            raise CalibrationError(
+                f"{tokenizer}: the tokenizer has {model.num_ids:,} ids, but the embedding has {vocab_size:,} rows. Use "
+                "the tokenizer of these weights, or give the embedding a row for each id."
+            )
         template = ChatTemplate(tokenizer)
-        of_line = partial(text_of_line, tokenizer=model, template=template)
+        of_line = partial(text_of_line, tokenizer=model, template=template, counts=counts)
         for path in texts:
             readers[path] = partial(read_plain, tokenizer=model)
             if path.suffix.lower() == LINES:
@@ -278,11 +335,11 @@ def read_windows(
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
     texts = tuple(zip(names, map(file_digest, files), strict=True))
-    notes: tuple[str, ...] = ()
+    notes = [f"{counted(number, 'line')} {what}" for what, number in counts.items()]
     if ids.size < tokens - tokens % min(window, tokens):
         given = f"{counted(len(ids), 'window')} of {length:,} tokens, {ids.size:,} in all"
-        notes = (f"the text gives {given}; {tokens:,} were asked for",)
-    return Windows(ids, texts, notes, tokens, window, seed)
+        notes.append(f"the text gives {given}; {tokens:,} were asked for")
+    return Windows(ids, texts, tuple(notes), tokens, window, seed)
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:

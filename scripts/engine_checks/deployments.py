@@ -7,9 +7,9 @@ from functools import cache
 from itertools import product
 
 from k2convert.choices import Engine
-from k2convert.fit.gpus import GPUS
-from k2convert.fit.layouts import Parallelism
-from k2convert.fit.serving import Deployment, ServeCommand, serve_command
+from k2convert.deploy.gpus import GPUS
+from k2convert.deploy.layouts import Parallelism
+from k2convert.deploy.serving import Deployment, ServeCommand, serve_command
 from k2convert.models import FAMILIES
 from scripts.engine_checks.variants import ROOT
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 Damage = Callable[[Path], object]
 REMEDY = re.compile(
     r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown"
-    r"|export the model|Run|Merge it|Shipped|should be|must be|must contain)\b"
+    r"|export the model|Run|Merge it|[Ss]et|Keep|Renumber|Shipped|should be|must be|must contain)\b"
 )
 
 

@@ -46,7 +46,7 @@ VERBS = {
     **{f"cli/{verb}.py": {verb} for verb in OWN},
     "calibration/": {"run"},
     "evaluation/": {"evaluate"},
-    "fit/": {"fit"},
+    "deploy/": {"fit"},
     "plan/": {"run"},
     "text/": {"run", "evaluate"},
 }

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.files import read_json_file
-from k2convert.fit.gpus import Gpu
-from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import Fit, Settings, fit_layout
-from k2convert.fit.model import Model, ModelShape, read_shape, weigh
+from k2convert.deploy.gpus import Gpu
+from k2convert.deploy.layouts import complete_layout
+from k2convert.deploy.memory import Fit, Settings, fit_layout
+from k2convert.deploy.model import Model, ModelShape, read_shape, weigh
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.kimi_k3 import K3
 from k2convert.models.names import Family

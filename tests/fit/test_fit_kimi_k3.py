@@ -10,9 +10,9 @@ from test_fit_command import answer
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.fit.gpus import GPUS
-from k2convert.fit.layouts import Parallelism
-from k2convert.fit.serving import Deployment, serve_command
+from k2convert.deploy.gpus import GPUS
+from k2convert.deploy.layouts import Parallelism
+from k2convert.deploy.serving import Deployment, serve_command
 from k2convert.hub.source_card import read_source_card
 from k2convert.models.kimi_k3 import K3
 from k2convert.plan.plan import plan_conversion

@@ -7,9 +7,9 @@ import pytest
 from fit_models import K2_SHAPE as K2
 from fit_models import k3_shape
 
+from k2convert.deploy.layouts import Parallelism, check_layout, complete_layout, stage_layers
+from k2convert.deploy.model import ModelShape
 from k2convert.errors import FitError
-from k2convert.fit.layouts import Parallelism, check_layout, complete_layout, stage_layers
-from k2convert.fit.model import ModelShape
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,19 @@ Layers of linear attention (KDA) of Kimi K3 keep a state per request instead of 
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 from fit_models import fit_on, k3, k3_shape, k3_source, k25, thinking
 
 from k2convert.choices import ServedKvCache
-from k2convert.fit.gpus import GIB, GPUS, MIB
-from k2convert.fit.layouts import Parallelism
-from k2convert.fit.memory import Fit, Settings, bytes_per_token, fit_layout
-from k2convert.fit.model import Model
-from k2convert.fit.search import find_holders
+from k2convert.deploy.gpus import GIB, GPUS, MIB, Gpu
+from k2convert.deploy.layouts import Parallelism, check_layout
+from k2convert.deploy.memory import Fit, Settings, bytes_per_token, fit_layout
+from k2convert.deploy.model import Model
+from k2convert.deploy.search import find_holders
+from k2convert.errors import FitError
 from k2convert.models.names import Role
 
 RTX = GPUS["rtx-pro-6000"]
@@ -145,14 +147,40 @@ def test_what_every_gpu_reads_bounds_the_tokens_a_second(gpu: str, layout: Paral
     assert round(bandwidth / read_for_a_token(layout)) == bound
 
 
-def test_five_sparks_have_the_bytes_and_eight_hold_the_model() -> None:
+def test_five_sparks_have_the_bytes_and_six_hold_the_model() -> None:
     """5 x 121.7 GiB is 653 GB for 595 GB, but 61 layers in five stages give one of them 13: 127.5 GB of 130.7 GB."""
     spark = GPUS["dgx-spark"]
     assert 5 * spark.memory_bytes > k25().weights.num_bytes
-    five, eight = (fit_on(count, k25(), spark, Settings(kv="fp8")) for count in (5, 8))
+    five, six = (fit_on(count, k25(), spark, Settings(kv="fp8")) for count in (5, 6))
     assert (str(five.layout), five.holds) == ("PP5", False)
     assert five.weight_bytes < spark.memory_bytes
-    assert (str(eight.layout), eight.holds) == ("TP8", True)
+    assert (str(six.layout), six.holds) == ("TP2 PP3", True)
+
+
+def _holds(model: Model, gpu: Gpu, layout: Parallelism, settings: Settings) -> bool:
+    try:
+        check_layout(layout, model.shape)
+    except FitError:
+        return False
+    return fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings).holds
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("model", [k25, pytest.param(k3, marks=pytest.mark.slow)])
+def test_the_least_number_of_each_gpu_is_that_of_all_layouts(model: Callable[[], Model], kv: ServedKvCache) -> None:
+    """Every product of sizes of tensor, expert and pipeline parallelism is tried for 1 to 16 GPUs of each kind."""
+    settings = Settings(kv=kv)
+    sizes = range(1, 17)
+    least: dict[str, int] = {}
+    for gpu, tensor, pipeline in product(GPUS.values(), sizes, sizes):
+        count = tensor * pipeline
+        if count > min(least.get(gpu.name, 16), 16):
+            continue
+        if any(_holds(model(), gpu, Parallelism(tensor, expert, pipeline), settings) for expert in sizes):
+            least[gpu.name] = count
+    found = find_holders(model(), settings=settings)
+    assert {name: min(h.fit.layout.num_gpus for h in found if h.gpu.name == name) for name in least} == least
+    assert {holder.gpu.name for holder in found} == least.keys()
 
 
 def test_24_layers_of_k3_have_a_kv_cache_and_69_have_states() -> None:

@@ -13,9 +13,16 @@ from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import Quantization
 from k2convert.choices import Activations, Engine, Layout
-from k2convert.fit.gpus import GPUS
-from k2convert.fit.layouts import Parallelism
-from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command, usual_parallelism
+from k2convert.deploy.gpus import GPUS
+from k2convert.deploy.layouts import Parallelism
+from k2convert.deploy.serving import (
+    ENGINE_NAMES,
+    Deployment,
+    ServeCommand,
+    nvfp4_scheme,
+    serve_command,
+    usual_parallelism,
+)
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import ModelCardFacts
 from scripts.engine_checks.deployments import LISTS, commands, deployments
@@ -186,7 +193,9 @@ def test_families_have_the_parsers_of_their_chat_templates() -> None:
     assert command("tensorrt-llm", family=K2_5.card).line.endswith("--tool_parser kimi_k2 --reasoning_parser kimi_k25")
     parsers = "--tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
     for family in (K2_THINKING.card, K2_5.card):
-        assert command("vllm", family=family).line.endswith(f"--enable-auto-tool-choice {parsers}")
+        tower = " --mm-encoder-tp-mode data" if family.has_vision else ""
+        options = f"--trust-remote-code --enable-auto-tool-choice {parsers}"
+        assert command("vllm", family=family).line.endswith(f"--tensor-parallel-size 8{tower} {options}")
         assert command("sglang", family=family).line.endswith(parsers)
 
 
@@ -217,9 +226,10 @@ def test_documented_commands_are_the_functions() -> None:
     made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
     blocks = [serve_command(engine, made).block for engine in ENGINE_NAMES]
     assert serve_blocks(ROOT / "README.md") == blocks[:1]
-    *same, vllm_draft, sglang_draft = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
-    assert same == blocks
-    for engine, block in (("vllm", vllm_draft), ("sglang", sglang_draft)):
+    documented = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
+    assert documented[:3] == blocks
+    assert "--mm-encoder-tp-mode data" in documented[3], "Kimi-K2.6 has a vision tower"
+    for engine, block in zip(("vllm", "sglang", "vllm"), documented[3:], strict=True):
         assert list(problems(engine, tuple(shlex.split(block.replace("\\\n", ""))))) == []
 
 

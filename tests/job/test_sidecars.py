@@ -65,10 +65,36 @@ def cut_tokenizer(source: Path) -> str:
     return "tokenizer.json: not a JSON object: engines need the tokenizer"
 
 
-DAMAGES = [without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer]
+def without_imported_code(source: Path) -> str:
+    without_code(source)
+    (source / CODE).write_text("from .kimi_rope import Rope\nfrom transformers import PretrainedConfig\n")
+    return f"kimi_rope.py: missing, but {CODE} names it"
 
 
-@pytest.mark.quick(3)
+def without_code_of_imported_code(source: Path) -> str:
+    without_imported_code(source)
+    (source / "kimi_rope.py").write_text("if True:\n    from . import tables\n")
+    return "tables.py: missing, but kimi_rope.py names it"
+
+
+def without_vocabulary_of_code(source: Path) -> str:
+    without_tokenizer_code(source)
+    (source / "tokenization_kimi.py").write_text('VOCAB_FILES_NAMES = {"vocab_file": "tiktoken.model"}\n')
+    return "tiktoken.model: missing, but tokenization_kimi.py names it"
+
+
+def without_named_template(source: Path) -> str:
+    edit_json(source / "tokenizer_config.json", lambda config: config.update(chat_template_file="chat.jinja"))
+    return "chat.jinja: missing, but chat_template_file of tokenizer_config.json names it"
+
+
+DAMAGES = [
+    without_imported_code, without_code_of_imported_code, without_vocabulary_of_code, without_named_template,
+    without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer,
+]  # fmt: skip
+
+
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_an_engine_lacks_is_said(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli
@@ -86,5 +112,10 @@ def test_what_an_engine_lacks_is_said(
 
 def test_code_that_is_there_is_not_missed(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
     without_code(source)
-    (source / CODE).write_text("raise SystemExit\n")
+    (source / CODE).write_text(
+        "from .parts import a\nfrom .parts.b import c\nfrom ..above import d\nraise SystemExit\n"
+    )
+    (source / "parts").mkdir()
+    (source / "parts" / "b.py").write_text("def broken(")
+    (source / "parts" / "unused.py").write_text("from .nothing import x\n")
     assert "warning" not in run_cli("run", source, tmp_path / "out", "--dry-run", code=0).stderr

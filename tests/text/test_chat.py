@@ -1,6 +1,7 @@
 """A conversation becomes the text that transformers makes of it, and a hostile template harms nobody."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
     )
     template = ChatTemplate(folder)
     text = template.render(line["messages"], line["tools"])
-    ids = text_of_line(EXAMPLE, open_tokenizer(folder), template)
+    ids = text_of_line(EXAMPLE, open_tokenizer(folder), template, Counter())
     assert "".join(text.split()) == "".join(expected.split())
     assert (ids == open_tokenizer(folder).encode(text, special=True)).all()
 

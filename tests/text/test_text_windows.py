@@ -1,9 +1,12 @@
 """Windows of token ids: drawn by a seed, never overlapping, in bounded memory."""
 
+import gzip
 import json
+import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +148,9 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b'{"text": "' + b"x" * (16 << 20) + b'"}', "line 1: longer than 16,777,216 bytes"),
         ("a.jsonl", b'{"conversations": [{"from": "human", "value": "x"}]}', r'line 1: has "conv.* on each line\.'),
         ("a.jsonl", b'{"prompt": "x", "completion": "y"}', r'line 1: has "prompt" and "completion".* Write {"mess'),
-        ("a.parquet", b"PAR1", r"does not end in \.txt, \.jsonl or \.npy"),
+        ("a.docx", b"PK", r"does not end in \.txt, \.jsonl or \.npy"),
+        ("a.csv", b"text\nx\n", r"\.csv is not read\. Convert it: `python3 -c 'import pandas"),
+        ("a.jsonl.zst", b"", r"\.zst is not read\. Convert it: `zstd -d "),
         ("a.npy", b"\x93NUMPY\x01\x00", "not an .npy file"),
         ("a.npy", b"\x80\x04K\x01.", "not an .npy file"),
         ("a.npy", npy("(True,)"), "not an .npy file"),
@@ -157,7 +162,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b"[1, 2]", "line 1: not a JSON object"),
         ("a.jsonl", b'{"input_ids": [1]}', 'line 1: has neither "text"'),
     ],
-    ids=range(28),
+    ids=range(30),
 )
 def test_a_file_that_cannot_be_used_is_one_line(
     name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
@@ -168,6 +173,68 @@ def test_a_file_that_cannot_be_used_is_one_line(
     assert "\n" not in str(failure.value)
     assert str(tmp_path / name) in str(failure.value)
     assert len(str(failure.value)) < 500
+
+
+ROWS = [{"text": "one text"}, {"text": "its second, longer"}]
+
+
+def write_table(path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    write = getattr(pandas.DataFrame(ROWS), f"to_{path.suffix.removeprefix('.').replace('tsv', 'csv')}")
+    write(path, index=False, **({"sep": "\t"} if path.suffix == ".tsv" else {}))
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a text.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "an array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
+    "lines of an array.jsonl": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "it's.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress(b"".join(json.dumps(r).encode() + b"\n" for r in ROWS))
+    ),
+    "a.csv": write_table,
+    "a.tsv": write_table,
+    "a.parquet": write_table,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_command_for_a_form_that_is_not_read_makes_one_that_is(name: str, tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / name
+    WRITERS[name](path)
+    with pytest.raises(CalibrationError) as failure:
+        read(path, folder=folder)
+    command = str(failure.value).partition("Convert it: `")[2].removesuffix("`")
+    before = set(tmp_path.iterdir())
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command.replace("python3", sys.executable), shell=True, check=True, env=environment)
+    [made] = set(tmp_path.iterdir()) - before
+    ids = read(made, folder=folder, window=26).ids
+    assert bytes(ids[0].astype(np.uint8)).decode() == "".join(row["text"] for row in ROWS)
+
+
+def test_lines_with_null_are_skipped_and_counted_and_images_are_noted(tmp_path: Path, folder: Path) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}]}]
+    lines = [{"text": "abc"}, {"text": None}, {"messages": None, "id": 1}, {"conversations": said}, {"messages": seen}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read(path, folder=folder, tokens=1000, window=1000)
+    assert found.ids[0].tolist()[:3] == list(b"abc")
+    assert found.ids[0][3] >= 256, "the special token that begins a message"
+    assert found.notes[:-1] == (
+        "2 lines with null in place of a text: skipped",
+        "1 line with images or other media: their text is read, and only placeholders of the media",
+    )
+    path.write_text('{"conversations": [{"from": "human", "value": "x"}]}')
+    with pytest.raises(CalibrationError, match="the form of ShareGPT"):
+        read(path, folder=folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path: Path, tiny: Path) -> None:
+    path = numbered(tmp_path / "a.txt", 10)
+    for folder, num_ids in ((write_kimi_files(tmp_path / "kimi", []), BYTES), (tiny, 2048)):
+        with pytest.raises(CalibrationError, match=f"has {num_ids:,} ids, but the embedding has {num_ids - 1:,} rows"):
+            read_windows([path], tokenizer=folder, vocab_size=num_ids - 1, tokens=8, window=8, seed=0)
 
 
 def test_what_is_no_file_is_one_line(tmp_path: Path, folder: Path) -> None:

@@ -96,6 +96,7 @@ def check_result(
         folder=str(result.folder),
         layout=result.names.name,
         activations="w4a4" if result.has_input_scale else "w4a16",
+        family=result.family.name,
         rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
     )
 
@@ -179,7 +180,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
     for name, tensor in result.tensors.items():
         before = result.source.tensors.get(name)
         module = result.modules.get(name.rpartition(".")[0])
-        if before is None or (module is not None and module.is_converted):
+        if before is None or (module is not None and (module.is_converted or module.other_form)):
             continue
         compared += 1
         if name in reported:

@@ -23,16 +23,19 @@ from k2convert.checkpoint.files import (
 from k2convert.checkpoint.index import list_sidecars, missing_sidecars
 from k2convert.checkpoint.layouts.compressed_tensors import SCALE_DTYPE
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization
+from k2convert.checkpoint.layouts.modelopt import MIXED_PRECISION
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
+    TIKTOKEN_NAME,
     TOKENIZER_NAME,
 )
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import K2ConvertError, quoted, shortened
+from k2convert.errors import K2ConvertError, counted, quoted, shortened
+from k2convert.models.config import KV_SCALES
 from k2convert.models.names import Role
 
 QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
@@ -54,8 +57,8 @@ def check_quantization_config(result: Result) -> Findings:
         return found.skip(QUARK)
     wanted = result.names.quantization_config(_expected_declaration(result), __version__)
     expected = {key: wanted[key] for key in result.names.declared_keys if key in wanted}
-    if result.is_foreign and "group_size" not in declared:
-        expected.pop("group_size", None)  # ModelOpt states it in the groups, which are checked below
+    if result.is_foreign:
+        _allow_other_forms(result, expected, found)
     for key, value in expected.items():
         if key == "quantized_layers":
             _check_banks(declared.get(key), cast(dict[str, object], value), found)
@@ -65,6 +68,42 @@ def check_quantization_config(result: Result) -> Findings:
     if result.names.needs_marlin and not result.has_input_scale:
         found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
     return found
+
+
+def _allow_other_forms(result: Result, expected: dict[str, object], found: Findings) -> None:
+    """Leave to another tool what engines accept in a config: where group sizes stand, and how much is listed."""
+    declared = result.declared
+    if "group_size" not in declared and declared.get("config_groups"):
+        expected.pop("group_size", None)  # ModelOpt states it in the groups, which are checked below
+    if result.names.library != "modelopt":
+        if declared.get("format") == _MIXED_FORMAT:
+            expected["format"] = _MIXED_FORMAT
+        return
+    algorithm = "NVFP4" if result.has_input_scale else "W4A16_NVFP4"
+    has_banks = expected.pop("quantized_layers", None) is not None
+    if declared.get("quant_algo") == MIXED_PRECISION:
+        expected |= {"quant_algo": MIXED_PRECISION, "quant_method": f"{result.names.library}_mixed"}
+        _check_listed(result, {"quant_algo": algorithm, "group_size": BLOCK_SIZE}, found)
+        return
+    expected["quant_algo"] = algorithm
+    if has_banks:
+        found.warn("quantization_config.quant_algo", "TensorRT-LLM needs MIXED_PRECISION with quantized_layers here")
+    if result.names.read_activations(declared) == "w4a16" and not result.has_input_scale:
+        del expected["quant_algo"]  # without input activations in its groups, NVFP4 is W4A16 to vLLM
+    if str(declared.get("quant_method")).startswith(result.names.library):
+        del expected["quant_method"]
+
+
+_MIXED_FORMAT: Final = "mixed-precision"
+
+
+def _check_listed(result: Result, entry: Mapping[str, object], found: Findings) -> None:
+    """Each layer of experts is listed under some name. Entries of other forms may stand beside it."""
+    stated = mapping_or_empty(result.declared.get("quantized_layers"))
+    names = [name for name, value in stated.items() if entry.items() <= mapping_or_empty(value).items()]
+    layers = {name.partition("layers.")[2].partition(".")[0] for name in names if name.endswith(".experts")}
+    for layer in sorted({str(m.parts.layer) for m in result.converted if m.parts.role is Role.EXPERTS} - layers):
+        found.error(f"quantization_config.quantized_layers: layer {layer}", f"its experts are not listed as {entry}")
 
 
 def _check_banks(stated: object, expected: Mapping[str, object], found: Findings) -> None:
@@ -101,7 +140,10 @@ def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[s
     own, dynamic = _SCHEMES[result.names.library]
     scheme = _SCHEME | own
     groups = mapping_or_empty(declared.get("config_groups"))
-    if not groups:
+    is_flat = result.is_foreign and result.names.library == "modelopt" and "group_size" in declared
+    if any(module.other_form for module in result.modules.values()):
+        groups = {k: g for k, g in groups.items() if _num_bits(g) == 4} or groups
+    if not groups and not is_flat:
         found.error("quantization_config.config_groups", "missing")
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{shortened(name)}"
@@ -114,11 +156,24 @@ def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[s
         elif activations is not None:
             found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
         targets: Any = mapping_or_empty(group).get("targets")
+        if result.selects or (result.is_foreign and result.names.library == "modelopt"):
+            continue  # the targets of compressed-tensors are compared below, no engine reads ModelOpt's
         if wanted["targets"] == ["Linear"]:
             if not isinstance(targets, list) or "Linear" not in targets:
                 found.error(f"{where}.targets", "does not name Linear")
         elif targets != wanted["targets"]:
             found.error(f"{where}.targets", "does not name the banks of experts")
+
+
+def nvfp4_targets(result: Result) -> list[str]:
+    """Return what the groups of 4 bits name: names and regular expressions of modules."""
+    groups = map(mapping_or_empty, mapping_or_empty(result.declared.get("config_groups")).values())
+    targets = [cast(list[object], group.get("targets") or []) for group in groups if _num_bits(group) == 4]
+    return [str(target) for named in targets for target in named]
+
+
+def _num_bits(group: object) -> object:
+    return mapping_or_empty(mapping_or_empty(group).get("weights")).get("num_bits")
 
 
 _SCHEME: Final[dict[str, object]] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
@@ -167,9 +222,14 @@ def check_config_unchanged(result: Result) -> Findings:
         elif after is not ABSENT:
             problem = f"{stated}, was {quoted(before)}"
         # If transformers saved it again, it added and omitted defaults, and renamed the inner model_type.
-        is_usual = is_foreign and (before is ABSENT or after is ABSENT or place.endswith(".model_type"))
+        is_added = before is ABSENT or after is ABSENT or before == after
+        is_usual = is_foreign and (is_added or place.rpartition(".")[2] in _NOT_READ)
         (found.warn if is_usual else found.error)(place, problem)
     return found
+
+
+_NOT_READ: Final = ("model_type", "transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype")
+"""Fields that other tools change when they save a model, and that change no weight in an engine."""
 
 
 def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
@@ -187,11 +247,13 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     if result.is_quark:
         return found.skip(QUARK)
     document, problem = read_leniently(path, read_json_file)
+    habit = result.habit(found)
     if document is None:
-        return found.error(HF_QUANT_CONFIG_NAME, problem)
+        habit(HF_QUANT_CONFIG_NAME, f"{problem}; TensorRT-LLM reads it first")
+        return found
     producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
-        found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
+        habit("producer.name", f"{quoted(producer)}, expected 'modelopt'")
     stated = mapping_or_empty(document.get("quantization"))
     recipe = result.recipe
     declared = result.declared
@@ -199,9 +261,12 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     declaration = replace(_expected_declaration(result), kv_cache="fp8" if has_fp8_cache else None)
     expected: dict[str, object] = result.names.hf_quant_config(declaration, __version__)["quantization"]
     expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    if result.is_foreign:
+        expected.pop("quantized_layers", None)
+        expected |= {key: declared[key] for key in ("quant_algo", "quantized_layers") if key in declared}
     for key in expected:
         if key not in stated:
-            found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
+            habit(f"quantization.{key}", "missing; vLLM refuses a file without it")
         elif (compare_lists or key != "exclude_modules") and not is_same_json(stated[key], expected[key]):
             problem = f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
             found.error(f"quantization.{key}", problem)
@@ -219,28 +284,35 @@ def check_kv_cache(result: Result) -> Findings:
         if recipe.kv_cache is not None:
             asked = "asks for one"
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
-    elif scheme is not None:
-        problem = "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8"
-        if result.names.vllm_reads_kv_cache:
-            problem = "FP8 cache without k and v scales: engines use 1.0"
-        if recipe is None:
-            problem += "; without a ledger it is unknown whether the recipe asks for it"
-        found.warn(place, problem)
+    scaled = {m.parts.layer for m in result.modules.values() if not m.parameters.keys().isdisjoint(KV_SCALES)}
+    attention = [m for m in result.modules.values() if m.parts.role is Role.ATTENTION]
+    latent = {m.parts.layer for m in attention if m.name.endswith("kv_b_proj")}  # linear attention has no cache
+    layers = (latent or {m.parts.layer for m in attention}) - scaled
+    if scaled:
+        found.note = f"{counted(len(scaled), 'layer')} with scales of an FP8 cache"
+    if scheme is not None and not result.names.vllm_reads_kv_cache:
+        found.warn(place, "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8")
+    elif scheme is not None and layers:
+        problem = "FP8 cache without k and v scales: engines use 1.0"
+        found.warn(place, f"{problem} in {counted(len(layers), 'layer')}" if scaled else problem)
+    elif scheme is None and scaled:
+        found.warn(place, "missing, so the scales have no effect: serve with --kv-cache-dtype fp8")
     return found
 
 
 def check_package(result: Result) -> Findings:
     """Rule 16: index and shards agree and are complete, and there are no stray shards or temporary files."""
     found = Findings(16)
+    habit = result.habit(found)
     for shard, problem in result.unreadable.items():
         found.error(shortened(shard), problem)
     _check_index(result, found)
     for path in _visible_files(result.folder):
         name = str(path.relative_to(result.folder))
         if path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
-            found.error(name, "a shard that the index does not name")
+            habit(name, "a shard that the index does not name")
         elif path.suffix in (".tmp", ".part", ".incomplete"):
-            found.error(name, "a temporary file")
+            habit(name, "a temporary file")
     return found
 
 
@@ -280,7 +352,8 @@ def _check_index(result: Result, found: Findings) -> None:
     total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
     actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
     if not result.unreadable and (total != actual or isinstance(total, float)):
-        found.error(f"{INDEX_NAME}: metadata.total_size", f"{quoted(total)}, but the tensors have {actual} bytes")
+        problem = f"{quoted(total)}, but the tensors have {actual} bytes"
+        result.habit(found)(f"{INDEX_NAME}: metadata.total_size", problem)
     num_found = sum(len(header.tensors) for header in result.headers.values())
     if num_found != len(shard_of):
         found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
@@ -304,7 +377,7 @@ def check_sidecars(result: Result) -> Findings:
     expected = list_sidecars(result.source.folder)
     for relative in expected:
         path = result.folder / relative
-        is_saved_again = result.is_foreign and path.suffix == ".json" and path.name != TOKENIZER_NAME
+        is_saved_again = result.is_foreign and path.name not in (TOKENIZER_NAME, TIKTOKEN_NAME)
         if not path.is_file():
             (found.warn if result.is_foreign else found.error)(str(relative), "missing")
         elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
@@ -312,6 +385,6 @@ def check_sidecars(result: Result) -> Findings:
     for path in _visible_files(result.folder):
         relative = path.relative_to(result.folder)
         if path.suffix == ".py" and relative not in expected:
-            found.error(str(relative), "code that is not in the source")
+            result.habit(found)(str(relative), "code that is not in the source")
     found.note = f"{len(expected)} files compared"
     return found

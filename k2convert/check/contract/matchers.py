@@ -26,14 +26,14 @@ So a router must be a plain float matrix. Rule 1 reports one that has scales.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, cast
 
-from k2convert.check.contract.folder import QUARK
+from k2convert.check.contract.folder import QUARK, nvfp4_targets
 from k2convert.check.contract.result import Module, Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
@@ -324,13 +324,24 @@ def check_exclude_list(result: Result) -> Findings:
     if is_modelopt:
         for entry in entries:
             if entry.startswith(REGEX_MARK):
-                found.error(entry, "regular expressions match nothing in this layout")
+                result.habit(found)(entry, "regular expressions match nothing in this layout")
     linears = [module for module in result.modules.values() if _is_linear(module)]
     names: list[str] = []
+    problems: dict[str, list[tuple[str, str]]] = {}
     for engine in _engines(result.family.naming, entries, is_modelopt=is_modelopt):
         modules = engine_modules(linears, engine)
         names.append(f"{engine.name} {len(modules)}")
-        _check_engine(engine, modules, found)
+        if result.selects and (is_modelopt or engine.name != "SGLang"):  # which refuses what has no entry and no target
+            modules = {module: is_converted for module, is_converted in modules.items() if is_converted}
+        problems[engine.name] = list(_engine_problems(engine, modules))
+    is_loaded = result.is_foreign and not all(problems.values())  # another tool may have made it for one engine
+    for name, problem in chain.from_iterable(problems.values()):
+        (found.warn if is_loaded else found.error)(name, problem)
+    if result.selects and not is_modelopt:
+        named = nvfp4_targets(result)
+        for module in linears:
+            if module.is_converted and not vllm_ignores(module.name, named):
+                found.error(module.name, "is NVFP4, but no target of a group of 4 bits names it")
     for module in result.modules.values():
         is_router = module.parts.role is Role.ROUTER and not module.is_converted
         weight = module.parameters.get(WEIGHT)
@@ -340,22 +351,22 @@ def check_exclude_list(result: Result) -> Findings:
     return found
 
 
-def _check_engine(engine: Engine, modules: Mapping[tuple[str, bool], bool], found: Findings) -> None:
+def _engine_problems(engine: Engine, modules: Mapping[tuple[str, bool], bool]) -> Iterator[tuple[str, str]]:
     entries = engine.entries
     for (module, is_moe), is_converted in modules.items():
         name = f"{engine.name}: {module}"
         try:
             if is_converted and engine.may_exclude(module, is_moe, entries):
                 excluding = (entry for entry in entries if engine.may_exclude(module, is_moe, [entry]))
-                found.error(name, f"is NVFP4, but {next(excluding, 'several entries together')} excludes it")
+                yield name, f"is NVFP4, but {next(excluding, 'several entries together')} excludes it"
             elif not is_converted and not engine.excludes(module, is_moe, entries):
-                found.error(name, "is BF16, but no entry excludes it")
+                yield name, "is BF16, but no entry excludes it"
         except EngineRefusalError as error:
-            found.error(name, str(error))
+            yield name, str(error)
 
 
 def _is_linear(module: Module) -> bool:
-    if module.parts.role not in _LINEAR_ROLES:
+    if module.parts.role not in _LINEAR_ROLES or module.other_form:
         return False
     if module.is_converted:
         return module.parts.role in CONVERTIBLE_ROLES  # rule 1 reports any other

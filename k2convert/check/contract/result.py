@@ -9,20 +9,22 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from k2convert.check.results import NO_SOURCE
+from k2convert.check.results import NO_SOURCE, Findings
 from k2convert.check.scaling import NO_SCALING, Scaling
 from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, CheckpointLayout
+from k2convert.checkpoint.layouts.modelopt import MIXED_PRECISION
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, PlanError
-from k2convert.models import detect_family, expected_family, parse_tensor_name
+from k2convert.models import detect_family, family_of, parse_tensor_name
+from k2convert.models.config import KV_SCALES
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
-from k2convert.plan.recipe import Budget, Recipe
+from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import Ledger, find_ledger
 
@@ -34,12 +36,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module of the result: its parameters by name, and its place in the model."""
+    """One module of the result: its parameters by name, and its place in the model.
+
+    `other_form` is the dtype of a weight that another tool quantized to something else than NVFP4; empty for any other.
+    """
 
     name: str
     parts: TensorName
     parameters: Mapping[str, TensorInfo]
     is_converted: bool
+    other_form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +119,14 @@ class Result:
 
     @property
     def budget(self) -> Budget:
-        """The error budget of the recipe, or the usual one without a recipe."""
+        """The error budget of the recipe; without one the lowest of the rules, since another tool may calibrate."""
         if self.recipe is None:
-            return Budget()
+            return Budget(tensor_sqnr_db=GPTQ_TENSOR_SQNR_DB)
         return self.recipe.budget
+
+    def habit(self, found: Findings) -> Callable[[str, str], object]:
+        """Return how to report what no engine needs: an error in a result of ours, a warning in one of another tool."""
+        return found.warn if self.is_foreign else found.error
 
     @property
     def is_foreign(self) -> bool:
@@ -153,6 +163,20 @@ class Result:
     def converted(self) -> list[Module]:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
+
+    def is_unjudged(self, name: str) -> bool:
+        """Return whether another tool's tensor is not compared with the source: form, name or purpose are others."""
+        module_name, _, parameter = name.rpartition(".")
+        module = self.modules.get(module_name)
+        is_other = parameter in KV_SCALES or self.family.expected_name(name) != name
+        return self.is_foreign and (is_other or (module is not None and bool(module.other_form)))
+
+    @property
+    def selects(self) -> bool:
+        """Return whether the config of another tool names what is quantized, so that it need not exclude the rest."""
+        groups = map(mapping_or_empty, mapping_or_empty(self.declared.get("config_groups")).values())
+        names_all = self.names.library == "modelopt" or any("Linear" in str(g.get("targets")) for g in groups)
+        return self.is_foreign and (self.declared.get("quant_algo") == MIXED_PRECISION or not names_all)
 
     def is_in_source(self, module: Module) -> bool:
         """Return whether the source has a weight of this module; true without a source."""
@@ -194,7 +218,7 @@ def read_result(
         source = None
         no_source = "the ledger is damaged, see rule 19"
     found = [name for header in headers.values() for name in header.tensors]
-    family = detect_family(source) if source is not None else expected_family(config, found)
+    family = detect_family(source) if source is not None else family_of(config, found)
     return replace(
         _from_headers(folder, headers, family=family, source=source, recipe=recipe),
         config=config,
@@ -238,9 +262,10 @@ def _from_headers(
     modules: dict[str, Module] = {}
     for module, found in parameters.items():
         weight = found.get(WEIGHT)
+        other_form = _other_form(found) if recipe is None and places[module].role in _SELDOM_CONVERTED else ""
         looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
-        is_converted = looks_converted or module in int4 or places[module].role in roles
-        modules[module] = Module(module, places[module], found, is_converted)
+        is_converted = not other_form and (looks_converted or module in int4 or places[module].role in roles)
+        modules[module] = Module(module, places[module], found, is_converted, other_form)
     if recipe is not None:
         has_input_scale = recipe.activations == "w4a4"
     else:
@@ -261,6 +286,19 @@ def _from_headers(
         int4_modules=int4,
         recipe=recipe,
     )
+
+
+_SELDOM_CONVERTED: Final = (
+    Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.LM_HEAD, Role.LATENT, Role.MM_PROJECTOR,
+)  # fmt: skip
+
+
+def _other_form(parameters: Mapping[str, TensorInfo]) -> str:
+    """Return the dtype of a quantized weight that is not NVFP4, FP8 or integers; empty for any other."""
+    weight = parameters.get(WEIGHT) or parameters.get(WEIGHT_PACKED)
+    if weight is not None and weight.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32"):
+        return weight.dtype
+    return ""
 
 
 def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:

@@ -47,10 +47,11 @@ def _quantization_config(declared: Quantization, _: str) -> dict[str, Any]:
 
 
 def _read_activations(stated: Mapping[str, Any]) -> Activations | None:
-    if stated.get("format") != _FORMAT:
+    groups = list(map(mapping_or_empty, mapping_or_empty(stated.get("config_groups")).values()))
+    groups = [group for group in groups if (group.get("format") or stated.get("format")) == _FORMAT]
+    if not groups:
         return None
-    groups = mapping_or_empty(stated.get("config_groups")).values()
-    if any(mapping_or_empty(group).get("input_activations") for group in groups):
+    if any(group.get("input_activations") for group in groups):
         return "w4a4"
     return "w4a16"
 

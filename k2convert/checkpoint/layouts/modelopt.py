@@ -7,7 +7,7 @@ from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.layouts.layout import CheckpointLayout, Quantization
 from k2convert.choices import BLOCK_SIZE, Activations
 
-_MIXED_PRECISION: Final = "MIXED_PRECISION"
+MIXED_PRECISION: Final = "MIXED_PRECISION"
 _ALGORITHMS: Final[dict[str, Activations]] = {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}
 """Activations by ModelOpt's name of the scheme."""
 
@@ -17,7 +17,7 @@ def _scheme(declared: Quantization) -> tuple[str, dict[str, Any]]:
     algorithm = next(name for name, activations in _ALGORITHMS.items() if activations == declared.activations)
     if not declared.banks:
         return algorithm, {}
-    return _MIXED_PRECISION, {bank: {"quant_algo": algorithm, "group_size": BLOCK_SIZE} for bank in declared.banks}
+    return MIXED_PRECISION, {bank: {"quant_algo": algorithm, "group_size": BLOCK_SIZE} for bank in declared.banks}
 
 
 def _quantization_config(declared: Quantization, version: str) -> dict[str, Any]:
@@ -54,13 +54,15 @@ def _hf_quant_config(declared: Quantization, version: str) -> dict[str, Any]:
 
 def _read_activations(stated: Mapping[str, Any]) -> Activations | None:
     algorithm = stated.get("quant_algo")
-    if algorithm == _MIXED_PRECISION:  # all banks of experts have the same entry
+    if algorithm == MIXED_PRECISION:  # all banks of experts have the same entry; other layers may have others
         layers = mapping_or_empty(stated.get("quantized_layers")).values()
-        algorithm = mapping_or_empty(next(iter(layers), None)).get("quant_algo")
+        stated_algorithms = [str(mapping_or_empty(entry).get("quant_algo")) for entry in layers]
+        algorithm = next((name for name in stated_algorithms if name in _ALGORITHMS), None)
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         return None
-    groups = mapping_or_empty(stated.get("config_groups")).values()
-    has_scale = any(mapping_or_empty(group).get("input_activations") for group in groups)
+    groups = list(map(mapping_or_empty, mapping_or_empty(stated.get("config_groups")).values()))
+    inputs = [mapping_or_empty(group.get("input_activations")) for group in groups]
+    has_scale = any(scheme.get("num_bits") == 4 for scheme in inputs)
     if groups and not has_scale:
         return "w4a16"
     return _ALGORITHMS[algorithm]

@@ -5,13 +5,13 @@ inside by tensor parallelism, or whole ones are distributed over the GPUs (`expe
 that names the number it does not divide and the nearest that works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
+from k2convert.deploy.model import ModelShape
 from k2convert.errors import FitError
-from k2convert.fit.model import ModelShape
 
 WIDTH_ALIGNMENT: Final = 64
 """Columns of an expert on one GPU: TensorRT-LLM's kernels need multiples of 64, the largest alignment of all."""
@@ -140,6 +140,15 @@ def _open_tensor(count: int, shape: ModelShape, pipeline: int | None, data_atten
     widths = _widths(shape)
     sizes = [n for n in _tensor_sizes(shape) if count % n == 0 and n <= _MAX_NODE and n in widths]
     return max(sizes, default=1)
+
+
+def possible_layouts(count: int, shape: ModelShape) -> Iterator[Parallelism]:
+    """Yield every layout of `count` GPUs, the usual one first. DP attention, which repeats weights, is left out."""
+    usual = _open_tensor(count, shape, None, data_attention=False)
+    sizes = [n for n in _tensor_sizes(shape) if count % n == 0 and count // n <= shape.num_layers]
+    for tensor in sorted(sizes, key=lambda n: (n != usual, -n)):
+        for expert in _expert_sizes(tensor, shape):
+            yield Parallelism(tensor, expert, count // tensor)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from k2convert.deploy.gpus import GPUS, Gpu
+from k2convert.deploy.layouts import check_layout, possible_layouts
+from k2convert.deploy.memory import KV_BYTES, Fit, Settings, fit_layout
+from k2convert.deploy.model import Model
 from k2convert.errors import FitError
-from k2convert.fit.gpus import GPUS, Gpu
-from k2convert.fit.layouts import check_layout, complete_layout
-from k2convert.fit.memory import KV_BYTES, Fit, Settings, fit_layout
-from k2convert.fit.model import Model
 
 _EXPERT_STEPS: Final = 48
+
+MOST_GPUS: Final = 16
+_USUAL_COUNTS: Final = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +30,32 @@ class Holder:
 
 
 def find_holders(model: Model, *, settings: Settings, gpus: Iterable[Gpu] = GPUS.values()) -> list[Holder]:
-    """Return each GPU and usual count that holds the model, the smallest memory first."""
+    """Return the least number of each GPU that holds the model, and the usual numbers above it, up to MOST_GPUS.
+
+    The smallest memory is first.
+    """
     found: list[Holder] = []
     for gpu in gpus:
-        for count in gpu.counts:
-            try:
-                layout = complete_layout(count, model.shape)
-            except FitError:  # a small model has fewer heads than GPUs
+        holders: list[Holder] = []
+        for count in range(1, MOST_GPUS + 1):
+            if holders and count not in _USUAL_COUNTS:
                 continue
-            fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
-            if fit.holds:
-                found.append(Holder(gpu, fit))
+            fit = find_fit(model, gpu, count, settings=settings)
+            if fit is not None:
+                holders.append(Holder(gpu, fit))
+        found += holders
     return sorted(found, key=lambda holder: (holder.memory_bytes, holder.gpu.name))
+
+
+def find_fit(model: Model, gpu: Gpu, count: int, *, settings: Settings) -> Fit | None:
+    """Return the usual layout of so many GPUs if it holds the model, or else the first other one that does."""
+    if count * gpu.memory_bytes < model.weights.num_bytes:
+        return None
+    for layout in possible_layouts(count, model.shape):
+        fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
+        if fit.holds:
+            return fit
+    return None
 
 
 def fp8_and_bf16_tokens(model: Model, holder: Holder, *, settings: Settings) -> tuple[int, int]:
@@ -74,13 +91,14 @@ def most_experts(model: Model, holder: Holder, *, settings: Settings) -> tuple[i
 def ways_out(model: Model, holder: Holder, *, settings: Settings) -> tuple[list[tuple[int, Fit]], int | None]:
     """Return fewer experts per layer, with what then fits, and how many of the same GPUs hold a model.
 
-    These are the most experts for the requests asked for, then the most for one request of the model's maximum.
+    These are the most experts for the requests asked for, then the most for one request of the model's maximum. Fewer
+    than half of them are no way out: pruning costs too much.
     """
     wanted = [settings]
     if (longest := model.shape.max_context) is not None and longest > settings.context:
         wanted.append(replace(settings, context=longest, requests=1))
     found = [most_experts(model, holder, settings=one) for one in wanted]
-    known = {one[0]: one for one in found if one is not None}
+    known = {one[0]: one for one in found if one is not None and 2 * one[0] >= model.shape.num_experts}
     counts = [one.fit.layout.num_gpus for one in find_holders(model, settings=settings, gpus=(holder.gpu,))]
     larger = min((count for count in counts if count > holder.fit.layout.num_gpus), default=None)
     return list(known.values()), larger

@@ -22,7 +22,8 @@ GIB: Final = 1 << 30
 class Gpu:
     """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
 
-    `counts` are usual numbers of GPUs, smallest first; a machine has `per_machine`.
+    `names` is a pattern of the names by nvidia-smi and of the machines of clouds, in letters and digits alone.
+    A machine has `per_machine` of them.
     """
 
     name: str
@@ -30,30 +31,30 @@ class Gpu:
     memory_bytes: int
     bandwidth: float | None = None
     nvfp4: Nvfp4Kind = "unknown"
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16)
+    names: str = ""
     per_machine: int = 8
 
 
 _ALL: Final = (
-    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native"),
-    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native"),
-    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", per_machine=4),
-    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", per_machine=4),
-    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow"),
-    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", per_machine=1),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin"),
-    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin"),
-    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin"),
+    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", "(?<!g)b200|^a4highgpu"),
+    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", "(?<!g)b300"),
+    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", "gb200|^a4xhighgpu", per_machine=4),
+    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", "gb300|^a4xmaxgpu", per_machine=4),
+    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", "rtxpro6000(?!d)|^g7e|^g4standard"),
+    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)", per_machine=1),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?[0-9]|^a3ultragpu"),
+    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", "(?<!g)h100(?!.*(nvl|64gb|9[46]gb))|^p5[0-9]|^a3(high|mega)gpu"),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", "a100(?!.*40gb)|^p4de|^a2ultragpu"),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name, however it is spelled; raises FitError that lists the known names."""
+    """Return the GPU of this name, as nvidia-smi or a cloud prints it; raises FitError that lists the known names."""
     wanted = "".join(c for c in name.lower() if c.isalnum())
     for gpu in _ALL:
-        if wanted in {gpu.name.replace("-", ""), "".join(c for c in gpu.title.lower() if c.isalnum())}:
+        if "mig" not in wanted and re.search(gpu.names, wanted):
             return gpu
-    if re.fullmatch("(amd|instinct)?mi[0-9]{3}[a-z]?", wanted):
+    if re.search("mi[0-9]{3}", wanted):
         raise FitError(f"{quoted(name)}: a GPU of AMD, which cannot run NVFP4. Known: {', '.join(GPUS)}.")
     raise FitError(f"{quoted(name)}: an unknown GPU. Known: {', '.join(GPUS)}.")

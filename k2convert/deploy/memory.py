@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from k2convert.choices import ServedKvCache
-from k2convert.fit.layouts import Parallelism, stage_layers
-from k2convert.fit.model import ModelShape, WeightGroup, Weights
+from k2convert.deploy.layouts import Parallelism, stage_layers
+from k2convert.deploy.model import ModelShape, WeightGroup, Weights
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
