@@ -213,8 +213,8 @@ def evaluate(
     """Measure how far whole models are from a reference on a text: `k2convert evaluate`.
 
     All are folders or hf://owner/name. The evaluation is written to `out`, or without it to evaluation.json in every
-    checkpoint's folder, where rows of the same reference and text stay. `any_text` accepts a text that a checkpoint was
-    calibrated on. `max_disk` is in bytes. Called again after a failure, it resumes. Raises any K2ConvertError.
+    checkpoint's folder. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called
+    again after a failure, it resumes. Raises any K2ConvertError.
     """
     from pathlib import Path
     from typing import get_args

@@ -34,7 +34,7 @@ from k2convert import __version__
 from k2convert.calibration.memory import Memory, ModelSizes, pass_memory
 from k2convert.errors import CheckpointError
 from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, Head, score_tokens
-from k2convert.evaluation.plan import TILE_TOKENS, EvaluationPlan, row_key, write_evaluation
+from k2convert.evaluation.plan import TILE_TOKENS, EvaluationPlan, check_replaced, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
 from k2convert.forward.decoder import BlockObserver
 from k2convert.forward.layer_pass import LayerPass, PassModel, PassText
@@ -224,11 +224,16 @@ def evaluate(
         found = _gather(plan, decode)
         plan.check_unchanged()
         for output in plan.outputs:
-            for row in write_evaluation(output, plan, found):
-                if row_key(row.model) not in map(row_key, plan.models[1:]):
-                    events.note(f"{output.path}: left out {row.model.name} {row.model.mode}: its files changed since")
+            check_replaced(output, found.text, plan.models_of(output))
+            write_evaluation(output.path, _part(found, plan.models_of(output)), plan.identity(output))
     plan.remove_work()
     return found
+
+
+def _part(found: Evaluation, models: Sequence[EvaluatedModel]) -> Evaluation:
+    """Return the rows of some models, and the verdicts on them."""
+    verdicts = tuple(one for one in found.verdicts if one.nearer in models or one.farther in models)
+    return replace(found, rows=tuple(row for row in found.rows if row.model in models), verdicts=verdicts)
 
 
 def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass) -> None:

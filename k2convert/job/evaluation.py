@@ -26,8 +26,7 @@ from k2convert.evaluation.checkpoints import (
     head_names,
     modes_of,
 )
-from k2convert.evaluation.plan import EvaluationPlan, Output
-from k2convert.evaluation.plan import check_text as check_earlier_text
+from k2convert.evaluation.plan import EvaluationPlan, Output, check_replaced
 from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
@@ -39,7 +38,7 @@ from k2convert.job.resources import allowed_disk, device_name, output_headers
 from k2convert.models import check_computed, read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import JsonObject
-from k2convert.records.evaluation import EvaluatedModel, Evaluation
+from k2convert.records.evaluation import MAX_ROWS, EvaluatedModel, Evaluation
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import Source, check_version, source_digest
 from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
@@ -183,6 +182,8 @@ def plan_evaluation(
 
     by_checkpoint = [_models(one, options, is_reference=one is found[0]) for one in found]
     models = tuple(model for own in by_checkpoint for model in own)
+    if len(models) > MAX_ROWS:
+        raise DestinationError(f"{len(models)} models: an evaluation has at most {MAX_ROWS}. Evaluate fewer at a time.")
     inputs = tuple(one.inputs() for one in found)
     work = _work(work_folder, len(models))
     uses_hub = any(one.source.remote is not None for one in found)
@@ -297,7 +298,8 @@ def with_evaluation(job: Job, files: TextFiles) -> Job:
             )
     from k2convert.evaluation.streamed import states_bytes
 
-    check_earlier_text(job.destination.folder / EVALUATION_NAME, text.windows.described())
+    path = job.destination.folder / EVALUATION_NAME
+    check_replaced(Output(path, (), is_own=True), text.windows.described(), None)
     hidden = read_architecture(job.source.checkpoint).hidden_size
     states = states_bytes(text.windows.ids.size, hidden, models=2)
     before = 0  # gone when the evaluation begins

@@ -204,23 +204,23 @@ def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_
 
 
 @pytest.mark.slow
-def test_rows_of_the_same_text_stay_and_are_not_lost_to_another(
+def test_a_wider_evaluation_replaces_a_narrower_one_and_no_row_is_lost(
     pair: tuple[Path, Path], ids: Path, tmp_path: Path
 ) -> None:
     source, result = pair
+    evaluate(source, result, text=ids)
+    [alone] = rows(result)
     evaluate(source, result, "--activations", "both", text=ids)
-    alone = {row.model.mode: row for row in rows(result)}
-    done = evaluate(source, result, "--kv-cache", "fp8", "--json", text=ids)
-    assert [row["model"].get("kv_cache") for row in json.loads(done.stdout)["rows"]] == ["fp8"]
-    assert modes(result) == ["W4A16", "W4A4", "W4A4, FP8 KV"]
-    assert {row.model.mode: row for row in rows(result)[:2]} == alone
+    assert modes(result) == ["W4A16", "W4A4"]
+    assert alone in rows(result)
+    before = (result / "evaluation.json").read_bytes()
     other = tmp_path / "other.npy"
     np.save(other, np.load(ids)[::-1])
-    before = (result / "evaluation.json").read_bytes()
-    done = evaluate(source, result, text=other, code=1)
-    assert "holds another evaluation (W4A16, W4A4, W4A4, FP8 KV on ids.npy)" in done.stderr
-    assert "Delete it, or name a different file with --out" in done.stderr
-    assert (result / "evaluation.json").read_bytes() == before
+    for more, text in ((("--kv-cache", "fp8"), ids), ((), other)):
+        done = evaluate(source, result, *more, text=text, code=1)
+        assert "holds another evaluation (W4A16, W4A4 on ids.npy)" in done.stderr
+        assert "Delete it, or name a different file with --out" in done.stderr
+        assert (result / "evaluation.json").read_bytes() == before
     assert run_here("run", source, result, "--evaluate", other, code=1).returncode == 1
     assert (result / "evaluation.json").read_bytes() == before
     (result / "evaluation.json").unlink()
@@ -228,28 +228,18 @@ def test_rows_of_the_same_text_stay_and_are_not_lost_to_another(
     assert modes(result) == ["W4A4"]
 
 
-def test_rows_of_changed_files_do_not_stay(pair: tuple[Path, Path], ids: Path) -> None:
-    source, result = pair
-    evaluate(source, result, "--activations", "both", text=ids)
-    weights_in_place(result)
-    done = evaluate(source, result, "--kv-cache", "fp8", text=ids)
-    assert "left out ours W4A16: its files changed since" in done.stderr
-    assert modes(result) == ["W4A4, FP8 KV"]
-
-
 @pytest.mark.slow
-def test_a_table_grows_by_checkpoints(cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+def test_a_file_of_several_checkpoints_is_not_replaced_by_one(
+    cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "all.json"
     mse, other = made
-    evaluate(cut, mse, "--out", out, text=ids)
-    done = evaluate(cut, other, "--out", out, text=ids)
+    evaluate(cut, mse, other, "--out", out, text=ids)
     assert [row.model.name for row in rows(out)] == ["mse", "max"]
-    assert str(out) in done.stdout.splitlines()
-    together = tmp_path / "together.json"
-    evaluate(cut, mse, other, "--out", together, text=ids)
-    assert together.read_bytes() == out.read_bytes()
-    elsewhere = Path(shutil.copytree(other, tmp_path / "elsewhere" / "mse"))
-    assert "holds another evaluation" in evaluate(cut, elsewhere, "--out", out, text=ids, code=1).stderr
+    before = out.read_bytes()
+    assert "holds another evaluation" in evaluate(cut, mse, "--out", out, text=ids, code=1).stderr
+    assert out.read_bytes() == before
+    assert "already complete" in evaluate(cut, mse, other, "--out", out, text=ids).stderr
 
 
 def test_a_moved_result_keeps_its_evaluation(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
