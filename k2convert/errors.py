@@ -18,23 +18,13 @@ from typing import Any, Final, Literal
 
 Extra = Literal["torch", "calibrate", "reference", "ray"]
 
-_EXTRAS: Final[dict[Extra, dict[str, str]]] = {
-    "torch": {"torch": "torch>=2.6"},
-    "calibrate": {
-        "torch": "torch>=2.6",
-        "transformers": "transformers>=5.0",
-        "tokenizers": "tokenizers>=0.21",
-        "tiktoken": "tiktoken>=0.9",
-        "jinja2": "jinja2>=3.1",
-    },
-    "reference": {
-        "torch": "torch>=2.6",
-        "compressed_tensors": "compressed-tensors>=0.19",
-        "modelopt": "nvidia-modelopt>=0.47",
-    },
-    "ray": {"ray": "ray>=2.40"},
+_EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
+    "torch": ("torch",),
+    "calibrate": ("torch", "transformers", "tokenizers", "tiktoken", "jinja2"),
+    "reference": ("torch", "compressed_tensors", "modelopt"),
+    "ray": ("ray",),
 }
-"""The modules of each extra of the package, and what pip calls them."""
+"""The modules that each extra of the package brings."""
 
 MAX_QUOTED: Final = 80
 
@@ -216,9 +206,11 @@ def require_extra(extra: Extra, *, purpose: str) -> None:
 
 def install_remedy(*, package: str | None = None, extra: Extra | None = None) -> str:
     """Return how to install a package, or those of an extra, in this Python."""
-    packages = [] if package is None else [package]
-    if extra is not None:
-        packages += _EXTRAS[extra].values()
+    from importlib.metadata import requires  # slow to load, and only an error needs it
+
+    packages = [package] if package is not None else []
+    marks = tuple(f"extra == {quote}{extra}{quote}" for quote in ("'", '"'))
+    packages += [text.partition(";")[0] for text in requires("k2convert") or () if text.endswith(marks)]
     return f"Install it with: {shlex.join([sys.executable, '-m', 'pip', 'install', *packages])}"
 
 

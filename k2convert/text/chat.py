@@ -50,7 +50,9 @@ class ChatTemplate:
         if tools and self._sorts_tools:
             tools = json.loads(json.dumps(tools, sort_keys=True))
         name = "default" if tools is None or "tool_use" not in self._templates else "tool_use"
-        from transformers.utils.chat_template_utils import render_jinja_template  # which loads torch
+        from transformers.utils.chat_template_utils import (  # which loads torch
+            render_jinja_template,  # pyright: ignore[reportUnknownVariableType]
+        )
 
         variables: dict[str, Any] = {**self._variables, "strftime_now": _DATE.strftime}
         try:
