@@ -44,7 +44,8 @@ from k2convert.records.fingerprint import Source, check_version, source_digest
 from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
 
 if TYPE_CHECKING:
-    from k2convert.evaluation.plan import EvaluationPlan, Inputs
+    from k2convert.evaluation.checkpoints import Inputs
+    from k2convert.evaluation.plan import EvaluationPlan
     from k2convert.evaluation.scores import Decode
     from k2convert.forward.layer_pass import LayerPart
     from k2convert.forward.work import WorkFolder
