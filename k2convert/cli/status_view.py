@@ -90,6 +90,8 @@ def show_status_of(place: str) -> None:
         show_repository(place)
     elif path.is_file():
         _show_finished_evaluation(path)
+    elif path.exists() and not path.is_dir():
+        raise DestinationError(f"{path}: is neither a folder nor a file of an evaluation.")
     elif (evaluation := _find_evaluation(path)) is not None:
         console.show(evaluation, partial(_show_evaluation, evaluation))
     elif path.suffix == ".json" and not path.exists():
@@ -208,7 +210,8 @@ def _show_copy(folder: Path) -> None:
         word = "running"
     console.show(document, f"{folder}: pruned copy {word}: {counted(len(shards), 'shard')}, {format_bytes(num_bytes)}")
     if is_complete:
-        console.print_next(console.command("k2convert", "inspect", folder))
+        place = folder.resolve() if folder.name in ("", "..") else folder
+        console.print_next(console.command("k2convert", "run", folder, f"{place}-NVFP4"))
     elif not is_running:
         _show_resume(command, "prune", is_resumable=True)
 
