@@ -47,7 +47,7 @@ DESTINATIONS: dict[str, tuple[Callable[[Path, Path], Path], list[str]]] = {
     "inside the source": (lambda source, _: source / "nvfp4", ["inside the source", "outside"]),
     "around the source": (lambda source, _: source.parent, ["contains the source", "next to it"]),
     "not empty and not ours": (lambda _, dest: filled(dest), ["model.gguf", "not from k2convert", "different folder"]),
-    "a file": (lambda _, dest: a_file(dest), ["is a file", "Choose a folder"]),
+    "a file": (lambda _, dest: a_file(dest), ["is not a folder", "Choose a folder"]),
     "under a file": (lambda _, dest: a_file(dest) / "sub", ["dest", "folder"]),
     "a link to nothing": (lambda _, dest: linked(dest, dest.parent / "nowhere"), ["dest", "link"]),
 }

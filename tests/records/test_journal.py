@@ -125,7 +125,7 @@ def test_lock_that_is_no_file_is_refused(result: Path, tiny: Path) -> None:
     assert precious.read_text() == "the only copy"
     lock.unlink()
     lock.mkdir()
-    assert all("lock: writing failed (Is a directory)" in message for message in messages(result, tiny))
+    assert all("lock: is not a file" in message for message in messages(result, tiny))
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
