@@ -1,13 +1,15 @@
-"""Ways in which a file on disk can be damaged."""
+"""Ways in which a file on disk can be damaged, with or without its seal."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from unittest.mock import patch
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records import fingerprint
+from k2convert.records.document import seal
 
 DAMAGES: Final = ("flipped", "empty", "truncated", "zeros", "foreign", "missing")
 
@@ -62,3 +64,10 @@ def damaged_weight(source: Path, name: str) -> Iterator[None]:
     with patch.object(fingerprint, "local_identity", lambda path: identity if path.samefile(shard) else read(path)):
         yield
     shard.write_bytes(before)
+
+
+def edit_sealed(path: Path, change: Callable[[dict[str, Any]], object], *, is_sealed: bool = True) -> None:
+    document = json.loads(path.read_text())
+    del document["checksum"]
+    change(document)
+    path.write_bytes(seal(document) if is_sealed else json.dumps(document).encode())

@@ -1,7 +1,5 @@
 """Rule gptq computed directly in float64: the oracle of quantize/gptq."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +23,7 @@ class Tokens:
     weights: Array
     halves: NDArray[np.int64]
 
-    def half(self, half: int) -> Tokens:
+    def half(self, half: int) -> "Tokens":
         chosen = self.halves == half
         return Tokens(self.inputs[chosen], self.residual[chosen], self.weights[chosen], self.halves[chosen])
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -145,11 +144,3 @@ class ReferencePanels:
             values[:, at] = current
             changes[:, place : place + 16] = current - before
             scale_bytes[:, index] = byte
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Equal bits; NaN are equal, whatever their bits."""
-    if found.dtype != torch.float32:
-        return torch.equal(found, expected)
-    equal = found.view(torch.int32) == expected.view(torch.int32)
-    return bool((equal | (found.isnan() & expected.isnan())).all())

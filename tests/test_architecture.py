@@ -121,9 +121,7 @@ def test_there_is_no_import_circle() -> None:
 
 
 @pytest.mark.parametrize("code", ["from k2convert.job.run import execute\n", "import k2convert.cli.app\n"])
-def test_an_import_upwards_and_a_module_without_a_place_are_found(
-    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_upwards_and_new_modules_are_found(tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, test, complaint in (
         ("checkpoint", test_imports_go_down, "imports"),
         ("helpers", test_every_subpackage_has_its_place, "ground up"),

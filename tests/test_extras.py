@@ -81,9 +81,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
     ("quantizer", "libraries"),
     [("native", {"numpy"}), ("reference", {"numpy", "torch", "compressed-tensors", "nvidia-modelopt"})],
 )
-def test_the_ledger_names_the_versions_of_what_computed(
-    quantizer: str, libraries: set[str], k2_shaped: Path, tmp_path: Path
-) -> None:
+def test_the_ledger_names_what_computed(quantizer: str, libraries: set[str], k2_shaped: Path, tmp_path: Path) -> None:
     out = convert(k2_shaped, tmp_path / "out", quantizer=quantizer, rule="max")
     ledger = json.loads((out / "k2convert.json").read_text())
     assert set(ledger["versions"]) == {"python"} | libraries

@@ -117,9 +117,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_every_wrong_argument_is_an_error_of_the_package(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments_are_errors_of_the_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("A text. " * 400)
     k2convert.convert(TINY, "result")

@@ -24,7 +24,7 @@ from command import python
 from structure import TINY
 
 import k2convert
-from k2convert.errors import K2ConvertError, MissingDependencyError
+from k2convert.errors import K2ConvertError
 from k2convert.machine import BUFFERS
 
 THREADS = 3
@@ -155,11 +155,3 @@ def test_a_host_that_has_not_loaded_torch_gets_its_own_number_of_threads(cut: Pa
     assert done.stdout.split() == [number, "True", "0.005"], done.stderr
     assert int(number) > 1
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("name", ["evaluate", "convert"])
-def test_without_torch_the_remedy_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    calls = {"evaluate": evaluate, "convert": convert_with_a_text}
-    with pytest.raises(MissingDependencyError, match=r"needs torch, which is not installed\. Install it with"):
-        calls[name]()

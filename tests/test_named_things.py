@@ -1,9 +1,7 @@
 """A name that a docstring, a comment, a message, the guide, a recipe or a template gives to something exists."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,20 +20,10 @@ PACKAGE = ROOT / "k2convert"
 CODE = ("k2convert", "tests", "scripts")
 TEXTS = (".md", ".yaml")
 OF_OTHERS = {
-    "DeepseekV3Gate",
-    "GateLinear",
-    "ModelOptQuantConfig",
-    "ModelOptQuantConfigBase",
-    "MoEGate",
-    "QuantConfig",
-    "_get_quant_method",
-    "apply_quant_config_exclude_modules",
-    "cvt_warp_fp16_to_fp4",
-    "find_matching_patterns",
-    "getrusage",
-    "merge_and_unload",
-    "vpmaddwd",
-}
+    "DeepseekV3Gate", "GateLinear", "ModelOptQuantConfig", "ModelOptQuantConfigBase", "MoEGate", "QuantConfig",
+    "_get_quant_method", "apply_quant_config_exclude_modules", "cvt_warp_fp16_to_fp4", "find_matching_patterns",
+    "getrusage", "merge_and_unload", "vpmaddwd",
+}  # fmt: skip
 """Names of other projects."""
 FILES_OF_OTHERS = {"tokenization_kimi.py"}
 FOLDERS = {path.name for code in CODE for path in (ROOT / code, *(ROOT / code).rglob("*")) if path.is_dir()}
@@ -117,12 +105,9 @@ def prose() -> Iterator[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield file, node.value
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield file, token.string
+        nodes = ast.walk(ast.parse(text))
+        texts = {node.value: None for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        yield file, "\n|\n".join([*texts, *re.findall(r"(?:^ *|  )# .*", text, flags=re.MULTILINE)])
     for path in sorted(PACKAGE.rglob("*.[ch]pp")):
         yield path.relative_to(ROOT).as_posix(), "\n".join(re.findall(r"//.*", path.read_text()))
     pages = [ROOT / "README.md", *(ROOT / "recipes").rglob("*"), *PACKAGE.rglob("*")]

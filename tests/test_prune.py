@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from command import ROOT, assert_refused, run, run_here
-from job.crash_runs import crash
+from job.crash_runs import assert_resumed, crash
 from job.results import contents, files_of, raw_tensors, read_json
 
 import k2convert
@@ -36,47 +36,7 @@ FORMS = {
     "bf16": ("--set", "target=bf16"),
     "max": ("--rule", "max"),
 }
-DIGESTS = {
-    ("tiny", "survivors", "modelopt w4a4"): "f4958549e377fb2b7b27144870cba6ee",
-    ("k25", "mixed", "modelopt w4a4"): "c101089f8a221e8dc7f6fb714d88ec58",
-    ("k3_tiny", "three", "modelopt w4a4"): "9f057c6dad9dc120bbd747cc13f108b1",
-    ("tiny", "survivors", "compressed-tensors w4a16"): "fbc2c80ce81f0250c671a87da7870212",
-    ("k25", "mixed", "compressed-tensors w4a16"): "c53349dcef0fcea1c7b90fcf099be544",
-    ("k3_tiny", "three", "compressed-tensors w4a16"): "e0c9667826b70d7a27e33c2d337eff33",
-    ("tiny", "survivors", "modelopt w4a16"): "2c3a72224068eaf19457f88ea73fc632",
-    ("tiny", "survivors", "compressed-tensors w4a4"): "5a43fce17295a8afa7dfd7741f63b9fb",
-    ("tiny", "survivors", "bf16"): "22db933eb2764dc5750f578a7e5d4a6b",
-    ("tiny", "survivors", "max"): "ca716397805637b9c5962c16bbf41afa",
-    ("k25", "mixed", "modelopt w4a16"): "55a8d8c0e2f303a4809f886b0c13faa2",
-    ("k25", "mixed", "compressed-tensors w4a4"): "3aa6735002f0988debab84d9df34aff4",
-    ("k3_tiny", "three", "modelopt w4a16"): "e11373bd51f554853ebddd7409665f43",
-    ("k3_tiny", "three", "compressed-tensors w4a4"): "8981d94a00a799930a6e11021874e328",
-    ("k3_tiny", "three", "bf16"): "36ead6a8009345560ff4dc0f37722e4a",
-    ("split", "survivors", "modelopt w4a4"): "dd3911d2267fe60e83453bd64d816f0b",
-    ("split", "survivors", "compressed-tensors w4a16"): "ff4fa64c530aa1d034f36c89ce54c93c",
-    ("split", "survivors", "modelopt w4a16"): "f872eea4ebd74e0c043357089e03b1c2",
-    ("split", "survivors", "compressed-tensors w4a4"): "9636ebee9395906f429a4e28b10bf671",
-    ("k3_edges", "two", "modelopt w4a4"): "8e369df94f96d93f0486ae0a79bcd779",
-    ("k3_edges", "two", "compressed-tensors w4a16"): "541604bbef6424ed39e038028ccea80f",
-    ("k3_edges", "two", "modelopt w4a16"): "84e7332c2023459f3c05122983f55ee0",
-    ("k3_edges", "two", "compressed-tensors w4a4"): "26f6dee294db5ed5ee523fb33fb0dc55",
-    ("tiny", "first", "modelopt w4a4"): "d17d3c81aba514464bc33bae5ed78b30",
-    ("tiny", "first", "compressed-tensors w4a16"): "cd2709aeaaa59156bdcaef8791b86661",
-    ("tiny", "first", "modelopt w4a16"): "ab5e2f9a626c9c84a43fa6057eee733b",
-    ("tiny", "first", "compressed-tensors w4a4"): "dd55b37a39fd03beb42dbeed24c1656a",
-    ("tiny", "mixed", "modelopt w4a4"): "ed034bb5ba0484f241925792b97318bf",
-    ("tiny", "mixed", "compressed-tensors w4a16"): "811fee1ee0a93273116c2ff1721f7d81",
-    ("tiny", "mixed", "modelopt w4a16"): "b8583cedc2267ea30e6cd2030f0be8cf",
-    ("tiny", "mixed", "compressed-tensors w4a4"): "6d64c4766615f6ec02e27c1e1ad080f1",
-    ("k25", "survivors", "modelopt w4a4"): "5f26331fca61c911f97261a3a8a9f4eb",
-    ("k25", "survivors", "compressed-tensors w4a16"): "1acabeaba6e9ec070859deff41e1ef65",
-    ("k25", "survivors", "modelopt w4a16"): "421685b2d10a3289b7e004d670724fcd",
-    ("k25", "survivors", "compressed-tensors w4a4"): "075b808f332f2ea9c0d0c0db6e26083b",
-    ("k3_tiny", "two", "modelopt w4a4"): "ff510d6fbad21bd74681261ae3e07286",
-    ("k3_tiny", "two", "compressed-tensors w4a16"): "06e2cb03480799d00409debecd1705a0",
-    ("k3_tiny", "two", "modelopt w4a16"): "63ec2bc67150d0c777567aa9c6d98656",
-    ("k3_tiny", "two", "compressed-tensors w4a4"): "a4b639fb8befd465ed6916a3837d71d6",
-}
+DIGESTS = json.loads((ROOT / "tests" / "data" / "pruned-digests.json").read_text())
 """Of shards, index and configs that version 0.3 made, which dropped experts while it converted."""
 LEDGER_OF_0_3 = ROOT / "tests" / "data" / "pruned-by-0.3.json"
 """The ledger of ("tiny", "survivors", "modelopt w4a4")."""
@@ -119,12 +79,11 @@ def prune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize(("source", "experts", "form"), DIGESTS)
-def test_its_conversion_has_the_bytes_of_version_0_3(
-    source: str, experts: str, form: str, prune: Prune, tmp_path: Path
-) -> None:
-    assert run("run", prune(source, experts), tmp_path / "out", *FORMS[form], "--quiet") == 0
-    assert digest_of(tmp_path / "out") == DIGESTS[source, experts, form]
+@pytest.mark.parametrize("case", DIGESTS, ids=lambda case: "-".join([case["source"], case["experts"], case["form"]]))
+def test_its_result_has_the_bytes_of_0_3(case: dict[str, str], prune: Prune, tmp_path: Path) -> None:
+    source = prune(case["source"], case["experts"])
+    assert run("run", source, tmp_path / "out", *FORMS[case["form"]], "--quiet") == 0
+    assert digest_of(tmp_path / "out") == case["digest"]
 
 
 def test_it_is_the_checkpoint_that_another_program_pruned(prune: Prune, tiny: Path, reap: Path) -> None:
@@ -140,27 +99,17 @@ def test_it_is_the_checkpoint_that_another_program_pruned(prune: Prune, tiny: Pa
     assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
-def test_the_count_is_changed_where_the_model_reads_it(prune: Prune) -> None:
-    for source, experts, key, count in (
-        ("k25", "mixed", "n_routed_experts", 8),
-        ("k3_tiny", "three", "num_experts", 3),
-    ):
-        config = read_json(prune(source, experts))
-        assert config["text_config"][key] == count
-        assert key not in config
-
-
-@pytest.mark.parametrize("source", ["tiny", pytest.param("k3_tiny", marks=pytest.mark.slow)])
-def test_killed_and_interrupted_it_resumes_to_the_same_bytes(
-    source: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    keep = write_list(tmp_path / "keep.json", LISTS["survivors" if source == "tiny" else "three"])
-    words = ["prune", request.getfixturevalue(source), "OUT", "--keep", keep, "--quiet"]
-    [found] = crash(tmp_path, words, points="spread" if source == "tiny" else "every")
-    assert found["wrong"] == []
-    assert found["tried"] > 15
-    assert found["interrupted"]["code"] == 130
-    assert found["interrupted"]["lines"][-1] == "interrupted: finished work is kept. The same command resumes"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "experts", "points"), [("tiny", "survivors", "spread"), ("k3_tiny", "three", "every")]
+)
+def test_kills(source: str, experts: str, points: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """job/test_crashes.py has a quick one."""
+    keep = write_list(tmp_path / "keep.json", LISTS[experts])
+    [found] = crash(
+        tmp_path, ["prune", request.getfixturevalue(source), "OUT", "--keep", keep, "--quiet"], points=points
+    )
+    assert_resumed(found)
 
 
 def test_running_it_again_writes_only_what_is_missing(prune: Prune, tiny: Path, tmp_path: Path) -> None:
@@ -230,9 +179,7 @@ def test_a_link_in_the_destination_is_refused(name: str, tiny: Path, prune: Prun
     assert contents(tmp_path) == before
 
 
-def test_a_dry_run_writes_nothing_and_the_next_commands_work(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_and_its_next_commands(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     keep = write_list(tmp_path / "keep it.json", LISTS["survivors"])
     done = run_here("prune", tiny, "a copy", "--keep", keep, "--dry-run", code=0)
@@ -353,9 +300,7 @@ BAD_LISTS: list[tuple[object, dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("document", "config", "problem"), BAD_LISTS, ids=[case[2] for case in BAD_LISTS])
-def test_a_list_that_does_not_fit_is_refused(
-    document: object, config: dict[str, int], problem: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_list(document: object, config: dict[str, int], problem: str, tiny: Path, tmp_path: Path) -> None:
     keep = tmp_path / "keep.json"
     keep.write_text(json.dumps(document))
     source = tiny
@@ -398,9 +343,7 @@ def test_a_result_that_0_3_pruned_validates_and_reports(result_of_0_3: Path, tmp
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_result_that_0_3_pruned_needs_its_source_pruned(
-    result_of_0_3: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_0_3_needs_its_source(result_of_0_3: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     refused = run_here("validate", result_of_0_3, "--source", tiny)
     assert_refused(refused, f"has 10 experts per layer, but {tiny} has 16. Prune the source first")

@@ -43,55 +43,6 @@ ROW = '''
 }
 """One row for each word'''
 
-PROGRAM = '''
-import json
-import numpy as np
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import decode_e4m3, dequantize_nvfp4
-from k2convert.quantize.quantizer import create_quantizer
-
-VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-rng = np.random.default_rng(0)
-toy = create_quantizer("native", rule="toy")
-
-
-def check(source, exact):
-    """Convert and compare with nearest scales and codes by exhaustive comparison, and with sums over all weights."""
-    rounded = bf16_values(source.bits)
-    magnitude = toy.measure(source, name="w")
-    amax = np.abs(rounded).max()
-    assert magnitude.amax == amax
-    g = toy.global_scale(magnitude)
-    assert g == 2 * np.float32(amax) / np.float32(2688)
-    result, metrics = toy.quantize(source, name="w", magnitude=magnitude, global_scale=g)
-    blocks = rounded.astype(np.float64).reshape(-1, 16)
-    wanted = np.abs(blocks).max(axis=1) / (4 * g)
-    nearest = np.abs(wanted[:, None] - decode_e4m3(np.arange(127, dtype=np.uint8))).min(axis=1)
-    scales = decode_e4m3(result.block_scales.reshape(-1))
-    assert (np.abs(wanted - scales) <= nearest + 1e-6 * wanted).all()
-    written = dequantize_nvfp4(result).reshape(-1, 16)
-    best = np.abs(np.abs(blocks)[:, :, None] - VALUES * (scales * g)[:, None, None]).min(axis=2)
-    assert (np.abs(blocks - written) <= best * (1 + 1e-6) + 1e-12).all()
-    error = exact.reshape(-1, 16) - written
-    assert np.isclose(metrics.squared_error, (error**2).sum(), rtol=1e-12, atol=0)
-    assert np.isclose(metrics.energy, (exact**2).sum(), rtol=1e-12, atol=0)
-    assert np.isclose(metrics.sampled_error_achieved, metrics.squared_error, rtol=1e-12, atol=0)
-    assert metrics.sampled_blocks == metrics.num_blocks == blocks.shape[0]
-    assert metrics.equal_blocks == (error == 0).all(axis=1).sum()
-    assert metrics.blocks_outside_normal is None
-    assert metrics.sampled_error_max > 0
-    return metrics.sqnr_db
-
-
-codes = rng.integers(-7, 8, (8, 256))
-scale_bits = rng.integers(0x3C00, 0x3C80, (8, 8)).astype(np.uint16)
-int4 = Int4Weight(((codes[:, 0::2] + 8) | (codes[:, 1::2] + 8) << 4).astype(np.uint8), scale_bits)
-bf16 = Bf16Weight((rng.standard_normal((8, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
-exact = codes * int4.element_scales().astype(np.float64)
-print(json.dumps([check(int4, exact), check(bf16, bf16_values(bf16.bits).astype(np.float64))]))
-'''
-"""The rule has no kernel. Its scale is amax / 4, under which the largest weight of a block is a four."""
 
 FORMAT = """
 import numpy as np
@@ -272,7 +223,7 @@ def in_copy(package: Path, program: str, *words: str | Path) -> str:
 
 
 def test_a_toy_rule_converts_and_measures(package: Path, cut: Path, tmp_path: Path) -> None:
-    assert all(12 < sqnr < 25 for sqnr in json.loads(in_copy(package, PROGRAM)))
+    """The rule has no kernel. The certificate has the ledger's sums of errors from the bytes alone."""
     in_copy(package, COMMAND, "run", cut, tmp_path / "out", "--rule", "toy", "--quiet")
     assert re.search(
         r"^certificate: all [0-9,]+ rows of 12 tensors checked by their error alone \(.* rule toy .*; 0 differ$",

@@ -1,14 +1,11 @@
-"""Whole models by transformers: logits of a checkpoint, and the scores that follow from them, token by token."""
+"""Whole models by transformers: the logits of a checkpoint."""
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.evaluation.scores import TokenScores
 from scripts.evaluation.models import (
     EvaluatedModel,
     Mlps,
@@ -42,21 +39,3 @@ def whole_model(folder: Path, *, w4a4: bool = False) -> EvaluatedModel:
 def logits_of(folder: Path, ids: Tensor, *, w4a4: bool = False) -> Tensor:
     """Logits f32 [W, T, V]."""
     return whole_model(folder, w4a4=w4a4).logits(ids)
-
-
-def scores_from(reference: Tensor, model: Tensor, ids: Tensor) -> TokenScores:
-    """The scores of every predicted token, from all logits at once."""
-    log_r, log_m = (logits[:, :-1].double().log_softmax(dim=-1) for logits in (reference, model))
-    best = log_r.argmax(dim=-1)
-    top5 = log_m.topk(5, dim=-1).indices
-    return TokenScores(
-        divergence=(log_r.exp() * (log_r - log_m)).sum(dim=-1).numpy(),
-        loss=loss_of(log_m, ids),
-        reference_loss=loss_of(log_r, ids),
-        agrees=(best == log_m.argmax(dim=-1)).numpy(),
-        left_top5=(top5 != best[..., None]).all(dim=-1).numpy(),
-    )
-
-
-def loss_of(log_p: Tensor, ids: Tensor) -> NDArray[np.float64]:
-    return -log_p.gather(-1, ids[:, 1:, None])[..., 0].numpy()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Bench:
                     errors[job.label] = self._sqnr_db(job.source)
         rows = self.results.setdefault(question, {})
         for job in jobs:
-            row = asdict(summarize(runs[job.label])) | {"source_bytes": source_bytes(job.source), "cold": job.cold}
+            row = summarize(runs[job.label]) | {"source_bytes": source_bytes(job.source), "cold": job.cold}
             if job.measures_error:
                 row["sqnr_db"] = errors[job.label]
             if job.label.startswith("run"):

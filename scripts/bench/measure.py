@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}
 
@@ -22,18 +23,6 @@ class Run:
     peak_rss: int
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Medians of several runs of one command, the spread of the wall time, and the largest peak."""
-
-    seconds: float
-    fastest: float
-    slowest: float
-    cpu_seconds: float
-    peak_rss: int
-    runs: int
-
-
 def run_once(command: Sequence[str | Path], *, one_core: bool) -> Run:
     """Run a command to its end. Raises RuntimeError with its stderr if it fails."""
     prefix = ["taskset", "-c", "0"] if one_core else []
@@ -44,17 +33,17 @@ def run_once(command: Sequence[str | Path], *, one_core: bool) -> Run:
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def summarize(runs: Sequence[Run]) -> Sample:
-    """Return the medians of the runs of one command."""
+def summarize(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the medians of several runs of one command, the spread of the wall time, and the largest peak."""
     seconds = [run.seconds for run in runs]
-    return Sample(
-        seconds=statistics.median(seconds),
-        fastest=min(seconds),
-        slowest=max(seconds),
-        cpu_seconds=statistics.median(run.cpu_seconds for run in runs),
-        peak_rss=max(run.peak_rss for run in runs),
-        runs=len(runs),
-    )
+    return {
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
+        "peak_rss": max(run.peak_rss for run in runs),
+        "runs": len(runs),
+    }
 
 
 def evict(folder: Path) -> None:

@@ -6,8 +6,6 @@ with it. transformers decompresses to BF16, which rounds the weights of rule `ma
 BF16 numbers). Tolerances are a few times what was measured on the tiny checkpoint.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every kind of serve command, and the folder with the options that the engines' servers have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """The engines: what runs each one, and which checkpoints it can read."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The environments of the engines and of AMD Quark: one each, since their requirements disagree. Made once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -29,10 +27,7 @@ STEPS: dict[str, tuple[str, ...]] = {
         "download --no-deps vllm==0.33.0 --dest {folder}",
     ),
     # Without its requirements, most of which are for CUDA.
-    "sglang": (
-        "install --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0",
-        f"install {_SGLANG_NEEDS}",
-    ),
+    "sglang": ("install --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0", f"install {_SGLANG_NEEDS}"),
     "transformers4": ("install transformers==4.57.6 compressed-tensors==0.20.0 accelerate",),
     "transformers5": (
         "install transformers==5.23.0 compressed-tensors==0.20.0 accelerate nvidia-modelopt==0.47.0 requests pillow",

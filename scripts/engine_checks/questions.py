@@ -5,8 +5,6 @@ reads exclude lists is compared by `python -m scripts.engine_checks.questions F`
 `QuantConfig.is_module_excluded_from_quantization`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random

@@ -3,8 +3,6 @@
 Copies of the small Kimi K3 have one defect each, which the checks must find.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -15,9 +13,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from scripts.engine_checks.k25 import wrap_k25
 from scripts.fixture_maker.config import write_json
+from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 from scripts.fixture_maker.k3 import make_k3_tiny
+from scripts.fixture_maker.layouts import k25_shards
 from scripts.fixture_maker.shards import INDEX_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +66,28 @@ VARIANTS = tuple(
     )
     if form != K3 or rule == MSE
 )
+
+
+def wrap_k25(source: Path, out: Path) -> Path:
+    """Write a small K2 checkpoint in the form of moonshotai/Kimi-K2.5: its language model beside a vision tower.
+
+    Tower and projector are small and random. k25.json has the tower's sizes in both spellings, the Hub's (vt_*) and
+    transformers', since engines that know only the latter take the real tower's sizes otherwise. A finished checkpoint
+    is kept.
+    """
+    if (out / "preprocessor_config.json").exists():
+        return out
+    shutil.rmtree(out, ignore_errors=True)
+    checkpoint = read_small(source)
+    form = json.loads(Path(__file__).with_name("k25.json").read_text(encoding="utf-8"))
+    vision = form["config"]["vision_config"]
+    vision["text_hidden_size"] = checkpoint.config["hidden_size"]
+    form["config"]["text_config"] = checkpoint.config
+    sizes = (vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["vt_num_hidden_layers"])
+    shards = k25_shards(checkpoint, *sizes, positions=vision["init_pos_emb_height"])
+    write_small(SmallCheckpoint(form["config"], shards, source), out)
+    write_json(out / "preprocessor_config.json", form["preprocessor_config"])
+    return out
 
 
 def convert(variant: Variant, folder: Path) -> Path:

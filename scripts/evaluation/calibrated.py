@@ -1,4 +1,4 @@
-"""Scores conversions, calibrated ones and those of other tools, on text that did not calibrate them.
+"""`scripts/eval calibrated tiny|tiny-end|smollm2|all`: conversions, and those of other tools, on text of another book.
 
 `k2convert.evaluate` scores every checkpoint that `k2convert run` writes. transformers' own model scores what is not
 one: weights of peers, and INT4 with FP4 activations.
@@ -7,8 +7,7 @@ A finished conversion in the work folder is kept, and so are the weights of a pe
 tokens that calibrated them.
 """
 
-from __future__ import annotations
-
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 import k2convert
+from k2convert.records.evaluation import Figures
 from scripts.evaluation.austen import novel
-from scripts.evaluation.measure import WINDOW, Score, Variant, compare_in_turn, encode
+from scripts.evaluation.measure import WINDOW, compare_in_turn, encode
 from scripts.evaluation.models import (
     Mlps,
     build_model,
@@ -42,8 +42,8 @@ MODES = ("W4A16", "W4A4")
 W4A16, W4A4 = MODES
 INT4 = "INT4"
 """The row of the source's weights with FP4 activations."""
-Scores = dict[tuple[str, str], Score]
-"""The score of each row by weights and mode."""
+Scores = dict[tuple[str, str], Figures]
+"""The figures of each row by weights and mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,26 +154,18 @@ def _write_ids(subject: Subject, work: Path, count: int) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One conversion in one mode; `of_mse` is its mean KL as a share of data-free mse's in the same mode."""
-
-    weights: str
-    mode: str
-    of_mse: float
-    score: Score
-
-
-@dataclass(frozen=True, slots=True)
 class CalibratedEvaluation:
-    """All conversions of one model: calibrated on one text and evaluated on another one."""
+    """All conversions of one model, calibrated on one text and evaluated on another one."""
 
-    model: str
-    calibration: str
-    calibration_tokens: int
-    text: str
+    subject: Subject
     tokens: int
-    source: Score
-    rows: tuple[Row, ...]
+    perplexity: float
+    """Of the source."""
+    scores: Scores
+
+    def share(self, weights: str, mode: str) -> float:
+        """Return the mean KL of a row as a share of data-free mse's in the same mode."""
+        return self.scores[weights, mode].divergence.mean / self.scores["mse", mode].divergence.mean
 
 
 def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str]:
@@ -202,7 +194,7 @@ def evaluate_calibrated(
         command = [sys.executable, "-m", "k2convert", "run", *map(str, words)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     windows = subject.evaluated_windows(tokens or subject.tokens)
-    source_score, scores = _score_checkpoints(subject, work, folders, windows)
+    perplexity, scores = _score_checkpoints(subject, work, folders, windows)
     source = source_mlps(subject.source)
     scales = converted_mlps(next(folder for conversion, folder in folders.items() if conversion.weights == "mse"))
     variants = {
@@ -214,22 +206,16 @@ def evaluate_calibrated(
         variants[INT4, W4A4] = partial(_variant, lambda: source, scales)
     if variants:
         model = build_model(subject.source)
-        scores |= compare_in_turn(model, source, variants, windows, batch=subject.batch, progress=note_score)[1]
-    return CalibratedEvaluation(
-        subject.name,
-        subject.calibration.stem,
-        CALIBRATION_TOKENS,
-        f"the end of {subject.text.stem}" if subject.at_end else subject.text.stem,
-        windows.numel(),
-        source_score,
-        tuple(_rows(scores)),
-    )
+        for row, figures in compare_in_turn(model, source, variants, windows, batch=subject.batch):
+            note(f"{', '.join(row)}: mean KL {figures.divergence.mean:.6f}")
+            scores[row] = figures
+    return CalibratedEvaluation(subject, windows.numel(), perplexity, scores)
 
 
 def _score_checkpoints(
     subject: Subject, work: Path, folders: Mapping[Conversion, Path], windows: Tensor
-) -> tuple[Score, Scores]:
-    """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; returns the source's perplexity too."""
+) -> tuple[float, Scores]:
+    """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; return the source's perplexity first."""
     ids = work / f"{subject.source.name}-evaluated.jsonl"
     ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
     out = work / f"{subject.source.name}-evaluation.json"
@@ -248,12 +234,9 @@ def _score_checkpoints(
     scores = Scores()
     for row in evaluation.rows:
         conversion = conversions[row.model.name]
-        figures = row.figures
         if row.model.mode in conversion.modes:
-            scores[conversion.weights, row.model.mode] = Score(
-                figures.perplexity, figures.divergence.mean, figures.divergence.p999, figures.top1_agreement
-            )
-    return Score(evaluation.rows[0].figures.reference_perplexity), scores
+            scores[conversion.weights, row.model.mode] = row.figures
+    return evaluation.rows[0].figures.reference_perplexity, scores
 
 
 def _peers(subject: Subject, work: Path, source: Mlps, rows: Sequence[str]) -> dict[str, Callable[[], Mlps]]:
@@ -270,51 +253,64 @@ def _peers(subject: Subject, work: Path, source: Mlps, rows: Sequence[str]) -> d
     return reads
 
 
-def _variant(read: Callable[[], Mlps], scales: Mlps | None) -> Variant:
+def _variant(read: Callable[[], Mlps], scales: Mlps | None) -> Mlps:
     """Return weights with the input scales of another checkpoint, or without any."""
     mlps = read()
-    return Variant(with_input_scales(mlps, scales) if scales else without_input_scales(mlps), {})
+    return with_input_scales(mlps, scales) if scales else without_input_scales(mlps)
 
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def note_score(row: tuple[str, str], score: Score) -> None:
-    note(f"{', '.join(row)}: mean KL {score.kl_mean:.6f}")
-
-
-def _rows(scores: Scores) -> list[Row]:
-    """Return the rows, W4A16 first, each with its mean KL as a share of mse's in the same mode."""
-    rows: list[Row] = []
-    for mode in MODES:
-        base = scores["mse", mode].kl_mean
-        for (weights, of_mode), score in scores.items():
-            if of_mode == mode:
-                assert score.kl_mean is not None
-                assert base is not None
-                rows.append(Row(weights, mode, score.kl_mean / base, score))
-    return rows
-
-
 def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
     """Return a heading line and one table, with the figures of both modes in the row of the weights."""
+    subject = evaluation.subject
+    part = "the end of " if subject.at_end else ""
     lines = [
-        f"**{evaluation.model}**, calibrated on {evaluation.calibration_tokens:,} tokens of {evaluation.calibration}, "
-        f"evaluated on {evaluation.tokens:,} tokens of {evaluation.text} (perplexity of INT4: "
-        f"{evaluation.source.perplexity:.2f}); divergence from the INT4 model in nats.",
+        f"**{subject.name}**, calibrated on {CALIBRATION_TOKENS:,} tokens of {subject.calibration.stem}, evaluated on "
+        f"{evaluation.tokens:,} tokens of {part}{subject.text.stem} (perplexity of INT4: {evaluation.perplexity:.2f}); "
+        "divergence from the INT4 model in nats.",
         "",
         "| weights |" + "".join(f" {mode}: KL | of mse | 99.9 % | top-1 |" for mode in MODES),
         "|---|" + "---:|" * 4 * len(MODES),
     ]
-    rows = {(row.weights, row.mode): row for row in evaluation.rows}
-    for weights in dict.fromkeys(row.weights for row in evaluation.rows):
-        lines.append(f"| {weights} |" + "".join(_cells(rows.get((weights, mode))) for mode in MODES))
+    for weights in dict.fromkeys(weights for weights, _ in evaluation.scores):
+        lines.append(f"| {weights} |" + "".join(_cells(evaluation, weights, mode) for mode in MODES))
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row | None) -> str:
-    if row is None:
+def _cells(evaluation: CalibratedEvaluation, weights: str, mode: str) -> str:
+    figures = evaluation.scores.get((weights, mode))
+    if figures is None:
         return "  |" * 4
-    score = row.score
-    return f" {score.kl_mean:.5f} | {row.of_mse:.2f} | {score.kl_p999:.3f} | {score.top1_agreement:.3f} |"
+    kl = figures.divergence
+    share = evaluation.share(weights, mode)
+    return f" {kl.mean:.5f} | {share:.2f} | {kl.p999:.3f} | {figures.top1_agreement:.3f} |"
+
+
+def main() -> None:
+    """Print Markdown on stdout and progress on stderr."""
+    parser = argparse.ArgumentParser(prog="scripts/eval", description=__doc__)
+    parser.add_argument("command", choices=["calibrated"])
+    parser.add_argument("subject", choices=(*SUBJECTS, "all"))
+    parser.add_argument("--peers", action="store_true", help="llm-compressor, ModelOpt and AMD Quark too (slow)")
+    parser.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
+    parser.add_argument("--tokens", type=int, help="number of tokens to evaluate; default: as many as in RESULTS.md")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="folder for models and results")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    work = options.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        rows = chosen_rows(options.rows, with_peers=options.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in SUBJECTS if options.subject == "all" else (options.subject,):
+        result = evaluate_calibrated(make_subject(name, work), work, rows=rows, tokens=options.tokens)
+        print(calibrated_markdown(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

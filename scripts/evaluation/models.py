@@ -5,9 +5,7 @@ that a conversion changes are replaced by modules that hold decoded FP32 weights
 Everything else is transformers' code in FP32 with the source's BF16 values.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +67,14 @@ class EvaluatedModel:
 
     network: nn.Module
     replaced: dict[str, MlpModule | ExpertsModule]
-    scaled: dict[str, Tensor]
-    """The source's tensors that smoothing may change: norms and routers of the MoE layers."""
 
     @property
     def vocabulary(self) -> int:
         """Return the number of token ids."""
         return int(self.network.config.vocab_size)  # type: ignore[union-attr]
 
-    def install(self, mlps: Mlps, scaled: Mapping[str, Tensor] | None = None) -> None:
-        """Set the MLPs, whose tensors are shared, and the norms and routers; default: the source's."""
-        self.network.load_state_dict(dict(self.scaled) | dict(scaled or {}), strict=False)
+    def install(self, mlps: Mlps) -> None:
+        """Set the MLPs, whose tensors are shared."""
         for name, module in self.replaced.items():
             if isinstance(module, MlpModule):
                 module.mlp = mlps[name]
@@ -110,7 +105,7 @@ def build_model(source: Path) -> EvaluatedModel:
     rotary = network.model.rotary_emb
     network.model.rotary_emb = type(rotary)(network.config)  # computes its buffers, which no file has
     _load_rest(network, source)
-    return EvaluatedModel(network, replaced, scaled_tensors(source))
+    return EvaluatedModel(network, replaced)
 
 
 def _architecture(config: dict[str, Any]) -> Any:
@@ -132,14 +127,6 @@ def _load_rest(network: Any, source: Path) -> None:
     if network.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     network.load_state_dict(state, strict=True, assign=True)
-
-
-def scaled_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read what smoothing changes besides the MLPs, in FP32: norms and routers of the layers that have a router."""
-    with closing(WeightReader(open_checkpoint(folder))) as reader:
-        routers = [name for name in reader.checkpoint.tensors if name.endswith(".mlp.gate.weight")]
-        norms = [name.replace(".mlp.gate.", ".post_attention_layernorm.") for name in routers]
-        return {name: reader.read(name).float() for name in (*routers, *norms)}
 
 
 def source_mlps(source: Path) -> Mlps:

@@ -8,8 +8,6 @@ inputs the same FP4 with the same constant scale as the rows of k2convert.
 AMD Quark calibrates nothing in its file-to-file mode. It converts the folder, and its result is read like our own.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 from collections.abc import Callable
@@ -148,11 +146,7 @@ def peer_weights(source: Path, name: str, windows: Tensor) -> Weights:
     network = linear_network(source, source_mlps(source))
     PEERS[name](network, windows)
     return {
-        f"{module_name}.{expert}": (
-            _quantized(mlp.gate_proj),
-            _quantized(mlp.up_proj),
-            _quantized(mlp.down_proj),
-        )
+        f"{module_name}.{expert}": (_quantized(mlp.gate_proj), _quantized(mlp.up_proj), _quantized(mlp.down_proj))
         for module_name, module in network.named_modules()
         if isinstance(module, LinearExperts)
         for expert, mlp in enumerate(module)

@@ -7,8 +7,6 @@ and scaled by 7, so before quantization the model computes exactly what SmolLM2 
 quantized like K2's: INT4, groups of 32, scale = bf16(amax/7), packed by compressed-tensors.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

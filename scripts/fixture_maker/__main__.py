@@ -1,33 +1,23 @@
 """Command line: `scripts/fixtures list`, `scripts/fixtures NAME OUT [options]`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.fixture_maker import edges, headers, k3, layouts, make_k2_shaped, make_token_ids
+from scripts import fixture_maker
+from scripts.fixture_maker import make_k2_shaped, make_token_ids
+from scripts.fixture_maker.headers import make_k25_headers
 from scripts.fixture_maker.inventory import K2_SHAPE
 from scripts.fixture_maker.shaped import VOCABULARY, experts_for
 
+_NAMES = (
+    *("tiny", "k25", "split", "reap", "cut", "short", "i64", "minus8", "zeros", "subnormal", "wide"),
+    *("k2-thinking-headers", "k3-tiny", "k3-edges", "k3-headers"),
+)
 MAKERS: dict[str, Callable[[Path], Path]] = {
-    "tiny": layouts.make_tiny,
-    "k25": layouts.make_k25,
-    "split": layouts.make_split,
-    "reap": layouts.make_reap,
-    "cut": layouts.make_cut,
-    "short": layouts.make_short,
-    "i64": layouts.make_i64,
-    "minus8": edges.make_minus8,
-    "zeros": edges.make_zeros,
-    "subnormal": edges.make_subnormal,
-    "wide": edges.make_wide,
-    "k2-thinking-headers": headers.make_k2_thinking_headers,
-    "k2.5-headers": headers.make_k25_headers,
-    "k3-tiny": k3.make_k3_tiny,
-    "k3-edges": k3.make_k3_edges,
-    "k3-headers": k3.make_k3_headers,
+    **{name: getattr(fixture_maker, f"make_{name.replace('-', '_')}") for name in _NAMES},
+    "k2.5-headers": make_k25_headers,
 }
 
 

@@ -1,7 +1,5 @@
 """Builds config.json of both layouts and the small files that come with the weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Every function changes the given folder in place, so pass a copy.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,7 @@
 """The tiny checkpoint with values that INT4 allows but training never produced.
 
-compressed-tensors unpacks and packs the codes. Each maker's docstring names what it plants, and the tests count it.
+compressed-tensors unpacks and packs the codes. tests/job/test_result_bytes.py pins what they are converted to.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small checkpoint in memory: read from a folder, changed as Python values, written by safetensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ weight_shape tensors hold their real values; every other tensor reads as zeros. 
 division into shards are those of the released repositories.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

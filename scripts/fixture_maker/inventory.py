@@ -4,8 +4,6 @@ The numbers are those of Kimi-K2-Thinking and Kimi-K2.5; the tests check that co
 ones. A smaller `K2Shape` gives the same structure at any size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod

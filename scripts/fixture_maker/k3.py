@@ -4,8 +4,6 @@ compressed-tensors quantizes the small one's weights to MXFP4, as a quantizer ma
 whole one are those of the published repository, which the tests check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

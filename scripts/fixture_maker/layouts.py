@@ -3,8 +3,6 @@
 The INT4 values remain the trained ones; only names, shards and counts change.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ scale = bf16(amax/7) per group of 32, codes -7..7 with a 7 or -7 in every group.
 other experts roll its rows and multiply its scales, so all are different and valid, at the cost of a copy.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ then the tensors without gaps, in the order of their offsets. The order is the l
 by name, so packed words and their scales are as far apart as in a real shard.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -71,9 +71,7 @@ def test_source_that_is_no_folder_is_refused(tmp_path: Path, dest: Path, refuse:
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_a_folder_above_a_checkpoint_is_told_which_one_it_has(
-    source: Path, dest: Path, tmp_path: Path, refuse: Refuse, levels: int
-) -> None:
+def test_a_folder_above_a_checkpoint(source: Path, dest: Path, tmp_path: Path, refuse: Refuse, levels: int) -> None:
     """That of several models, and that of a repository in the Hub's cache."""
     snapshot = put_into_cache(source, tmp_path / "hub", repo="moon/k2")
     above = snapshot.parents[levels - 1]
@@ -118,9 +116,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_that_means_something_else_is_refused(
-    name: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse
-) -> None:
+def test_a_recipe_that_means_another_thing(name: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse) -> None:
     text, words = RECIPES[name]
     recipe = tmp_path / "my-recipe.yaml"
     recipe.write_text(text)
@@ -216,9 +212,7 @@ def state(scheme: dict[str, Any], field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), OTHER_SCHEMES)
-def test_config_that_states_another_scheme_is_refused(
-    field: str, value: object, source: Path, dest: Path, refuse: Refuse
-) -> None:
+def test_a_config_of_another_scheme(field: str, value: object, source: Path, dest: Path, refuse: Refuse) -> None:
     """By the field's name; also under the older name of the scheme."""
     edit_json(source / "config.json", lambda config: state(config["quantization_config"], field, value))
     assert f".{field} is {value!r}" in refuse(source=source, dest=dest)
@@ -305,9 +299,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("setting", "expected"), SETTINGS)
-def test_a_bad_setting_is_blamed_and_not_the_recipe(
-    setting: str, expected: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse
-) -> None:
+def test_bad_settings(setting: str, expected: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse) -> None:
     recipe = tmp_path / "my-recipe.yaml"
     recipe.write_text("name: a\nrule: mse\n")
     message = refuse("--recipe", recipe, "--set", setting, source=tiny, dest=dest)

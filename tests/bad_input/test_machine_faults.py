@@ -1,4 +1,4 @@
-"""What the machine refuses (a look at a file, a thread, memory, a stream) ends in one line, or in a note."""
+"""What the machine refuses, and what interrupts a command at any moment, ends in one line, or in a note."""
 
 import errno
 import json
@@ -6,12 +6,14 @@ import os
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli, command, said
+from command import RunCli, command, python, said, start_cli
 
 SHARD = "model-00002-of-000003.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,9 +82,7 @@ def test_what_cannot_be_looked_at_is_one_line_and_nothing_changes(
     assert {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")} == before
 
 
-def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
-    k2_shaped: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_lock_that_cannot_be_written_is_one_line_and_a_note(k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     out = tmp_path / "out"
     fault = {"FAIL_CALL": "ftruncate", "FAIL_NAME": "/lock", "FAIL_ERRNO": errno.EIO}
     assert_one_line(call("run", k2_shaped, out, **fault), "lock", "Input/output error")
@@ -95,9 +95,7 @@ def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524])
-def test_a_file_system_without_flock_is_locked_by_a_file(
-    number: int, k2_shaped: Path, tmp_path: Path, call: Call
-) -> None:
+def test_without_flock_a_file_is_the_lock(number: int, k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     out = tmp_path / "out"
     fault = {"FAIL_CALL": "flock", "FAIL_NAME": "/lock", "FAIL_ERRNO": number}
     done = call("run", k2_shaped, out, **fault)
@@ -128,9 +126,7 @@ def test_a_file_system_without_flock_is_locked_by_a_file(
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_cannot_sync_folders_is_used_as_it_is(
-    number: int, k2_shaped: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_file_system_that_syncs_no_folders_is_used(number: int, k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     fault = {"FAIL_CALL": "fsync", "FAIL_NAME": "", "FAIL_ERRNO": number}
     done = call("run", k2_shaped, tmp_path / "new" / "out", **fault)
     assert done.returncode == 0, done.stderr
@@ -139,9 +135,7 @@ def test_a_file_system_that_cannot_sync_folders_is_used_as_it_is(
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("verb", "number"), [("run", 0), ("run", 3), ("validate", 0), ("validate", 1)])
-def test_no_more_threads_is_one_line(
-    verb: str, number: int, k2_shaped: Path, tmp_path: Path, result: Path, call: Call
-) -> None:
+def test_no_more_threads(verb: str, number: int, k2_shaped: Path, tmp_path: Path, result: Path, call: Call) -> None:
     done = call(*([verb, k2_shaped, tmp_path / "out"] if verb == "run" else [verb, result]), FAIL_THREADS=number)
     if done.returncode:  # a small checkpoint may need no more
         assert_one_line(done, "thread")
@@ -194,3 +188,66 @@ LONG_NAMES = [
 def test_a_name_too_long_for_any_file_is_one_line(words: list[str], k2_shaped: Path, run_cli: RunCli) -> None:
     done = run_cli(*(k2_shaped if word == "SOURCE" else word for word in words), HF_HUB_OFFLINE="1")
     assert_one_line(done, "ame too long")
+
+
+CAUGHT = 1 << (signal.SIGTERM - 1)
+
+
+def catches_signals(process: subprocess.Popen[str]) -> bool:
+    """Whether the process has a handler for SIGTERM. Before that the interpreter has not reached our first line."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) & CAUGHT)
+    return False
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("seconds", "number"),
+    [(seconds, (signal.SIGINT, signal.SIGTERM)[i % 2]) for i, seconds in enumerate((0, 0.02, 0.05, 0.1, 0.2, 0.4))],
+)
+def test_an_interrupt_during_the_start_is_one_line(seconds: float, number: int, tiny: Path, tmp_path: Path) -> None:
+    process = start_cli("run", tiny, tmp_path / "out", "--device", "cpu", stderr=subprocess.PIPE)
+    while process.poll() is None and not catches_signals(process):
+        time.sleep(0.001)
+    time.sleep(seconds)
+    process.send_signal(number)
+    errors = process.communicate()[1]
+    assert "Traceback" not in errors
+    assert process.returncode in (128 + number, 0), errors
+    if process.returncode:  # before the verb begins, nothing is known of it
+        (said,) = (line for line in errors.splitlines() if line.startswith("interrupted"))
+        assert said == "interrupted." or said.endswith("The same command resumes")
+
+
+def test_signals_are_caught_before_the_command_line_is_imported() -> None:
+    code = (
+        "import sys, k2convert.__main__ as entry\n"
+        "slow = {'typing', 'dataclasses', 'typer', 'k2convert.errors', 'k2convert.cli.app'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+        "entry.catch_interrupts(); import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (143, "interrupted.\n")
+
+
+INTERRUPTED_INSIDE_OPEN = """
+import os, signal, sys, time
+import k2convert.__main__ as entry
+from k2convert.checkpoint import folders
+real = os.open
+def interrupted(path, flags, mode=0o777):
+    descriptor = real(path, flags, mode)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)  # the thread that ends the process looks for temporary files now
+    return descriptor
+os.open = interrupted
+entry.catch_interrupts()
+folders.create_file(folders.Path(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+def test_a_file_that_is_being_created_at_an_interrupt_is_removed(tmp_path: Path) -> None:
+    done = python(INTERRUPTED_INSIDE_OPEN, tmp_path / "shard.tmp")
+    assert (done.returncode, list(tmp_path.iterdir())) == (130, []), done.stderr

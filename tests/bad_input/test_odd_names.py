@@ -65,9 +65,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_control_character_reaches_the_terminal(
-    name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_no_control_is_printed(name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
     change, words, shown = CASES[name]
     source = shutil.copytree(tiny if "--calibrate" in words else k2_shaped, tmp_path / "source")
     change(source)

@@ -27,9 +27,6 @@ from k2convert.records.ledger import ShardFindings, ShardRecord
 from scripts.fixture_maker import damage
 
 SHARD = "model-00003-of-000005.safetensors"
-CUT_SHARD = "model-00002-of-000005.safetensors"
-ROUTER = "model.layers.1.mlp.gate.weight"
-GATE = "model.layers.1.mlp.experts.0.gate_proj"
 
 
 def tasks(job: Job) -> dict[str, ShardTask]:
@@ -207,9 +204,7 @@ def test_a_shard_that_was_not_validated_fails(sent: Sent) -> None:
         (lambda c: {"blake3": "0" * 64}, 19),
     ],
 )
-def test_what_was_found_on_a_shard_decides(
-    sent: Sent, change: Callable[[ShardFindings], Mapping[str, Any]], rule: int
-) -> None:
+def test_findings_of_shards_decide(sent: Sent, change: Callable[[ShardFindings], Mapping[str, Any]], rule: int) -> None:
     record = next(record for record in sent.records if record.shard == SHARD)
     wrong = replace(record, checked=replace(record.checked, **change(record.checked)))
     assert rule in sent.validate(wrong).contract.failed

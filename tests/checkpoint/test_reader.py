@@ -1,19 +1,23 @@
 """Reads give the file's bytes wherever they lie and however they get there, and leave the system's cache as it was."""
 
 import ctypes
+import json
 import mmap
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError, safe_open
 
-from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.header import TensorInfo, read_header
 from k2convert.checkpoint.reader import PageCache, ShardReader, same_bytes
-from k2convert.errors import SourceReadError
+from k2convert.errors import CheckpointError, SourceReadError
 from k2convert.machine import PAGE_BYTES
+from scripts.fixture_maker.damage import write_raw
 
 NUM_BYTES = 3_000_017
 SPANS = [(0, 1), (0, 8), (4095, 4098), (4096, 8192), (1, NUM_BYTES), (100_003, 2_000_001), (NUM_BYTES - 5, NUM_BYTES)]
@@ -65,9 +69,7 @@ def test_any_span_is_read_exactly(prepare: Callable[[Path], None], begin: int, e
 
 @pytest.mark.parametrize(("dtype", "size"), [("U8", 1), ("BF16", 2), ("F32", 4), ("I64", 8)])
 @pytest.mark.parametrize("begin", [0, 1, 2, 4, 7, 8, 4093, 4104])
-def test_tensor_at_an_odd_place_of_a_file_lies_where_its_dtype_may(
-    begin: int, dtype: str, size: int, shard: Path
-) -> None:
+def test_a_tensor_at_an_odd_offset_lies_where_its_dtype_may(begin: int, dtype: str, size: int, shard: Path) -> None:
     with ShardReader(lambda _: shard) as reader:
         data = reader.read(TensorInfo("t", dtype, (80_000 // size,), begin, begin + 80_000, "shard"))
     assert data.ctypes.data % size == 0
@@ -88,9 +90,7 @@ def test_what_was_not_cached_is_not_cached_afterwards(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 65536])
-def test_the_cache_is_asked_for_whole_pages_of_this_system(
-    page_bytes: int, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_asked_for_whole_pages(page_bytes: int, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ARM kernel may have pages of 64 KB; `mincore` refuses an address within a page."""
     asked: list[tuple[int, int]] = []
 
@@ -148,3 +148,65 @@ def test_an_interrupt_while_a_file_is_opened_leaves_no_descriptor(shard: Path, m
         with pytest.raises(KeyboardInterrupt):
             reader.read(tensor)
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+ENTRIES = {
+    "__metadata__": {"format": "pt"},
+    "a.weight_packed": {"dtype": "I32", "shape": [4, 4], "data_offsets": [0, 64]},
+    "a.weight_scale": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [64, 80]},
+    "a.weight_shape": {"dtype": "I64", "shape": [2], "data_offsets": [80, 96]},
+    "empty": {"dtype": "F32", "shape": [0, 3], "data_offsets": [96, 96]},
+}
+HEADER = json.dumps(ENTRIES).encode()
+DATA = bytes(96)
+
+
+def mutated(draw: random.Random) -> bytes:
+    """Change, drop, double or insert one or two bytes; digits and quotes are hit more often."""
+    text = bytearray(HEADER)
+    for _ in range(draw.randint(1, 2)):
+        targets = [i for i, byte in enumerate(text) if chr(byte) in '0123456789"[]{},:']
+        place = draw.choice(targets) if draw.random() < 0.5 else draw.randrange(len(text))
+        # No minus sign: "-0" is 0 to Python and an error to the library, and harmless.
+        new = draw.choice(b'0123456789.eE"[]{},: nulltrue\\\x00\xff')
+        match draw.randrange(4):
+            case 0:
+                text[place] = new
+            case 1:
+                del text[place]
+            case 2:
+                text.insert(place, text[place])
+            case _:
+                text.insert(place, new)
+    return bytes(text)
+
+
+def library_reads(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (the library's object is no mapping)
+                shard.get_tensor(name)
+    except (SafetensorError, UnicodeDecodeError, RuntimeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_headers_are_read_as_the_library_reads_them_or_refused(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    path = tmp_path / "shard.safetensors"
+    accepted = refused = 0
+    for _ in range(400):
+        text = mutated(draw)
+        write_raw(path, text, DATA)
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            refused += str(path) in str(error)
+            continue
+        accepted += 1
+        assert library_reads(path), text
+        with safe_open(path, "pt") as shard:
+            shapes = {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+        assert {name: tensor.shape for name, tensor in header.tensors.items()} == shapes, text
+    assert min(accepted, refused) > 20, "the mutations should do both, and every message name the file"

@@ -82,16 +82,10 @@ def test_a_source_is_an_address_or_a_path_or_any_folder_that_exists(text: str, h
 @pytest.mark.parametrize(
     "words",
     [
-        "run X out",
-        "run X hf://me/out --yes",
-        "inspect X",
-        "validate X",
-        "validate . --source X",
-        "report X",
-        "report . --source X",
-        "status X",
+        "run X out", "run X hf://me/out --yes", "inspect X", "validate X", "validate . --source X", "report X",
+        "report . --source X", "status X",
     ],
-)
+)  # fmt: skip
 def test_owner_and_name_as_a_source_are_refused_without_the_network(words: str, here: Path) -> None:
     message = refused(*words.replace("X", "Kimi-K2/Thinkin").split())
     assert "Kimi-K2/Thinkin: no such folder." in message

@@ -1,8 +1,10 @@
-"""An option that a message, a docstring, the guide or a recipe names exists, and a verb that can come there has it."""
+"""An option that a text names exists, and a verb that can come there has it; a job's are named in four files."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import typer.main
@@ -10,6 +12,7 @@ from command import ROOT
 from test_named_things import prose
 
 from k2convert.cli.app import app
+from k2convert.job.prepare import JobOptions
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -27,21 +30,12 @@ OTHERS = {
     "job/run.py": {"--array"},  # of sbatch
     "job/prepare.py": {"--mem"},  # of sbatch
     "guide/cluster.md": {
-        "--array",
-        "--cpus-per-task",
-        "--dependency",
-        "--flavor",
-        "--mem",
-        "--parsable",
-        "--requeue",
-        "--secrets",
-        "--timeout",
-        "--with",
-        "--wrap",
+        "--array", "--cpus-per-task", "--dependency", "--flavor", "--mem", "--parsable", "--requeue", "--secrets",
+        "--timeout", "--with", "--wrap",
     },  # of sbatch and `hf jobs`
     "guide/numbers.md": {"--dense-layers", "--peers", "--rows"},  # of scripts
     "guide/prove.md": {"--model_args", "--num_fewshot", "--smoke-model", "--tasks", "--think-mode"},  # of evaluators
-}
+}  # fmt: skip
 VERBS = {
     **{f"cli/{verb}.py": {verb} for verb in OWN},
     "calibration/": {"run"},
@@ -97,3 +91,37 @@ def test_every_option_that_is_named_exists_where_it_is_named() -> None:
 )
 def test_a_planted_option_is_found(file: str, planted: str) -> None:
     assert wrong(file, planted)
+
+
+OPTIONS = "JobOptions"
+FLAGS = {"text": "calibrate", "private": "public"}  # options that the command line calls differently
+
+
+def named_options(module: ast.Module) -> set[str]:
+    """The options that a module declares, sets or reads."""
+    found = set[str]()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node.name == OPTIONS:
+            found |= {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+        elif isinstance(node, ast.FunctionDef) and node.name == "run":
+            found |= {argument.arg for argument in node.args.args}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == OPTIONS:
+            found |= {keyword.arg or "" for keyword in node.keywords}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "options":
+            found.add(node.attr)
+    return found
+
+
+@pytest.fixture(scope="module")
+def options_of() -> dict[str, set[str]]:
+    """The options that are named in each file of the package that knows those of a job."""
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "k2convert").rglob("*.py")}
+    return {path: named_options(ast.parse(text)) for path, text in texts.items() if OPTIONS in text}
+
+
+@pytest.mark.parametrize("option", [field.name for field in fields(JobOptions)])
+def test_an_option_is_named_in_at_most_four_files(options_of: dict[str, set[str]], option: str) -> None:
+    names = {option, FLAGS.get(option, option)}
+    found = [path for path, named in options_of.items() if named & names]
+    assert len(found) <= 4, found
+    assert "k2convert/job/prepare.py" in found

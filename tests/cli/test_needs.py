@@ -36,9 +36,7 @@ def calibrated(source: Path, out: Path, file: Path, *, tokens: int, window: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "tiny", "shaped"])
-def test_a_dry_run_says_the_memory_that_the_run_takes(
-    ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_dry_run_says_the_memory(ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
     source: Path = request.getfixturevalue(kind)
     window = 512 if kind == "shaped" else 128
     words = calibrated(source, tmp_path / "out", ids, tokens=1024, window=window)
@@ -69,9 +67,7 @@ def test_a_dry_run_says_the_memory_and_the_disk_of_the_evaluation_at_the_end(
     assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
 
 
-def test_what_needs_more_memory_than_there_is_is_refused(
-    tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_memory_is_refused(tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.cli.needs.available_memory", lambda: 100 << 20)
     words = calibrated(tiny, tmp_path / "out", ids, tokens=1024, window=128)
     for more in ((), ("--dry-run",)):

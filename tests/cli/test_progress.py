@@ -29,9 +29,7 @@ def test_plain_lines_have_time_percent_shards_and_names(run_cli: RunCli, tiny: P
 
 
 @pytest.mark.parametrize("more", [0, 50])
-def test_the_last_line_is_printed_once(
-    more: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_line_is_once(more: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
     display = progress.Display("validate", Extent({"check": (100 + more, 0)}, shards=1))
     display.shard_finished("model-00001-of-000001.safetensors")
@@ -59,20 +57,6 @@ def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, t
     assert run_cli("run", tiny, out, "--json", "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize(("checkpoint", "flags"), [("tiny", ()), ("split", ("--json",))])
-def test_every_resume_says_how_many_shards_are_done(
-    checkpoint: str, flags: tuple[str, ...], run_cli: RunCli, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    source = request.getfixturevalue(checkpoint)
-    out = tmp_path / "out"
-    assert run_cli("run", source, out).returncode == 0
-    shards = sorted(out.glob("*.safetensors"))
-    for shard in shards[1:]:
-        shard.unlink()
-    resumed = run_cli("run", source, out, *flags, code=0)
-    assert f"{out}: resuming: 1 of {len(shards)} shards done\n" in resumed.stderr
-
-
 def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     source = tmp_path / "a source"
     out = tmp_path / "out"
@@ -93,9 +77,7 @@ def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: 
     assert not (out / ".k2convert" / "lock").read_text()
 
 
-def test_status_of_a_running_job_shows_its_rate_and_eta(
-    run_cli: RunCli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_of_a_running_job(run_cli: RunCli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     assert run_cli("run", tiny, out).returncode == 0
     (out / "config.json").unlink()

@@ -27,17 +27,7 @@ def test_status_of_a_source_says_that_it_is_one(run_cli: RunCli, tiny: Path, tmp
     assert "no conversion" in run_cli("status", tmp_path / "empty").stderr
 
 
-def test_status_of_all_parts_gives_the_command_that_ends_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run_cli("run", cut, out, "--rule", "max", "--part", "1/1").returncode == 0
-    shown = run_cli("status", out)
-    assert "not finished: 3 of 3 shards" in shown.stdout
-    assert following(shown) == f"k2convert run {cut} {out} --rule max"
-
-
-def test_status_of_a_finished_job_names_its_source(
-    run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_job(run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("source").symlink_to(cut)
     done = run_cli("run", "source", "out")
@@ -81,9 +71,7 @@ def interrupted(*_arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_status_knows_evaluations_with_a_file_and_in_a_result(
-    short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_knows_evaluations(short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "result"
     rows = tmp_path / "all.json"
     run_here("run", short, result, code=0)
@@ -107,9 +95,7 @@ def test_status_knows_evaluations_with_a_file_and_in_a_result(
 
 
 @pytest.mark.slow
-def test_status_of_a_run_does_not_forget_its_evaluation(
-    short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_keeps_the_evaluation(short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     for step in ("job.evaluation._reference", "evaluation.streamed._score"):
         with monkeypatch.context() as patch:
@@ -124,9 +110,7 @@ def test_status_of_a_run_does_not_forget_its_evaluation(
     assert "validate" in following(run_here("status", out, code=0))
 
 
-def test_status_of_a_copy_without_its_work_folder_says_what_is_missing(
-    run_cli: RunCli, cut: Path, tmp_path: Path
-) -> None:
+def test_status_of_a_copy_without_its_work_folder(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
     run_cli("run", cut, tmp_path / "half", "--part", "1/2", "--quiet", code=0)
     copied = Path(shutil.copytree(tmp_path / "half", tmp_path / "copied"))
     shutil.rmtree(copied / ".k2convert")
@@ -135,9 +119,7 @@ def test_status_of_a_copy_without_its_work_folder_says_what_is_missing(
 
 
 @pytest.mark.parametrize(("dry", "words"), [((), "finished work is kept"), (("--dry-run",), "")])
-def test_an_interrupted_dry_run_keeps_nothing(
-    dry: tuple[str, ...], words: str, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_runs(dry: tuple[str, ...], words: str, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def look(*_: object) -> list[object]:

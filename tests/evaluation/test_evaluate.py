@@ -68,9 +68,7 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
     return out.read_bytes()
 
 
-def test_a_layer_alone_has_the_error_that_it_has_in_the_evaluation(
-    cut: Path, result: Path, ids: Path, tmp_path: Path
-) -> None:
+def test_a_layer_alone_has_the_error_of_the_evaluation(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     """No layer before the first MoE layer is converted, so in both ways it reads the same hidden states.
 
     An evaluation divides by the energy of the layer's output, `validate --layers` by that of what its MLP adds. The
@@ -98,9 +96,7 @@ def test_a_layer_alone_has_the_error_that_it_has_in_the_evaluation(
 
 
 @pytest.mark.slow
-def test_neither_threads_nor_windows_at_once_change_the_figures(
-    cut: Path, result: Path, ids: Path, tmp_path: Path
-) -> None:
+def test_neither_threads_nor_chunks_change_the_figures(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     two = evaluated(cut, result, ids, tmp_path / "two")
     assert evaluated(cut, result, ids, tmp_path / "one", workers=1) == two
     evaluated(cut, result, ids, tmp_path / "narrow", chunk=1)
@@ -184,7 +180,7 @@ def begun(cut: Path, result: Path, ids: Path, folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_another_text_or_option_is_refused_by_name(
+def test_another_text_is_refused(
     cut: Path, result: Path, ids: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = begun(cut, result, ids, tmp_path, monkeypatch)
@@ -244,9 +240,7 @@ def edited(source: Path, folder: Path, change: Callable[[dict[str, Any]], None])
     return write_small(checkpoint, folder)
 
 
-def test_checkpoints_that_do_not_compare_are_one_line(
-    cut: Path, short: Path, result: Path, ids: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_that_do_not_compare(cut: Path, short: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     import torch
 
     def halve(tensors: dict[str, torch.Tensor]) -> None:

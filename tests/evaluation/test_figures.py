@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,12 @@ import pytest
 import torch
 from command import run_here
 from conversions import convert
-from whole_models import logits_of, mlps_of, scores_from
+from whole_models import logits_of
 
 import k2convert
 from k2convert.evaluation.scores import summarize
 from k2convert.records.evaluation import Evaluation, EvaluationRow, Figures
-from scripts.evaluation.measure import Variant, compare_in_turn
-from scripts.evaluation.models import build_model, scaled_tensors
+from scripts.evaluation.measure import scores_from
 from tests.forward.observers import transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -73,18 +72,24 @@ MAKERS: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A result of every kind."""
-    folder = tmp_path_factory.mktemp("results")
-    return {name: make(trained, folder / name) for name, make in MAKERS.items()}
+QUICK = ("max", "pruned")
+Evaluated = tuple[dict[str, Path], Evaluation]
+Evaluate = Callable[..., Evaluated]
 
 
 @pytest.fixture(scope="module")
-def evaluation(trained: Path, results: dict[str, Path], ids: Path) -> Evaluation:
-    """All of them against the source, in one pass, in both modes."""
-    out = ids.with_name("evaluation.json")
-    return k2convert.evaluate(trained, list(results.values()), [ids], activations="both", out=out, **WHOLE)
+def evaluate(trained: Path, ids: Path, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
+    """`evaluate(kind)` makes the results of the quick kinds, or of the others: the folder of each by kind, and all of
+    them against the source, in one pass, in both modes."""
+
+    @cache
+    def group(is_quick: bool) -> Evaluated:
+        folder = tmp_path_factory.mktemp("results")
+        results = {kind: make(trained, folder / kind) for kind, make in MAKERS.items() if (kind in QUICK) == is_quick}
+        out = folder / "evaluation.json"
+        return results, k2convert.evaluate(trained, list(results.values()), [ids], activations="both", out=out, **WHOLE)
+
+    return lambda kind="max": group(kind in QUICK)
 
 
 def row_of(found: Evaluation, name: str, activations: str | None) -> EvaluationRow:
@@ -122,41 +127,16 @@ def assert_same(found: Figures, expected: Figures, activations: str | None) -> N
     ("kind", "activations"),
     [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],
 )
-def test_figures_follow_from_the_logits_of_transformers(
-    kind: str, activations: str | None, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
-) -> None:
+def test_figures_by_logits(kind: str, activations: str | None, trained: Path, ids: Path, evaluate: Evaluate) -> None:
+    results, evaluation = evaluate(kind)
     reference = logits_of(trained, tokens(ids))
     model = logits_of(results[kind], tokens(ids), w4a4=activations == "w4a4")
     expected = summarize(scores_from(reference, model, tokens(ids)))
     assert_same(row_of(evaluation, kind, activations).figures, expected, activations)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["max", "mse", "gptq"])
-def test_figures_are_those_of_the_evaluation_scripts(
-    kind: str, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
-) -> None:
-    """scripts/eval has a KL of its own. Smoothing changes norms and routers too."""
-    model = build_model(trained)
-    reference = mlps_of(trained, w4a4=False)
-    for mode in ("w4a16", "w4a4"):
-        load = partial(Variant, mlps_of(results[kind], w4a4=mode == "w4a4"), scaled_tensors(results[kind]))
-        own, scores = compare_in_turn(
-            model, reference, {(kind, mode): load}, tokens(ids), batch=2, progress=lambda _name, _score: None
-        )
-        found = row_of(evaluation, kind, mode).figures
-        score = scores[kind, mode]
-        assert found.reference_perplexity == pytest.approx(own.perplexity, rel=1e-4)
-        rel = tolerance(mode)
-        assert found.divergence.mean == pytest.approx(score.kl_mean, rel=rel)
-        assert found.divergence.p999 == pytest.approx(score.kl_p999, rel=rel)
-        assert found.perplexity == pytest.approx(score.perplexity, rel=rel / 5)
-        assert found.top1_agreement == pytest.approx(score.top1_agreement, abs=rel)
-
-
-def test_a_checkpoint_against_itself_is_exactly_the_same(
-    trained: Path, results: dict[str, Path], ids: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_against_itself_is_the_same(trained: Path, evaluate: Evaluate, ids: Path, tmp_path: Path) -> None:
+    results, _ = evaluate()
     for folder in (trained, results["pruned"]):
         (row,) = k2convert.evaluate(folder, [folder], [ids], out=tmp_path / folder.name, **WHOLE).rows
         figures = row.figures
@@ -170,9 +150,8 @@ def test_a_checkpoint_against_itself_is_exactly_the_same(
         assert {layer.routing_agreement for layer in row.layers[1:]} == {1}
 
 
-def test_errors_and_routing_of_layers_are_those_of_transformers(
-    trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
-) -> None:
+def test_errors_and_routing_of_layers_are_those_of_transformers(trained: Path, ids: Path, evaluate: Evaluate) -> None:
+    results, evaluation = evaluate()
     (_, *states), _, routings = transformers_states(trained, tokens(ids))
     for kind in ("max", "pruned"):
         (_, *others), _, their_routings = transformers_states(results[kind], tokens(ids))
@@ -190,9 +169,8 @@ def test_errors_and_routing_of_layers_are_those_of_transformers(
                 assert found.routing_agreement is None
 
 
-def test_the_worst_tokens_are_shown_in_their_context(
-    trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
-) -> None:
+def test_the_worst_tokens_are_shown_in_their_context(trained: Path, ids: Path, evaluate: Evaluate) -> None:
+    results, evaluation = evaluate()
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))

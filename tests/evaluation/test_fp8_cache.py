@@ -8,10 +8,11 @@ import pytest
 import torch
 from grouped_queries import with_grouped_queries
 from torch import Tensor
-from whole_models import scores_from, whole_model
+from whole_models import whole_model
 
 import k2convert
 from k2convert.records.evaluation import Evaluation
+from scripts.evaluation.measure import scores_from
 from scripts.fixture_maker.folder import read_small, write_small
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from whole_models import scores_from
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.evaluation import head as tiles
 from k2convert.evaluation.head import Head, score_tokens
 from k2convert.forward.weights import WeightReader
+from scripts.evaluation.measure import scores_from
 
 TOKENS = 90
 
@@ -44,9 +44,7 @@ def same(one: Scores, other: Scores) -> bool:
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("rows", "pieces"), [(2048, 512), (300, 7), (1, 90), (2047, 45)])
-def test_scores_are_those_of_all_logits_at_once(
-    head: Head, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: int
-) -> None:
+def test_scores_are_those_of_all_logits(head: Head, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: int) -> None:
     monkeypatch.setattr(tiles, "TILE_ROWS", rows)
     monkeypatch.setattr(tiles, "PIECE_TOKENS", pieces)
     reference = made_up(0)

@@ -14,7 +14,6 @@ from command import run_here, said
 from conversions import convert
 from damaged_files import flip
 
-import k2convert
 from k2convert.evaluation.scores import compare_models
 from k2convert.records.evaluation import Evaluation, EvaluationRow, find_evaluation
 from scripts.fixture_maker.damage import edit_config, edit_json
@@ -99,25 +98,7 @@ def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [0, 1])
-def test_the_function_and_a_file_for_all_see_changes_too(
-    pair: tuple[Path, Path], ids: Path, tmp_path: Path, side: int
-) -> None:
-    def measure() -> int:
-        out = tmp_path / "all.json"
-        k2convert.evaluate(pair[0], [pair[1]], [ids], tokens=64, window=32, device="cpu", out=out)
-        return out.stat().st_mtime_ns
-
-    first = measure()
-    assert measure() == first
-    weights_in_place(pair[side])
-    assert measure() != first
-
-
-@pytest.mark.slow
-def test_another_theta_and_another_conversion_have_other_figures(
-    pair: tuple[Path, Path], made: tuple[Path, Path], ids: Path
-) -> None:
+def test_another_theta_has_other_figures(pair: tuple[Path, Path], made: tuple[Path, Path], ids: Path) -> None:
     source, result = pair
     evaluate(source, result, text=ids)
     first = rows(result)[0].figures
@@ -152,9 +133,7 @@ def test_an_interrupted_evaluation_does_not_go_on_with_changed_files(
     assert not (pair[1] / "evaluation.json").exists()
 
 
-def test_a_file_that_changes_while_it_is_evaluated_is_refused(
-    pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_is_refused(pair: tuple[Path, Path], ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from k2convert.evaluation import streamed
 
     gather = streamed._gather

@@ -5,8 +5,6 @@ that runs on shadow:0 and shadow:1 has every tensor where a GPU needs it. Import
 in this process, for good.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +26,7 @@ class _ShadowTensor(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device) -> _ShadowTensor:
+    def __new__(cls, inner: Tensor, device: torch.device) -> "_ShadowTensor":
         made: Any = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,

@@ -115,9 +115,7 @@ def test_an_observer_sees_experts_in_order_then_the_output(tiny: Path) -> None:
         assert torch.allclose(seen.inputs[0].view(states[0].shape), inputs[layer], rtol=1e-4, atol=1e-5)
 
 
-def test_a_dense_mlp_is_read_once_and_computes_many_tokens_in_pieces(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dense_mlp_is_read_once_and_takes_tokens_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = WeightReader.read_source
     monkeypatch.setattr(
@@ -154,9 +152,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(tiny: Path) -> None:
         ({"kv_lora_rank": -3}, "transformers cannot build the attention"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    tiny: Path, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_a_config_that_does_not_fit(tiny: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "odd"))
     edit_config(folder, **change)
     with closing(WeightReader(open_checkpoint(folder))) as reader, pytest.raises(K2ConvertError, match=message):

@@ -1,5 +1,7 @@
-"""Hidden states on disk: BF16 in a calibration, untouched in an evaluation."""
+"""Hidden states on disk: BF16 in a calibration, untouched in an evaluation; calls in order on several threads."""
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from k2convert.forward.moe import run_in_order
 from k2convert.forward.work import HIDDEN, PassJob, Purpose, WorkFolder
 from k2convert.records.events import SILENT
 
@@ -52,3 +55,27 @@ def test_an_evaluation_keeps_states_as_they_are(tmp_path: Path, states: np.ndarr
     found, stored = through(tmp_path, states, "evaluation")
     assert stored.dtype == torch.float32
     assert found.tobytes() == states.tobytes()
+
+
+def test_no_call_runs_after_a_block_that_fails() -> None:
+    running = threading.Semaphore(0)
+    ended: list[int] = []
+
+    def call(number: int) -> int:
+        running.release()
+        time.sleep(0.2 if number else 0.0)
+        ended.append(number)
+        return number
+
+    def fail() -> None:
+        with run_in_order(call, range(10), workers=2) as results:
+            for _ in results:
+                running.acquire()
+                raise RuntimeError("here")
+
+    with pytest.raises(RuntimeError, match="here") as found:
+        fail()
+    count = len(ended)
+    time.sleep(0.5)
+    assert len(ended) == count < 10, "while the traceback is there"
+    assert found.traceback

@@ -1,19 +1,26 @@
 """On real devices commands give the CPU's figures within TF32's noise, and the same bytes every time."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conversions import convert
 from safetensors.torch import load_file
 
 import k2convert
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.moe import read_router
+from k2convert.forward.weights import WeightReader
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.records.calibration import OutputErrors
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.ledger import find_ledger
+from tests.forward.observers import Seen
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -68,3 +75,28 @@ def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
         for layer, same in zip(one.layers, other.layers, strict=True):
             assert same.relative_error == pytest.approx(layer.relative_error, rel=0.05, abs=1e-9)
     assert there.rows[-1].figures.divergence.maximum == 0, "the source against itself"
+
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cuda")])
+def test_layers_are_those_of_the_cpu(tiny: Path, devices: tuple[str, ...]) -> None:
+    ids = torch.randint(0, 2048, (4, 128), generator=torch.Generator().manual_seed(1))
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        hidden = embed(reader, ids)
+        for layer in range(4):
+            seen = Seen()
+            expected = DecoderLayer(reader, layer).run(hidden)
+            found = DecoderLayer(reader, layer, devices, workers=3).run(hidden, seen)
+            assert found.device == hidden.device
+            assert all(mlp.tokens.is_cuda for mlp in seen.experts)
+            assert seen.outputs[0].is_cuda
+            # A token near a tie of the router may choose another expert for TF32's noise in the attention.
+            close = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.9999
+            assert float(close.float().mean()) > 0.99
+            if seen.routings[0] is not None:
+                routing = read_router(reader, f"model.layers.{layer}.mlp")(seen.inputs[0].cpu())
+                same = seen.routings[0].experts.cpu().sort().values == routing.experts.sort().values
+                assert float(same.float().mean()) > 0.999, "only exact ties may differ: the router does not use TF32"
+            hidden = expected

@@ -51,9 +51,7 @@ def done(hub_after: LoopbackHub) -> str:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
-def test_every_next_command_works_as_printed(
-    done: str, hub_after: LoopbackHub, cli: RunCli, words: tuple[str, ...]
-) -> None:
+def test_next_commands_work_as_printed(done: str, hub_after: LoopbackHub, cli: RunCli, words: tuple[str, ...]) -> None:
     commit = hub_after.store.repos["moon/tiny"].refs["main"]
     origin = f" --source hf://moon/tiny@{commit}" if words == ("status", "hf://me/out") else ""
     lines: list[str] = []
@@ -102,9 +100,7 @@ def test_a_damaged_note_of_the_publication_is_as_none(done: str, cli: RunCli, cw
     assert json.loads(cli("status", WORK, "--json").stdout)["published"] is None
 
 
-def test_status_of_a_repository_says_what_it_holds_and_what_is_missing(
-    done: str, hub_after: LoopbackHub, cli: RunCli
-) -> None:
+def test_status_of_a_repository_says_what_it_holds_and_lacks(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     source = hub_after.store.repos["moon/tiny"].refs["main"]
     shown = cli("status", "hf://me/out", code=0)
     assert shown.stdout.splitlines() == [

@@ -37,7 +37,7 @@ def fetched(server: LoopbackHub) -> set[str]:
     return {request.path.rpartition("/")[2] for request in requests if request.method == "GET"}
 
 
-def test_only_what_is_missing_is_fetched(
+def test_only_the_rest_is_fetched(
     tiny_hub: LoopbackHub, cache: Path, local_result: Path, cli: RunCli, cwd: Path
 ) -> None:
     download(tiny_hub, cache, SHARD, "config.json")
@@ -64,9 +64,7 @@ def test_the_cache_alone_is_enough_without_a_network(
     assert not tiny_hub.traffic.requests
 
 
-def test_what_the_cache_lacks_is_named_without_a_network(
-    tiny_hub: LoopbackHub, cache: Path, cli: RunCli, cwd: Path
-) -> None:
+def test_what_the_cache_lacks_offline_is_named(tiny_hub: LoopbackHub, cache: Path, cli: RunCli, cwd: Path) -> None:
     snapshot = download(tiny_hub, cache)
     (snapshot / SHARD).unlink()
     error = cli("run", SOURCE, "out", code=1, HF_HUB_OFFLINE="1").stderr
@@ -81,9 +79,7 @@ def test_what_the_cache_lacks_is_named_without_a_network(
     assert not (cwd / "out").exists()
 
 
-def test_a_damaged_file_of_the_cache_is_not_used(
-    tiny_hub: LoopbackHub, cache: Path, local_result: Path, cli: RunCli, cwd: Path
-) -> None:
+def test_a_damaged_cache(tiny_hub: LoopbackHub, cache: Path, local_result: Path, cli: RunCli, cwd: Path) -> None:
     snapshot = download(tiny_hub, cache)
     flip((snapshot / SHARD).resolve(), -1)
     error = cli("run", SOURCE, "out", code=1, HF_HUB_OFFLINE="1").stderr

@@ -40,9 +40,7 @@ def test_a_download_is_exact(server: LoopbackHub, hub: Hub, source: RemoteRepo, 
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_one_connection_serves_ranges_in_turn(
-    tls: bool, hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_share_a_line(tls: bool, hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     close_session()
     with LoopbackHub(tmp_path / "hub-server", tls=tls) as server:

@@ -66,9 +66,7 @@ def test_checkpoints_on_the_hub_have_the_same_figures(
     assert sorted(path.name for path in cwd.iterdir()) == [".found.json.k2convert", "found.json"]
 
 
-def test_without_a_folder_to_write_to_a_file_is_asked_for(
-    both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path
-) -> None:
+def test_without_a_folder_a_file_is_asked_for(both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path) -> None:
     done = cli("evaluate", *ENDS, "--text", ids, *SMALL, code=1)
     assert said(done.stderr).startswith("error: no checkpoint is in a folder of its own")
     assert done.stderr.endswith("Name a file with --out.\n")

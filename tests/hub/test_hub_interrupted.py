@@ -1,9 +1,12 @@
-"""Hub-to-Hub jobs that are hit by faults or short of disk still end with the local run's bytes."""
+"""Hub-to-Hub jobs that are interrupted, hit by faults or short of disk: what they say, and the usual bytes."""
 
 import itertools
+import json
 import random
+import re
 import shutil
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +17,11 @@ from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from published import JOB, assert_published
-
-from k2convert.hub.client import Hub
+from screen import Screen, in_terminal, same_as_golden
 
 
 @pytest.mark.slow
-def test_a_partial_download_goes_on(
-    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path
-) -> None:
+def test_a_partial_download(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, tiny: Path) -> None:
     shard = "model-00001-of-000005.safetensors"
     tiny_hub.traffic.bytes_per_second = 60_000.0
     record = cwd / "k2convert-work" / "me--out" / ".k2convert" / "download" / f"{shard}.part.json"
@@ -58,7 +58,7 @@ def random_fault(choice: random.Random) -> Fault:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("seed", "num_faults"), [(1, 6), *((seed, 5) for seed in range(50, 56))])
-def test_faults_are_survived(
+def test_faults(
     seed: int, num_faults: int, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, without_xet: None
 ) -> None:
     choice = random.Random(seed)
@@ -124,14 +124,9 @@ OUTAGES = {
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("when", OUTAGES)
+@pytest.mark.usefixtures("without_xet", "hub")
 def test_an_outage_of_ten_minutes_is_waited_for(
-    when: str,
-    tiny_hub: LoopbackHub,
-    cli: RunCli,
-    local_result: Path,
-    without_xet: None,
-    hub: Hub,
-    monkeypatch: pytest.MonkeyPatch,
+    when: str, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that goes on by half a minute with each failure."""
     minutes = 0.0
@@ -155,10 +150,10 @@ def test_an_outage_of_ten_minutes_is_waited_for(
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("when", OUTAGES)
+@pytest.mark.usefixtures("without_xet", "hub")
 def test_an_outage_of_more_than_an_hour_ends_the_job(
-    when: str, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, without_xet: None, hub: Hub,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    when: str, tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = itertools.count(0.0, 300.0)
     monkeypatch.setattr("k2convert.hub.client.PATIENCE_SECONDS", 3600.0)
     monkeypatch.setattr("k2convert.hub.client.now", lambda: next(clock))
@@ -167,4 +162,49 @@ def test_an_outage_of_more_than_an_hour_ends_the_job(
     assert "un the same command again to continue" in done.stderr
     tiny_hub.traffic.clear_faults()
     cli(*JOB, code=0)
+    assert_published(tiny_hub, local_result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
+def test_a_hub_job_on_screen(columns: int, rows: int, tiny_hub: LoopbackHub, cwd: Path, hub_environment: None) -> None:
+    tiny_hub.traffic.bytes_per_second = 1_000_000.0
+    seen: list[str] = []
+
+    def watch(screen: Screen, process: "subprocess.Popen[bytes]") -> None:
+        assert process.pid
+        seen.append(screen.stable)
+
+    done = in_terminal(*JOB, columns=columns, rows=rows, folder=cwd, watch=watch, HF_HUB_DISABLE_XET="1")
+    assert done.code == 0
+    same_as_golden(f"hub-{columns}", done.screen.stable)
+    shares = {tuple(map(int, re.findall(r"(\d+) %", text)[:3])) for text in seen}
+    assert any(len(s) == 3 and 100 > s[0] > s[2] for s in shares), f"phases run ahead of each other: {shares}"
+
+
+@pytest.mark.slow
+def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
+) -> None:
+    tiny_hub.traffic.bytes_per_second = 100_000.0
+    records = cwd / "k2convert-work" / "me--out" / ".k2convert" / "done"
+    with start_cli(*JOB, cwd=cwd, stderr=subprocess.PIPE) as process:
+        while len(list(records.glob("*.json"))) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        running = cli("status", "k2convert-work/me--out").stdout
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert re.search(r"^interrupted: [23] of 5 shards are converted\. The same command resumes$", errors, re.MULTILINE)
+    assert "next: k2convert run hf://moon/tiny hf://me/out --yes\n" in errors
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ transfer: download \d+ % ", errors, re.MULTILINE)
+    assert "running: " in running
+    assert re.search(r"^download: [\d.]+ [kM]B of 7\.\d+ MB", running, re.MULTILINE)
+
+    tiny_hub.traffic.bytes_per_second = None
+    stopped = cli("status", "k2convert-work/me--out", "--json")
+    assert json.loads(stopped.stdout)["resume"] == "k2convert run hf://moon/tiny hf://me/out --yes"
+    again = cli(*JOB, "--json", code=0)
+    json.loads(again.stdout)
+    assert re.search(r"hf://me/out: resuming: \d of 5 shards done", again.stderr)
     assert_published(tiny_hub, local_result)

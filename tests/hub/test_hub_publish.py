@@ -67,9 +67,7 @@ def test_main_is_empty_until_the_end(server: LoopbackHub, hub: Hub, tiny: Path, 
         assert server.store.repos["me/out"].num_commits("main") == 2
 
 
-def test_an_upload_by_hand_leaves_the_work_folder_out(
-    server: LoopbackHub, hub: Hub, cli: RunCli, cwd: Path, tiny: Path
-) -> None:
+def test_an_upload_by_hand(server: LoopbackHub, hub: Hub, cli: RunCli, cwd: Path, tiny: Path) -> None:
     cli("run", tiny, "out", code=0)
     server.store.create("me/out")
     hub.api().upload_folder(folder_path=cwd / "out", repo_id="me/out")
@@ -173,9 +171,7 @@ def test_a_refused_upload_is_no_commit(server: LoopbackHub, hub: Hub, tiny: Path
     assert server.store.repos["me/out"].num_commits("main") == 1
 
 
-def test_commits_per_hour_are_limited(
-    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commits_are_limited(server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("k2convert.hub.branch.MAX_COMMITS_PER_HOUR", 2)
     monkeypatch.setattr("k2convert.hub.branch.time.sleep", waits.append)

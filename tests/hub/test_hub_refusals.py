@@ -3,8 +3,11 @@
 import json
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -114,9 +117,7 @@ def test_a_repository_with_other_weights_is_left_alone(
     assert tiny_hub.store.repos["me/out"].refs == before
 
 
-def test_repositories_keep_names(
-    server: LoopbackHub, cli: RunCli, local_result: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_names_are_kept(server: LoopbackHub, cli: RunCli, local_result: Path, tiny: Path, tmp_path: Path) -> None:
     server.store.add_folder("me/out", local_result)
     done = cli("inspect", "hf://me/out@main")
     assert done.stdout.startswith("hf://me/out@main: kimi-k2-thinking (")
@@ -128,9 +129,7 @@ def test_repositories_keep_names(
     assert said(refused.stderr).startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
 
 
-def test_planning_a_remote_source_reads_headers_alone(
-    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
-) -> None:
+def test_a_remote_source_is_planned_by_headers_alone(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path) -> None:
     assert json.loads(cli("inspect", "hf://moon/tiny", "--json").stdout)["int4_projections"] == 144
     cli(*JOB, "--dry-run", code=0)
     fits = [json.loads(cli("fit", at, "--gpu", "b200", "--json").stdout) for at in ("hf://moon/tiny", tiny)]
@@ -256,9 +255,7 @@ def test_what_the_hub_forbids_is_not_tried_again(
         ("SSL_CERT_FILE", __file__, "SSL_CERT_FILE: the certificates cannot be read"),
     ],
 )
-def test_a_variable_of_the_network_that_cannot_be_used_is_named_in_one_line(
-    tmp_path: Path, variable: str, value: str, words: str
-) -> None:
+def test_a_wrong_variable_of_the_network_is_one_line(tmp_path: Path, variable: str, value: str, words: str) -> None:
     done = run_cli("inspect", "hf://moon/tiny", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0", **{variable: value})
     error = said(done.stderr)
     assert (done.returncode, error.count("\n")) == (1, 1), done.stderr
@@ -273,3 +270,78 @@ def test_what_is_tried_again_is_said_once_a_minute(capsys: pytest.CaptureFixture
         notify(f"no byte for 60 s; trying again in {pause} s")
     notify("the Hub answered 503; trying again in 1 s")
     assert capsys.readouterr().err.count("trying again") == 1
+
+
+ANSWERS = {
+    "a login page": ("text/html", b"<html><title>Log in to the airport</title></html>"),
+    "an empty object": ("application/json", b"{}"),
+    "a list": ("application/json", b"[]"),
+    "a number": ("application/json", b"5"),
+    "text": ("application/json", b'"log in first"'),
+    "null": ("application/json", b"null"),
+    "names of a wrong kind": (
+        "application/json",
+        b'{"name": 7, "orgs": 7, "auth": [], "id": [1], "sha": 5, "siblings": 7, "private": "x", "lastModified": 1}',
+    ),
+    "a list of something": (
+        "application/json",
+        b'[1, {"path": 3}, {"type": "file", "path": 3, "size": "x", "oid": 1}]',
+    ),
+    "half of a surrogate pair": ("application/json", b'{"name": "\\ud800", "sha": "\\ud800", "id": "\\ud800"}'),
+    "nothing": ("application/json", b""),
+}
+COMMANDS = {
+    "inspect": ["inspect", "hf://moon/tiny"],
+    "run from the Hub": ["run", "hf://moon/tiny", "out", "--dry-run"],
+    "run to the Hub": ["run", "TINY", "hf://me/out", "--yes"],
+    "publish": ["publish", "RESULT", "--repo", "me/out", "--yes"],
+}
+
+
+@contextmanager
+def portal(kind: str, body: bytes) -> Iterator[str]:
+    """A server that gives every request the same answer; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = answer  # noqa: N815 - names the base class calls
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (name, answer)
+        for name in COMMANDS
+        for answer in ANSWERS
+        if name.endswith(("inspect", "to the Hub")) or "of" in answer
+    ],
+)
+def test_an_answer_that_is_not_the_hubs_is_one_line(
+    name: str, answer: str, tiny: Path, local_result: Path, cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with portal(*ANSWERS[answer]) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        words = [{"TINY": str(tiny), "RESULT": str(local_result)}.get(word, word) for word in COMMANDS[name]]
+        done = cli(*words)
+    assert done.returncode == 1, done.stderr
+    errors = [line for line in said(done.stderr).splitlines() if "trying again" not in line]
+    assert len(errors) == 1, done.stderr
+    assert errors[0].startswith("error: ")
+    assert len(errors[0]) < 600

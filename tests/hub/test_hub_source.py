@@ -25,9 +25,7 @@ FOREIGN = (
 )
 
 
-def test_a_name_is_a_repository_only_when_it_has_the_form_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_a_repository_if_it_has_the_form_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_repo("hf://me/a@v1") == RepoRef("me/a", "v1")
     assert parse_repo("moonshotai/Kimi-K2.5@main") == RepoRef("moonshotai/Kimi-K2.5", "main")
     assert {parse_repo(text) for text in ("/data/model", "./me/model", "model", "a/b/c")} == {None}
@@ -168,9 +166,7 @@ RETRIED = {
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RETRIED)
-def test_passing_trouble_and_wrong_answers_are_retried(
-    tiny_hub: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, name: str
-) -> None:
+def test_wrong_answers_are_retried(tiny_hub: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, name: str) -> None:
     tiny_hub.traffic.inject(*RETRIED[name])
     assert open_tiny(hub, tmp_path).tensors == open_checkpoint(tiny).tensors
     assert (tmp_path / "small" / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from command import RunCli, cli_environment, run_here, said
+from command import RunCli, run_here, said
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import LoopbackHub
 from loopback_store import Entry
@@ -18,8 +16,6 @@ from published import JOB
 from k2convert.hub.client import Hub
 from k2convert.hub.own_card import card_to_commit, is_by_hand, marked
 from k2convert.hub.source_card import read_source_card
-from k2convert.report.card import render_card
-from k2convert.report.figures import collect_report
 
 TEXT = "\n# My model\n\nTrained by hand. | a | b |\n---\nThe end.\n"
 BY_HAND = f"---\nlicense: apache-2.0  # asked our lawyer\ntags: [mine]\n---\n{TEXT}"
@@ -96,9 +92,7 @@ def test_front_matter_alone_gets_a_text(server: LoopbackHub, cli: RunCli, out: P
 
 
 @pytest.mark.slow
-def test_a_card_of_k2convert_is_written_again_until_somebody_edits_it(
-    server: LoopbackHub, cli: RunCli, out: Path
-) -> None:
+def test_a_card_is_written_again_until_somebody_edits_it(server: LoopbackHub, cli: RunCli, out: Path) -> None:
     cli("publish", out, "--repo", "me/out", "--yes", code=0)
     first = card_of(server)
     assert not is_by_hand(first)
@@ -126,9 +120,7 @@ def test_a_card_that_cannot_be_completed_stays(server: LoopbackHub, cli: RunCli,
 
 
 @pytest.mark.parametrize("matter", ["license: [mit", "license: mine"])
-def test_a_card_of_the_folder_that_the_hub_refuses_is_refused_early(
-    server: LoopbackHub, cli: RunCli, out: Path, matter: str
-) -> None:
+def test_a_card_that_the_hub_refuses_is_refused_early(server: LoopbackHub, cli: RunCli, out: Path, matter: str) -> None:
     (out / "README.md").write_text(f"---\n{matter}\n---\n# Mine\n")
     error = said(cli("publish", out, "--repo", "me/out", "--yes", code=1).stderr)
     assert f"{out}/README.md: the Hub does not accept its metadata. Correct" in error
@@ -184,9 +176,7 @@ def listed(errors: str) -> set[str]:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("moment", ["no report", "a fresh report", "a stale report", "a part of a report"])
-def test_the_report_that_is_published_knows_the_evaluation(
-    server: LoopbackHub, cli: RunCli, out: Path, moment: str
-) -> None:
+def test_the_published_report_knows_the_evaluation(server: LoopbackHub, cli: RunCli, out: Path, moment: str) -> None:
     """And every file that is published is listed."""
     if moment == "a stale report":
         run_here("report", out, code=0)
@@ -202,36 +192,6 @@ def test_the_report_that_is_published_knows_the_evaluation(
     assert listed(done.stderr) == server.store.repos["me/out"].files().keys() - shards - {".gitattributes"}
     if moment == "a fresh report":
         assert server.store.read("me/out", "report.html") == (out / "report.html").read_bytes()
-
-
-VALIDATE = """
-import sys
-from huggingface_hub import ModelCard, get_session, set_client_factory
-
-def to_loopback(request):  # client 1.x asks huggingface.co whatever HF_ENDPOINT says
-    request.url = request.url.copy_with(scheme="http", host="127.0.0.1", port=int(sys.argv[2]))
-
-client = type(get_session())
-set_client_factory(lambda: client(event_hooks={"request": [to_loopback]}))
-ModelCard.load(sys.argv[1]).validate()
-"""
-
-
-def test_card_passes_the_librarys_own_validation(local_result: Path, server: LoopbackHub, tmp_path: Path) -> None:
-    report = collect_report(folder=local_result, name="me/out")
-    config = json.loads((local_result / "config.json").read_text())
-    card = render_card(
-        report,
-        base_model="moon/K2",
-        source=read_source_card("---\nlicense: mit\n---\n"),
-        config=config,
-    )
-    (tmp_path / "README.md").write_text(card)
-    arguments = [sys.executable, "-c", VALIDATE, str(tmp_path / "README.md"), server.url.rpartition(":")[2]]
-    subprocess.run(arguments, env=cli_environment(), check=True)
-    assert len(server.traffic.matching("POST", "validate-yaml")) == 1
-    (tmp_path / "README.md").write_text(card.replace("license: mit", "license: mine"))
-    assert subprocess.run(arguments, env=cli_environment(), capture_output=True, check=False).returncode != 0
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\n", "\r\n\r\n", "\ufeff\n"])

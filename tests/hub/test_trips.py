@@ -375,9 +375,7 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
 
 
 @pytest.mark.slow
-def test_an_evaluation_in_the_work_folder_is_published_if_it_is_of_these_weights(
-    tiny_hub: LoopbackHub, cli: RunCli, local_result: Path
-) -> None:
+def test_an_evaluation_of_these_weights_is_published(tiny_hub: LoopbackHub, cli: RunCli, local_result: Path) -> None:
     """The same bytes are converted there, so that an evaluation made elsewhere is of them."""
     (WORK / ".k2convert" / "done").mkdir(parents=True)
     write_evaluation(WORK, evaluation_of(local_result))

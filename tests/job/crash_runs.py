@@ -33,3 +33,11 @@ def crash(folder: Path, *commands: list[object], points: str) -> list[dict[str, 
         own = folder / str(number)
         each["calls"] = [line.replace(f"{own}/whole", "DEST").replace(str(own), "PARENT") for line in each["calls"]]
     return found
+
+
+def assert_resumed(found: dict[str, Any]) -> None:
+    """A command that was killed and interrupted ends with the same bytes."""
+    assert found["wrong"] == []
+    assert found["tried"] > 15
+    assert found["interrupted"]["code"] == 130
+    assert found["interrupted"]["lines"][-1] == "interrupted: finished work is kept. The same command resumes"

@@ -3,6 +3,7 @@
 The calls are counted, and the process is killed at one of them, by crash_shim.c; crash_driver.py does the runs.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,21 +11,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crash_runs import crash
+from crash_runs import assert_resumed, crash
 
 OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 
 
 @pytest.fixture(scope="module")
-def crashes(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    [found] = crash(tmp_path_factory.mktemp("crashes"), ["run", small, "OUT", *OPTIONS], points="spread")
-    return found
+def both(small: Path, k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of a conversion, and of `prune`."""
+    folder = tmp_path_factory.mktemp("crashes")
+    (folder / "keep.json").write_text(json.dumps({"experts": {layer: [0, 2, 3] for layer in "123"}}))
+    prune = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
+    return crash(folder, ["run", small, "OUT", *OPTIONS], prune, points="spread")
 
 
-def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
-    assert crashes["wrong"] == []
-    assert len(crashes["calls"]) > 90
-    assert crashes["tried"] > 15
+@pytest.fixture(scope="module")
+def crashes(both: list[dict[str, Any]]) -> dict[str, Any]:
+    return both[0]
+
+
+def test_crashes_resume_to_identical_bytes(both: list[dict[str, Any]]) -> None:
+    conversion, pruning = both
+    assert conversion["wrong"] == []
+    assert len(conversion["calls"]) > 90
+    assert conversion["tried"] > 15
+    assert_resumed(pruning)
 
 
 @pytest.mark.slow

@@ -37,9 +37,7 @@ def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.quick(10)
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("name", COPIED.values(), ids=COPIED)
-def test_a_value_that_is_no_number_stops_the_run(
-    name: str, value: float, source: Path, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_nan_stops_a_run(name: str, value: float, source: Path, tmp_path: Path, run_cli: RunCli) -> None:
     edit_tensor(source, name, put(value))
     shown = run_cli("run", source, tmp_path / "out", "--rule", "max", code=1)
     assert f"{name}: has NaN or infinite values" in shown.stderr
@@ -59,9 +57,7 @@ def test_so_does_one_in_what_is_converted(parameter: str, source: Path, tmp_path
 
 @pytest.mark.parametrize("value", [NAN, INFINITY], ids=["nan", "inf"])
 @pytest.mark.parametrize("with_source", [False, True])
-def test_a_value_that_is_no_number_fails_the_validation(
-    value: float, source: Path, tmp_path: Path, run_cli: RunCli, *, with_source: bool
-) -> None:
+def test_nan_is_not_valid(value: float, source: Path, tmp_path: Path, run_cli: RunCli, *, with_source: bool) -> None:
     out = tmp_path / "out"
     run_cli("run", source, out, "--rule", "max", code=0)
     for folder in (source, out):
@@ -152,8 +148,6 @@ def test_codes_of_minus_eight_are_named(
 
 
 @pytest.mark.parametrize("kind", ["tiny", "k3_tiny"])
-def test_a_sound_source_has_no_warning(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_no_warning_if_sound(kind: str, request: pytest.FixtureRequest, tmp_path: Path, run_cli: RunCli) -> None:
     shown = run_cli("run", request.getfixturevalue(kind), tmp_path / "out", "--json", code=0)
     assert json.loads(shown.stdout)["warnings"] == []

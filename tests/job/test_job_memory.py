@@ -26,9 +26,7 @@ SHAPE = K2Shape(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_kimi_k2_is_planned_from_headers_below_a_gigabyte_in_a_cgroup_of_one(
-    system: Path, tmp_path: Path, version: int, k2_headers: Path
-) -> None:
+def test_k2_is_planned_in_a_cgroup(system: Path, tmp_path: Path, version: int, k2_headers: Path) -> None:
     write(system, "proc/self/cgroup", "0::/job" if version == 2 else "2:cpu,cpuacct:/job\n4:memory:/job")
     if version == 2:
         limit_by_version_2(system, "job", cpus="100000 100000", memory=1 << 30, used=100 << 20, cached=0)
@@ -61,9 +59,7 @@ def test_memory_bounds_the_plan_on_many_cores(system: Path, tmp_path: Path, tiny
 
 
 @pytest.mark.parametrize("cpus", ["4", ""])
-def test_a_task_of_slurm_plans_below_its_memory(
-    system: Path, tmp_path: Path, tiny: Path, cpus: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_slurm(system: Path, tmp_path: Path, tiny: Path, cpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task of the guide has 4 CPUs and 4 GB. Its machine has 192 and 256 GB."""
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")

@@ -1,7 +1,5 @@
 """Kimi K3 from folder to folder: values proven by both libraries, configs as documented, killed, in parts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,9 +10,9 @@ import pytest
 import torch
 from command import run_here
 from library_decoders import create_decoder, decoded_otherwise
-from mxfp4_makers import library_values
 from results import digest_of_shards, read_json
 from safetensors.torch import load_file
+from weight_makers import library_values
 
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from scripts.fixture_maker.damage import edit_checkpoint, edit_json
@@ -52,9 +50,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
-def test_every_value_is_the_sources_by_the_layouts_own_library(
-    layout: str, activations: str, k3_tiny: Path, tmp_path: Path
-) -> None:
+def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
     assert "cast: 36 of 36 tensors are in the window, where a cast is exact.\n" in said.stdout

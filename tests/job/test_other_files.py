@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -100,14 +99,6 @@ def test_what_an_engine_reads_or_the_job_writes_is_named(name: str, small: Path,
     run_here("run", small, out, "--quiet", code=0)
 
 
-def test_a_socket_is_refused(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path / "out")
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind("socket")
-        assert f"{tmp_path}/out/socket: is not from" in run_here("run", small, tmp_path / "out", code=1).stderr
-
-
 def test_the_work_of_an_evaluation_does_not_make_a_checkpoint_of_others_ours(small: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(small, tmp_path / "out"))
     (out / ".k2convert" / "validation").mkdir(parents=True)
@@ -117,9 +108,7 @@ def test_the_work_of_an_evaluation_does_not_make_a_checkpoint_of_others_ours(sma
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["half", "whole"])
-def test_a_copy_without_the_work_folder_is_called_that(
-    is_whole: bool, small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_a_copy_without_its_work_folder(is_whole: bool, small: Path, finished: Path, tmp_path: Path) -> None:
     """`cp -r half/*` leaves hidden files out."""
     half = tmp_path / "half"
     copy = tmp_path / "copy"

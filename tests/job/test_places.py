@@ -52,9 +52,7 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
 
 
 @pytest.mark.quick(1)
-def test_calibrations_and_evaluations_are_the_same(
-    kind: str, short: Path, text: Path, passed: Path, tmp_path: Path
-) -> None:
+def test_layer_passes_are_the_same(kind: str, short: Path, text: Path, passed: Path, tmp_path: Path) -> None:
     source = placed(kind, short, tmp_path / "place")
     assert files_of_passes(source, text, tmp_path) == files_of_passes(short, text, passed)
 
@@ -136,9 +134,7 @@ def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> Non
     assert {path: path.lstat().st_mtime_ns for path in repo.rglob("*")} == before
 
 
-def test_a_finished_shard_may_be_moved_to_another_disk(
-    small: Path, finished: Path, copied: Path, tmp_path: Path
-) -> None:
+def test_a_finished_shard_may_move_to_another_disk(small: Path, finished: Path, copied: Path, tmp_path: Path) -> None:
     moved = shutil.move(copied / SHARD, tmp_path / SHARD)
     (copied / SHARD).symlink_to(moved)
     (copied / "config.json").unlink()
@@ -165,9 +161,7 @@ def note_hashes(source: Path, *, seconds: float = 0) -> None:
 
 @pytest.mark.parametrize("place", ["the cache", "a download"])
 @pytest.mark.parametrize("position", [0.5, 1], ids=["middle", "end"])
-def test_a_damaged_download_is_refused(
-    position: float, place: str, small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_download(position: float, place: str, small: Path, finished: Path, tmp_path: Path) -> None:
     """By the sha256 that it left, while the shard is read."""
     source = Path(shutil.copytree(small, tmp_path / "source"))
     out = tmp_path / "out"

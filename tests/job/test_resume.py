@@ -2,78 +2,22 @@
 
 import json
 import os
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
-from command import run_here
-from forked_runs import finish, send, start
-from results import contents
+from command import run, run_here
+from damaged_files import flip
+from results import contents, files_of
 
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, WORK_FOLDER
-from k2convert.errors import LockedError
-from k2convert.records.lock import lock_destination
-
-
-@pytest.fixture(scope="module")
-def seconds(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
-    folder = tmp_path_factory.mktemp("timed")
-    assert finish("run", tiny, folder / "warm-up") == 0
-    begin = time.monotonic()
-    assert finish("run", tiny, folder / "result") == 0
-    return time.monotonic() - begin
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 
 
 @pytest.fixture
 def destination(local_result: Path, tmp_path: Path) -> Path:
     """A finished folder that a test may change."""
     return Path(shutil.copytree(local_result, tmp_path / "out"))
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_killed_run_is_resumed(seed: int, tiny: Path, seconds: float, local_result: Path, tmp_path: Path) -> None:
-    process = start("run", tiny, tmp_path / "out")
-    time.sleep(random.Random(seed).uniform(0, seconds))
-    send(process, signal.SIGKILL)
-    process.join()
-    destination = tmp_path / "out"
-    if process.exitcode == -signal.SIGKILL and destination.exists() and not (destination / CONFIG_NAME).exists():
-        assert not (destination / INDEX_NAME).exists()
-    for shard in destination.glob("*.safetensors"):
-        assert shard.read_bytes() == (local_result / shard.name).read_bytes(), f"{shard.name} is half-written"
-    done = {p.name: p.stat().st_mtime_ns for p in destination.glob("*.safetensors")}
-    recorded = {p.name.removesuffix(".json") for p in (destination / ".k2convert" / "done").glob("*.json")}
-    assert recorded <= set(done), "a record without its shard"
-
-    assert finish("run", tiny, destination, "--workers", 4) == 0
-    assert contents(destination) == contents(local_result), "whatever the number of workers"
-    redone = [name for name in recorded if (destination / name).stat().st_mtime_ns != done[name]]
-    assert not redone, "finished shards were converted again"
-    times = {path: path.stat().st_mtime_ns for path in destination.glob("*") if path.is_file()}
-    assert finish("run", tiny, destination) == 0
-    assert {path: path.stat().st_mtime_ns for path in times} == times, "a finished result is left alone"
-    assert not list(destination.rglob("*.tmp"))
-
-
-def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, local_result: Path, tmp_path: Path) -> None:
-    for attempt in range(20):  # on a busy machine a job may end before it is interrupted
-        destination = tmp_path / str(attempt) / "out"
-        process = start("run", tiny, destination)
-        while process.is_alive() and not (destination / ".k2convert" / "job.json").exists():
-            time.sleep(0.001)
-        send(process, signal.SIGINT)
-        process.join(600)
-        if process.exitcode != 0:
-            break
-    assert process.exitcode == 130
-    assert not list(destination.glob("*.tmp"))
-    assert finish("run", tiny, destination) == 0
-    assert contents(destination) == contents(local_result)
 
 
 def test_what_a_complete_folder_lost_is_restored(tiny: Path, destination: Path) -> None:
@@ -91,7 +35,7 @@ def test_ledger_keeps_the_versions_of_the_run_that_converted(tiny: Path, destina
     ledger = json.loads((destination / LEDGER_NAME).read_text())
     content = json.dumps(ledger | {"versions": {"python": "3.11.0", "torch": "2.0.0"}}, indent=2) + "\n"
     (destination / LEDGER_NAME).write_text(content)
-    assert finish("run", tiny, destination) == 0
+    assert run("run", tiny, destination) == 0
     assert (destination / LEDGER_NAME).read_text() == content
 
 
@@ -101,7 +45,7 @@ def test_lost_or_truncated_shard_is_made_again(tiny: Path, local_result: Path, d
     assert (state["complete"], state["pending"]) == (False, ["model-00002-of-000005.safetensors"])
     shard = destination / "model-00003-of-000005.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert finish("run", tiny, destination) == 0
+    assert run("run", tiny, destination) == 0
     assert contents(destination) == contents(local_result)
 
 
@@ -111,19 +55,9 @@ def test_records_of_another_job_are_not_resumed(tiny: Path, destination: Path, t
         (destination / name).unlink()
     for number in (2, 4):
         (destination / f"model-0000{number}-of-000005.safetensors").unlink()
-    assert finish("run", tiny, destination, "--rule", "max") == 0
-    assert finish("run", tiny, tmp_path / "max", "--rule", "max") == 0
+    assert run("run", tiny, destination, "--rule", "max") == 0
+    assert run("run", tiny, tmp_path / "max", "--rule", "max") == 0
     assert contents(destination) == contents(tmp_path / "max")
-
-
-def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
-    (tmp_path / WORK_FOLDER).mkdir()
-    with (
-        lock_destination(tmp_path),
-        pytest.raises(LockedError, match=f"process {os.getpid()}"),
-        lock_destination(tmp_path),
-    ):
-        pass
 
 
 def test_changed_jobs_are_refused(tiny: Path, local_result: Path, tmp_path: Path) -> None:
@@ -147,3 +81,101 @@ def test_shard_files_have_ordinary_permissions_and_aligned_data(local_result: Pa
     for shard in local_result.glob("*.safetensors"):
         assert shard.stat().st_mode & 0o777 == 0o666 & ~mask
         assert read_header(shard).data_begin % 4096 == 0
+
+
+SHARD = "model-00002-of-000003.safetensors"
+OTHER = "model-00001-of-000003.safetensors"
+
+
+@pytest.fixture
+def source(small: Path, tmp_path: Path) -> Path:
+    """A source of one's own, and the job of `own` was begun with it."""
+    return Path(shutil.copytree(small, tmp_path / "source"))
+
+
+@pytest.fixture
+def own(source: Path, tmp_path: Path) -> Path:
+    assert run("run", source, tmp_path / "own", "--json") == 0
+    return tmp_path / "own"
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def test_a_shard_that_rotted_is_found_and_made_again_on_request(small: Path, copied: Path, finished: Path) -> None:
+    before = (copied / SHARD).stat()
+    flip(copied / SHARD, -1000)
+    os.utime(copied / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
+    said = run_here("run", small, copied, code=0).stderr
+    assert "finished shards have their recorded size and time (--verify hashes them too)" in said
+    assert contents(copied) != contents(finished)
+    before = times(copied)
+    said = run_here("run", small, copied, "--verify", code=0).stderr.replace("\n", " ")
+    assert "finished shards hashed: 3 (" in said
+    assert f"damaged, to be converted again: {SHARD}" in said
+    assert contents(copied) == contents(finished)
+    assert [name for name, time in times(copied).items() if time != before[name]] == [SHARD]
+    assert "damaged" not in run_here("run", small, copied, "--verify", code=0).stderr
+
+
+def test_a_shard_that_was_written_to_is_found_without_a_request(small: Path, copied: Path, finished: Path) -> None:
+    flip(copied / SHARD, -1000)
+    said = run_here("run", small, copied, code=0).stderr.replace("\n", " ")
+    assert "finished shards hashed: 1 (" in said
+    assert f"damaged, to be converted again: {SHARD}" in said
+    assert contents(copied) == contents(finished)
+
+
+def test_a_copy_without_its_times_is_hashed_once_and_not_converted(small: Path, finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, copy_function=shutil.copy)
+    before = times(copy)
+    for word in ("finished shards hashed: 3", "have their recorded size and time"):
+        assert word in run_here("run", small, copy, code=0).stderr
+    assert times(copy) == before
+    assert contents(copy) == contents(finished)
+
+
+@pytest.mark.parametrize("lost", [SHARD, OTHER, None], ids=["its result lost", "another lost", "finished"])
+def test_a_source_changed_under_its_header_is_refused(lost: str | None, source: Path, own: Path) -> None:
+    if lost is not None:
+        (own / lost).unlink()
+    before = contents(own)
+    flip(source / SHARD, -1000)
+    said = run_here("run", source, own, code=1).stderr.replace("\n", " ")
+    assert f"error: {SHARD}: this source shard has other bytes than when the job" in said
+    assert "Restore it, or delete" in said
+    assert contents(own) == before
+
+
+def test_a_source_that_was_copied_goes_on(source: Path, own: Path, tmp_path: Path) -> None:
+    """By a scheduler to another node, by tar, or by a second download: the same bytes with other times."""
+    before = contents(own)
+    (own / OTHER).unlink()
+    others = times(own)
+    copy = Path(shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copy))
+    assert "resuming: 2 of 3 shards done" in run_here("run", copy, own, code=0).stderr
+    assert contents(own) == before
+    assert others.items() <= times(own).items()
+
+
+def test_parts_may_each_have_a_copy(source: Path, own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for number in (1, 2, 3):
+        copy = Path(shutil.copytree(source, tmp_path / f"{number}", copy_function=shutil.copy))
+        os.utime(copy / SHARD, ns=(number, number))
+        run_here("run", copy, out, "--part", f"{number}/3", code=0)
+        shutil.rmtree(copy)
+    run_here("run", source, out, code=0)
+    assert files_of(out) == files_of(own)
+
+
+def test_a_changed_source_shard_of_which_nothing_was_made_is_accepted(source: Path, own: Path, tmp_path: Path) -> None:
+    """Such as one that was damaged, and downloaded again."""
+    (own / SHARD).unlink()
+    (own / ".k2convert" / "done" / f"{SHARD}.json").unlink()
+    flip(source / SHARD, -1000)
+    assert run("run", source, own, "--json") == 0
+    assert run("run", source, tmp_path / "new", "--json") == 0
+    assert contents(own) == contents(tmp_path / "new")

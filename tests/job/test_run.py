@@ -2,28 +2,35 @@
 
 import filecmp
 import json
+import pickle
 import shutil
 import struct
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from command import RunCli, peak_of, run_here
+from conversions import plan_job
 from damaged_files import flip
 from library_decoders import agrees, create_decoder, decoded_otherwise
 from results import raw_tensors
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.job.prepare import choose_recipe
-from k2convert.plan.plan import plan_conversion
+from k2convert.job import resources
+from k2convert.job import run as executor
+from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.records.ledger import ShardRecord
 
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
 
@@ -175,14 +182,6 @@ def test_stale_quantization_configs_are_removed(k25: Path, tmp_path: Path) -> No
     assert config["quantization_config"]["quant_method"] == "modelopt"
 
 
-def test_weight_only_has_no_input_scales(tiny: Path, tmp_path: Path) -> None:
-    result = convert(tiny, tmp_path / "out", "--activations", "w4a16")
-    config = json.loads((result / "config.json").read_text())["quantization_config"]
-    assert config["quant_algo"] == "W4A16_NVFP4"
-    assert "input_activations" not in config["config_groups"]["group_0"]
-    assert not [name for name in load(result) if name.endswith("input_scale")]
-
-
 def test_input_scales_and_kv_cache_are_settable(tiny: Path, tmp_path: Path) -> None:
     options = ("--set", "input_scale={gate_up: 0.5, down: 0.25}", "--set", "kv_cache=fp8")
     result = convert(tiny, tmp_path / "out", *options)
@@ -207,15 +206,6 @@ def test_a_kv_cache_that_vllm_would_not_read_is_refused(tiny: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_compressed_tensors_layout_states_the_dtype_of_block_scales(tiny: Path, tmp_path: Path) -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    result = convert(tiny, tmp_path / "out", "--layout", "compressed-tensors")
-    declared = json.loads((result / "config.json").read_text())["quantization_config"]
-    group = QuantizationConfig.model_validate(declared).config_groups["group_0"]
-    assert group.weights.scale_dtype == group.input_activations.scale_dtype == torch.float8_e4m3fn
-
-
 def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> None:
     before = load(tiny)
     after = load(convert(tiny, tmp_path / "out", "--to", "bf16"))
@@ -229,20 +219,6 @@ def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> 
     assert not [name for name in after if "weight_packed" in name or "weight_shape" in name]
 
 
-@pytest.mark.slow
-def test_shared_experts_and_dense_mlp_are_converted_on_request(tiny: Path, tmp_path: Path) -> None:
-    result = convert(tiny, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp")
-    tensors = load(result)
-    assert tensors["model.layers.1.mlp.shared_experts.gate_proj.weight"].dtype == torch.uint8
-    assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.uint8
-    assert tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
-    run_here("validate", result, "--source", tiny, code=0)
-    assert decoded_otherwise(result)[1] == []
-    ignore = json.loads((result / "config.json").read_text())["quantization_config"]["ignore"]
-    assert "*shared_experts*" not in ignore
-    assert not [entry for entry in ignore if "layers.0" in entry]
-
-
 def test_error_is_half_of_plains(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
     mse = json.loads(run_cli("run", tiny, tmp_path / "o", "--json").stdout)["totals"]["experts"]
     by_max = json.loads(run_cli("run", tiny, tmp_path / "p", "--rule", "max", "--json").stdout)["totals"]["experts"]
@@ -250,17 +226,6 @@ def test_error_is_half_of_plains(tiny: Path, run_cli: RunCli, tmp_path: Path) ->
     assert mse["achieved_to_max"] == pytest.approx(mse["squared_error"] / by_max["squared_error"], rel=1e-12)
     assert mse["sqnr_db"] == pytest.approx(22.617, abs=0.005)
     assert by_max["sqnr_db"] == pytest.approx(19.655, abs=0.005)
-
-
-def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, local_result: Path) -> None:
-    checkpoint = open_checkpoint(tiny)
-    plan = plan_conversion(source=checkpoint, recipe=choose_recipe(checkpoint, None, {}))
-    for job in plan.jobs:
-        with safe_open(local_result / job.name, "pt") as shard:
-            assert shard.metadata() == dict(job.metadata)
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - no mapping
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        assert found == {output.name: (output.dtype, output.shape) for output in job.outputs}
 
 
 def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
@@ -294,3 +259,54 @@ def test_a_result_below_the_budget_ends_with_3(k2_shaped: Path, tmp_path: Path, 
 def test_a_result_within_the_budget_says_nothing_of_it(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
     done = run_cli("run", k2_shaped, tmp_path / "out", "--rule", "max", "--device", "cpu", "--json", code=0)
     assert json.loads(done.stdout)["below_budget"] is None
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+from k2convert.job.shard import convert_shard
+tasks = pickle.loads(sys.stdin.buffer.read())
+sys.stdout.buffer.write(pickle.dumps([convert_shard(task) for task in tasks]))
+"""
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}])
+def test_a_task_is_pickled_and_converted_in_another_process(
+    split: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
+) -> None:
+    tasks: list[ShardTask] = []
+
+    def remember(task: ShardTask, **options: Any) -> ShardRecord:
+        tasks.append(task)
+        return convert_shard(task, **options)
+
+    monkeypatch.setattr(executor, "convert_shard", remember)
+    source: dict[str, Any] = {"source": split}
+    whole = executor.execute(plan_job(folder=tmp_path / "whole", **source, **overrides))
+    assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
+    (tmp_path / "apart").mkdir()
+    there = [replace(task, destination=tmp_path / "apart") for task in tasks]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps(there), capture_output=True, check=True
+    )
+    for task, record in zip(tasks, pickle.loads(done.stdout), strict=True):
+        name = task.shard.name
+        assert record == whole.records[name]
+        assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_each_header_of_a_result_is_encoded_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = resources.encode_header
+    encoded = list[Any]()
+
+    def counted(tensors: Any, **options: Any) -> bytes:
+        encoded.append(tensors)
+        return encode(tensors, **options)
+
+    monkeypatch.setattr(resources, "encode_header", counted)
+    job = plan_job(tiny, tmp_path / "out")
+    assert len(encoded) == len(job.plan.jobs) == 5
+    executor.execute(job)
+    assert len(encoded) == 10, "and once more when its shard is written"
+    sizes = {item.name: item.output_bytes for item in job.items}
+    assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}

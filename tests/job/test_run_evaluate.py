@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command import run_here
-from evaluation_makers import full_disk
+from evaluation_makers import evaluation_of, full_disk, write_evaluation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,10 +52,25 @@ def test_report_shows_it_and_running_again_keeps_it(short: Path, text: Path, eva
     assert "Evaluation of the whole model" in (tmp_path / "report.html").read_text()
 
 
+def test_a_source_with_an_evaluation_gives_a_result_without_one(source: Path, tmp_path: Path) -> None:
+    (source / "evaluation.json").write_text('{"of": "the source"}')
+    run_here("run", source, tmp_path / "out", code=0)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_a_shard_that_is_made_again_keeps_the_evaluation(cut: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_here("run", cut, out, code=0)
+    write_evaluation(out, evaluation_of(out))
+    before = document(out)
+    next(out.glob("*.safetensors")).unlink()
+    assert "resuming" in run_here("run", cut, out, "--verify", code=0).stderr
+    assert document(out) == before
+    assert run_here("validate", out, "--source", cut).returncode == 0
+
+
 @pytest.mark.slow
-def test_a_result_with_fewer_experts_and_a_bf16_copy_are_evaluated(
-    tiny: Path, short: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_pruned_result_and_a_bf16_copy_are_evaluated(tiny: Path, short: Path, text: Path, tmp_path: Path) -> None:
     kept = {str(layer): list(range(layer, layer + 10)) for layer in (1, 2, 3)}
     (tmp_path / "kept.json").write_text(json.dumps({"experts": kept}))
     run_here("prune", tiny, tmp_path / "source", "--keep", tmp_path / "kept.json", code=0)
@@ -104,9 +119,7 @@ def test_the_text_of_the_calibration_is_refused_before_the_conversion(short: Pat
 
 
 @pytest.mark.parametrize(("words", "problem"), [(("--part", "1/2"), "leave out --part"), (("--ray", "auto"), "--ray")])
-def test_options_that_do_not_fit_are_named(
-    short: Path, text: Path, tmp_path: Path, words: tuple[str, ...], problem: str
-) -> None:
+def test_options_that_do_not_fit(short: Path, text: Path, tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
     done = run_here("run", short, tmp_path / "out", "--evaluate", text, *words, code=2)
     assert problem in done.stderr
 

@@ -19,7 +19,7 @@ FOLDERS = [".k2convert", ".k2convert/done", ".k2convert/download", ".k2convert/s
 WRITTEN = ("config.json", "generation_config.json", "extra/notes.txt", SHARD)
 RECORDS = (".k2convert/job.json", f".k2convert/done/{SHARD}.json")
 LATE = ("model.safetensors.index.json", "k2convert.json", "hf_quant_config.json")
-FILES = [*WRITTEN, *RECORDS, ".k2convert/lock", ".k2convert/published.json"]
+FILES = [*WRITTEN, *RECORDS, ".k2convert/lock", ".k2convert/published.json", "evaluation.json"]
 FILES += [f"{name}.tmp" for name in (*WRITTEN, *RECORDS, *LATE)]
 
 

@@ -90,9 +90,7 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     ],
     ids=list(SMALL),
 )
-def test_the_config_describes_the_published_tensors(
-    parts: Callable[[], list[list[TensorSpec]]], config: Callable[[], dict[str, Any]]
-) -> None:
+def test_published_tensors(parts: Callable[[], list[list[TensorSpec]]], config: Callable[[], dict[str, Any]]) -> None:
     specs = joined(parts())
     wanted = sorted((spec.name, spec.dtype, spec.shape) for spec in specs)
     assert described(checkpoint(infos(specs), config())) == wanted

@@ -1,7 +1,5 @@
 """Kimi K3 as a source: the published counts, what its tensors and config must be, and every refusal by its own line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -210,9 +208,7 @@ def test_recipes_that_not_every_engine_loads_are_refused(keys: dict[str, Any], e
 @pytest.mark.parametrize(
     ("byte", "expected"), [(255, r"is byte 255, which is NaN"), (254, r"is 2\*\*127, more than the 2\*\*125")]
 )
-def test_unusable_scales_stop_the_run_and_name_the_tensor(
-    byte: int, expected: str, k3_tiny: Path, tmp_path: Path
-) -> None:
+def test_unusable_scales_stop_the_run_by_name(byte: int, expected: str, k3_tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(k3_tiny, tmp_path / "source")
 
     def change(scales: torch.Tensor) -> torch.Tensor:
@@ -236,9 +232,7 @@ def test_unusable_scales_stop_the_run_and_name_the_tensor(
         ("run", "RESULT", "OUT", "--calibrate", "TEXT"),
     ],
 )
-def test_a_forward_pass_is_refused_by_name_in_one_line(
-    command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path
-) -> None:
+def test_a_forward_pass_is_refused(command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
     places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out"}
     places |= {"TEXT": tmp_path / "text.jsonl"}

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged_files import edit_sealed
 from evaluation_makers import evaluation_of, write_evaluation
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from sealed_files import edit_sealed
 
 from k2convert.check.results import ContractReport, Offender, RuleResult, ValidationReport, Verdict
 from k2convert.records.document import seal
@@ -145,9 +145,7 @@ def test_text_is_shown_as_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize("planted", ["<script>alert(1)</script>", "<details><summary><img></summary>", "x <img src=x>"])
-def test_html_that_was_not_escaped_is_shown_as_text(
-    planted: str, reported: ReportFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unescaped_html_is_shown_as_text(planted: str, reported: ReportFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page does not rely on `escape` alone."""
     monkeypatch.setattr("k2convert.report.render.escape", str)
     monkeypatch.setattr("k2convert.report.render.caution", lambda _report: planted)

@@ -120,9 +120,7 @@ def test_what_the_source_does_not_state_is_said_to_be_unknown(report: Report, co
         (None, set()),
     ],
 )
-def test_only_the_draft_heads_of_this_model_are_listed(
-    base: str | None, heads: set[str], report: Report, config: Any
-) -> None:
+def test_draft_heads_of_this_model_are_listed(base: str | None, heads: set[str], report: Report, config: Any) -> None:
     serving = card(with_source(report, family="kimi-k2.5"), config, base=base)[1]["Serving"]
     assert set(re.findall(r"`(\w+/[\w.-]+)`", serving)) - {"me/Kimi-K2-Thinking-NVFP4"} == heads
     assert ("draft head" in serving) == bool(heads)

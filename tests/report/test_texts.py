@@ -198,9 +198,7 @@ def test_memory_and_gpus_are_those_of_the_result(reported: ReportFiles) -> None:
     assert ("1 x A100 80 GB", "TP1") in {tuple(row[:2]) for row in needs.tables[0].rows}
 
 
-def test_the_same_folder_gives_the_same_bytes(
-    local_result: Path, reported: ReportFiles, validation: ValidationReport, tmp_path: Path
-) -> None:
+def test_same_bytes(local_result: Path, reported: ReportFiles, validation: ValidationReport, tmp_path: Path) -> None:
     tensors = open_checkpoint(local_result).tensors.values()
     write_report(folder=local_result, out=tmp_path, validation=validation, tensors=tensors)
     for before in (reported.page, reported.markdown, reported.picture):

@@ -1,7 +1,5 @@
 """What a checkpoint's files say, in a few lines of plain torch: no code of the converter and none of the engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

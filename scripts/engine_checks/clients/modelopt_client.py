@@ -1,7 +1,5 @@
 """Decodes every converted matrix with NVIDIA ModelOpt's own NVFP4QTensor."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

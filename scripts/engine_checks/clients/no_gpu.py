@@ -1,7 +1,5 @@
 """Stands in for CUDA's streams and events: Kimi K3's classes make them with the model, and loading never uses them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

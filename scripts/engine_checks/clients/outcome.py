@@ -1,7 +1,5 @@
 """What a client found: a line for each check, and one JSON document for the driver."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import traceback

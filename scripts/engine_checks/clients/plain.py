@@ -1,7 +1,5 @@
 """One mixture-of-experts block in plain torch: the other side of every comparison of outputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

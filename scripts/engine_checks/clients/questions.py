@@ -5,8 +5,6 @@ lists       which modules each exclude list excludes, in both layouts: True, Fal
 documents   what is wrong with a question of compare_servers, and with the answers of the tests' server
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata

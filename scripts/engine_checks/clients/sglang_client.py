@@ -1,7 +1,5 @@
 """Loads a checkpoint with the real SGLang on a CPU, and checks what it holds and what it prepares for its kernels."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ Kimi K3, whose cache of prefixes needs a GPU and is off. Config parsing, model c
 processing after loading are SGLang's own.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import types

@@ -6,8 +6,6 @@ the way. A few lines here carry the scale along, unless `--as-released` asks for
 with the same model in plain torch, whose activations are rounded by `plain.py`.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

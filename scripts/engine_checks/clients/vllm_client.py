@@ -1,12 +1,14 @@
 """Loads a checkpoint with the real vLLM on a CPU, checks what it holds, and computes logits and text with K2's."""
 
-from __future__ import annotations
-
+import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from scripts.engine_checks.clients import vllm_on_cpu
 from scripts.engine_checks.clients.files import Checkpoint, sqnr_db
+from scripts.engine_checks.clients.no_gpu import replace_streams
 from scripts.engine_checks.clients.outcome import Arguments, Outcome, read_arguments, save_logits
 from scripts.engine_checks.clients.plain import moe
 
@@ -22,7 +24,6 @@ def main() -> int:
     vllm_on_cpu.enable(is_weight_only=files.is_weight_only)
     from vllm import LLM, __version__
 
-    from scripts.engine_checks.clients.vllm_k3 import load_k3
     from scripts.engine_checks.clients.vllm_loading import check_loading, check_methods, record_loading
     from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
 
@@ -65,6 +66,34 @@ def start(llm: Any, files: Checkpoint) -> Any:
         moe_backend="emulation",
         **(language_only if files.prefix else {}),
     )
+
+
+def load_k3(folder: Path) -> tuple[Any, Any]:
+    """Return vLLM's own Kimi K3 with the checkpoint's weights, and vLLM's config of its quantization.
+
+    Nothing is computed: K3's kernels need a GPU. Replaced: CUDA's streams and events, which are made with the model;
+    the allocator's cache, which is emptied after loading; and what MLA prepares from kv_b_proj for its kernels. The
+    rest is vLLM's own.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # a kernel for several GPUs
+    replace_streams()
+    torch.accelerator.empty_cache = lambda: None
+    from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+
+    MultiHeadLatentAttention.process_weights_after_loading = lambda self, dtype: None
+    options: dict[str, Any] = {"enforce_eager": True, "moe_backend": "emulation", "skip_tokenizer_init": True}
+    options |= {"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST, "enable_prefix_caching": False}
+    config = EngineArgs(str(folder), dtype="bfloat16", skip_mm_profiling=True, **options).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        return get_model(vllm_config=config), config.quant_config
 
 
 def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:

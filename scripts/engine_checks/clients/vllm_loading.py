@@ -1,7 +1,5 @@
 """Records what vLLM's loader reads and writes, and checks that nothing is missing, left over or written twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ Config parsing, model classes, weight loading, processing after loading, routing
 scheduling, KV cache and sampling are vLLM's own.
 """
 
-from __future__ import annotations
-
 import os
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares vLLM's fused experts with the files: the bytes, the numbers, and what vLLM makes of them for its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

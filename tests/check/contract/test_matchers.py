@@ -106,14 +106,10 @@ def test_one_expert_s_name_disables_its_whole_layer_in_vllm() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_layer_number_takes_longer_numbers_along(engine: str) -> None:
+def test_a_glob_takes_longer_numbers_and_experts_along(engine: str) -> None:
+    assert disabled(engine, LISTS["mlp"], wrapped=False) == list(MOE)
     assert disabled(engine, LISTS["layers.1*"], wrapped=False) == [1, 10, 12]
     assert disabled(engine, [*OURS, "model.layers.1.*"], wrapped=False) == [1]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_glob_on_mlp_takes_all_experts(engine: str) -> None:
-    assert disabled(engine, LISTS["mlp"], wrapped=False) == list(MOE)
 
 
 @pytest.mark.parametrize("matcher", [vllm, sglang])
@@ -135,9 +131,6 @@ def test_sglang_matches_single_parts_and_runs_of_whole_parts() -> None:
     assert sglang("model.layers.5.mlp.shared_experts.down_proj", ["shared_*"], False)
     assert not sglang("model.layers.5.mlp.gate_up_proj", ["mlp.gate"], False)
     assert sglang("model.layers.5.self_attn.fused_qkv_a_proj_with_mqa", ["*kv_a_proj_with_mqa", "x.q_a_proj"], False)
-
-
-def test_sglang_refuses_an_entry_that_is_not_a_regular_expression_once_translated() -> None:
     with pytest.raises(EngineRefusalError, match="not a valid pattern"):
         sglang("model.layers.5.mlp.gate", ["model.(layers"], False)
 

@@ -19,43 +19,68 @@ def shard_of(converted: Converted, number: int) -> Path:
     return sorted(converted.folder.glob("*.safetensors"))[number]
 
 
-@pytest.mark.parametrize("total", [0, 1, None, "7"])
-def test_rule_16_total_size(breakable: Converted, total: object) -> None:
-    damage.edit_json(breakable.folder / INDEX_NAME, lambda index: index["metadata"].update(total_size=total))
-    assert "total_size" in only(breakable.check(), 16).offenders[0].name
+Fault = Callable[[Converted], object]
 
 
-def test_rule_16_a_tensor_that_the_index_does_not_name(breakable: Converted) -> None:
-    name = breakable.layers.removesuffix("layers") + "norm.weight"
-    damage.edit_index(breakable.folder, lambda weight_map: weight_map.pop(name))
-    rule = only(breakable.check(), 16)
-    assert (rule.count, rule.offenders[0].name) == (1, name)
+def total(size: object) -> Fault:
+    return lambda c: damage.edit_json(c.folder / INDEX_NAME, lambda index: index["metadata"].update(total_size=size))
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_rule_16_a_tensor_that_is_not_where_the_index_says(breakable: Converted, shard: int) -> None:
-    name = f"{breakable.layers}.2.input_layernorm.weight" if shard == 0 else "nothing.here"
-    damage.edit_index(breakable.folder, lambda w: w.update({name: shard_of(breakable, shard).name}))
-    assert only(breakable.check(), 16).offenders[0].name == name
+def index(apply: Callable[[dict[str, str], Converted], object]) -> Fault:
+    return lambda c: damage.edit_index(c.folder, lambda weight_map: apply(weight_map, c))
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"metadata": {}}'])
-def test_rule_16_no_index_to_read(breakable: Converted, text: str | None) -> None:
-    (breakable.folder / INDEX_NAME).unlink()
-    if text is not None:
-        (breakable.folder / INDEX_NAME).write_text(text)
-    assert only(breakable.check(), 16).offenders[0].name.startswith(INDEX_NAME)
+def ledger(apply: Callable[[dict[str, Any]], object]) -> Fault:
+    return lambda c: damage.edit_json(c.folder / "k2convert.json", apply)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model-extra.safetensors", "model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete"],
-)
-def test_rule_16_a_stray_shard_or_a_temporary_file(breakable: Converted, name: str) -> None:
-    path = breakable.folder / name
-    path.parent.mkdir(exist_ok=True)
-    save_file({"x": torch.zeros(4)}, path)
-    assert only(breakable.check(), 16).offenders[0].name == name
+def written(name: str, text: str) -> Fault:
+    return lambda c: (c.folder / name).write_text(text)
+
+
+def gone(name: str) -> Fault:
+    return lambda c: (c.folder / name).unlink()
+
+
+def longer(name: str) -> Fault:
+    return lambda c: (c.folder / name).write_bytes((c.folder / name).read_bytes() + b"\n")
+
+
+def stray(name: str) -> Fault:
+    def add(converted: Converted) -> None:
+        (converted.folder / name).parent.mkdir(exist_ok=True)
+        save_file({"x": torch.zeros(4)}, converted.folder / name)
+
+    return add
+
+
+STRAYS = ("model-extra.safetensors", "model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete")
+FAULTS: list[tuple[int, str, Fault]] = [
+    *((16, "total_size", total(size)) for size in (0, 1, None, "7")),
+    (16, "norm.weight", index(lambda w, c: w.pop(c.layers.removesuffix("layers") + "norm.weight"))),
+    (16, "nothing.here", index(lambda w, c: w.update({"nothing.here": shard_of(c, 1).name}))),
+    (16, "norm.weight", index(lambda w, c: w.update({f"{c.layers}.2.input_layernorm.weight": shard_of(c, 0).name}))),
+    (16, INDEX_NAME, gone(INDEX_NAME)),
+    *((16, INDEX_NAME, written(INDEX_NAME, text)) for text in ("", "[]", '{"metadata": {}}')),
+    *((16, name, stray(name)) for name in STRAYS),
+    (17, "tokenizer.json", longer("tokenizer.json")),
+    (17, "tokenizer_config.json", gone("tokenizer_config.json")),
+    (17, "generation_config.json", longer("generation_config.json")),
+    (17, "modeling_surprise.py", written("modeling_surprise.py", "raise SystemExit")),
+    (19, "", ledger(lambda document: document.pop("recipe"))),
+    (19, "", ledger(lambda document: document["shards"].pop(min(document["shards"])))),
+    (19, "", ledger(lambda document: document["shards"].update({"model-9.safetensors": {"blake3": "00", "bytes": 1}}))),
+    (19, "", ledger(lambda document: next(iter(document["shards"].values())).update(blake3="0" * 64))),
+    (19, "", ledger(lambda document: next(iter(document["shards"].values())).update(bytes=1))),
+    (19, "k2convert.json", gone("k2convert.json")),
+    *((19, "k2convert.json", written("k2convert.json", text)) for text in ("", "[]")),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "fault"), FAULTS)
+def test_a_fault_is_found_by_its_rule_alone(breakable: Converted, rule: int, name: str, fault: Fault) -> None:
+    fault(breakable)
+    assert name in only(breakable.check(), rule).offenders[0].name
 
 
 def test_journal_hidden_folders_card_and_report_are_no_part_of_the_package(breakable: Converted) -> None:
@@ -68,9 +93,7 @@ def test_journal_hidden_folders_card_and_report_are_no_part_of_the_package(break
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "k2convert.json", INDEX_NAME, "shard"])
-def test_a_link_to_a_file_is_followed_and_one_to_nothing_is_not(
-    breakable: Converted, name: str, tmp_path: Path
-) -> None:
+def test_a_link_to_a_file_is_followed_one_to_nothing_is_not(breakable: Converted, name: str, tmp_path: Path) -> None:
     path = shard_of(breakable, 1) if name == "shard" else breakable.folder / name
     elsewhere = tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -101,48 +124,6 @@ def test_rule_16_a_shard_that_is_not_whole(breakable: Converted, kind: str) -> N
     for number in (1, 3, 4, 7, 8, 9, 14):
         assert report.rules[number - 1].verdict is Verdict.SKIPPED
         assert path.name in report.rules[number - 1].note
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-2] + b"!\n")),
-        ("tokenizer_config.json", Path.unlink),
-        ("generation_config.json", lambda path: path.write_bytes(path.read_bytes() + b"\n")),
-        ("modeling_surprise.py", lambda path: path.write_text("raise SystemExit")),
-    ],
-)
-def test_rule_17_a_sidecar(breakable: Converted, name: str, change: Callable[[Path], object]) -> None:
-    change(breakable.folder / name)
-    assert only(breakable.check(), 17).offenders[0].name == name
-
-
-@pytest.mark.parametrize(
-    "apply",
-    [
-        lambda ledger: ledger.pop("recipe"),
-        lambda ledger: (
-            ledger["shards"].pop("model-00002-of-000005.safetensors", None)
-            or ledger["shards"].pop("model-00002-of-000007.safetensors")
-        ),
-        lambda ledger: ledger["shards"].update({"model-9.safetensors": {"blake3": "00", "bytes": 1}}),
-        lambda ledger: next(iter(ledger["shards"].values())).update(blake3="0" * 64),
-        lambda ledger: next(iter(ledger["shards"].values())).update(bytes=1),
-    ],
-    ids=["recipe", "one less", "one more", "hash", "size"],
-)
-def test_rule_19_what_the_ledger_must_say(breakable: Converted, apply: Callable[[dict[str, Any]], object]) -> None:
-    damage.edit_json(breakable.folder / "k2convert.json", apply)
-    only(breakable.check(), 19)
-
-
-@pytest.mark.parametrize("text", [None, "", "[]"])
-def test_rule_19_no_ledger(breakable: Converted, text: str | None) -> None:
-    path = breakable.folder / "k2convert.json"
-    path.unlink()
-    if text is not None:
-        path.write_text(text)
-    assert only(breakable.check(), 19).offenders[0].name == "k2convert.json"
 
 
 @pytest.mark.parametrize("where", ["codes", "block scales", "header"])

@@ -99,9 +99,7 @@ def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
         ("weight", row_of_zeros, "of 32,768 codes are not the nearest ones"),
     ],
 )
-def test_scales_and_codes_that_are_not_the_best(
-    converted: Converted, parameter: str, apply: Change, words: str
-) -> None:
+def test_scales_and_codes_that_are_not_best(converted: Converted, parameter: str, apply: Change, words: str) -> None:
     module = converted.expert(3, 2, "gate")
     change_tensor(converted, f"{module}.{getattr(converted.names, parameter)}", apply)
     found = found_by_certificate_alone(converted)
@@ -131,9 +129,7 @@ def test_a_global_scale_one_step_of_fp32_away(converted: Converted) -> None:
         ("scale_histogram", lambda value: value | {min(value): value[min(value)] + 1}),
     ],
 )
-def test_totals_of_the_ledger_that_are_not_the_measured_ones(
-    mse: Converted, key: str, changed: Callable[[Any], Any]
-) -> None:
+def test_totals_of_the_ledger_that_are_not_measured(mse: Converted, key: str, changed: Callable[[Any], Any]) -> None:
     figures: dict[str, tuple[Any, Any]] = {}
 
     def edit(ledger: dict[str, Any]) -> None:
@@ -168,9 +164,7 @@ def test_totals_that_are_missing(mse: Converted) -> None:
     ],
     ids=["other arithmetic", "no ledger"],
 )
-def test_without_a_known_rule_only_the_error_is_checked(
-    mse: Converted, edit: Callable[[dict[str, Any]], Any] | None, reason: str
-) -> None:
+def test_an_unknown_rule(mse: Converted, edit: Callable[[dict[str, Any]], Any] | None, reason: str) -> None:
     if edit is None:
         (mse.folder / "k2convert.json").unlink()
     else:

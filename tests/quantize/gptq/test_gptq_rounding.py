@@ -60,9 +60,7 @@ def tried_bytes(block: np.ndarray) -> list[int]:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(("columns", "block"), [(16, 0), (48, 1), (160, 8), (160, 9)])
-def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
-    columns: int, block: int, kernel: RoundingKernel
-) -> None:
+def test_a_block_answers_errors_and_takes_the_best_scale(columns: int, block: int, kernel: RoundingKernel) -> None:
     """Given the values of the blocks before, the block's own follow directly: within a panel of 128 and beyond."""
     hessian = hessian_of(columns)
     target = weights(3, columns)

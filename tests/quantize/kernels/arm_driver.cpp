@@ -1,4 +1,4 @@
-// The extension module without Python: module.cpp with a stand-in for nanobind, driven by recorded calls (see arm_driver.py).
+// The extension module without Python: module.cpp with a stand-in for nanobind, driven by recorded calls (see test_arm.py).
 //
 //     driver LEVEL <calls >results
 //

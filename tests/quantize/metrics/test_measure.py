@@ -11,8 +11,17 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from mxfp4_makers import draw, library_values
-from weight_makers import MAKERS, any_codes, exponents_of, int4_weight, some_rows, total_metrics, trained_like
+from weight_makers import (
+    MAKERS,
+    any_codes,
+    draw,
+    exponents_of,
+    int4_weight,
+    library_values,
+    some_rows,
+    total_metrics,
+    trained_like,
+)
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
@@ -163,9 +172,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (-1, 1), (-1, 2), (0, 3), (-4, 4)])
 @pytest.mark.parametrize("any_bytes_written", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_both_instructions_measure_the_same_to_the_last_bit(
-    maker: str, any_bytes_written: bool, lowest: int, highest: int
-) -> None:
+def test_instructions_measure_the_same_bits(maker: str, any_bytes_written: bool, lowest: int, highest: int) -> None:
     rng = np.random.default_rng(3)
     source = MAKERS[maker]()
     if highest:
@@ -215,9 +222,7 @@ def test_one_row_in_256_of_a_large_tensor_is_compared_with_max() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns", "sampled_rows"), [(64, 1024, 64), (5, 1 << 16, 3), (1, 1 << 16, 1)])
-def test_a_small_or_flat_tensor_is_compared_with_max_in_at_least_two_rows(
-    rows: int, columns: int, sampled_rows: int
-) -> None:
+def test_a_small_or_flat_tensor_is_compared_with_max_in_two_rows(rows: int, columns: int, sampled_rows: int) -> None:
     found = metrics_of(trained_like(rows, columns, seed=2), "mse")
     assert found.sampled_blocks == sampled_rows * columns // 16
     assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)

@@ -1,7 +1,5 @@
 """The cast of MXFP4 to NVFP4: literal bytes, both libraries' decoders, ModelOpt's casts, and a search of all scales."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +7,8 @@ import pytest
 import torch
 from library_decoders import create_decoder
 from modelopt.torch.export.shard_cast_utils import mxfp4_kmax, quantize_mxfp4_to_nvfp4, quantize_mxfp4_to_nvfp4_lossless
-from mxfp4_makers import draw, library_values, weight_of
 from numpy.typing import NDArray
+from weight_makers import draw, library_values, weight_of
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from command import ROOT, command
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "cli" / "golden"
 _SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 _VARIES = [
     (re.compile(r"\d+:\d\d:\d\d"), "0:00:00"),
