@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from k2convert.checkpoint.index import open_checkpoint
 from scripts.bench.kernels import RULES, kernel_figures
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 from scripts.bench.peers import quark_python
-from scripts.bench.table import markdown
 from scripts.fixture_maker import make_token_ids
 from scripts.fixture_maker.__main__ import main as make_fixture
 
@@ -33,6 +32,8 @@ CORES = "How fast are one core and validation?"
 PIPELINES = "How does it compare with the published pipelines?"
 START_UP = "How long is start-up?"
 GROWTH = "Do time and memory grow with the checkpoint?"
+
+Rows = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,42 @@ def gptq(bench: Bench, device: str) -> None:
     label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
     one = Job(f"{label}, one core", source, command, one_core=True)
     bench.time("How long does rule gptq take?", one, Job(f"{label}, all cores", source, command))
+
+
+def markdown(results: Mapping[str, Rows]) -> str:
+    """Return a table for each question; `results` has the figures of each command by question and label."""
+    return "\n".join(f"## {question}\n\n{_table(rows)}" for question, rows in results.items())
+
+
+def _table(rows: Rows) -> str:
+    """Return one table; a column that is empty in every row is left out."""
+    lines = [_cells(label, rows) for label in rows]
+    titles = [title for title in lines[0] if any(line[title] for line in lines)]
+    text = f"| {' | '.join(titles)} |\n|---{'|---:' * (len(titles) - 1)}|\n"
+    return text + "".join(f"| {' | '.join(line[title] for title in titles)} |\n" for line in lines)
+
+
+def _cells(label: str, rows: Rows) -> dict[str, str]:
+    """Return the cells of a row by the titles of their columns."""
+    row = rows[label]
+    cells = dict.fromkeys(("seconds (min..max)", "GB/s in", "times as fast as cp", "peak memory"), "")
+    rate = row.get("bytes_per_second")
+    if "seconds" in row:
+        rate = row["source_bytes"] / row["seconds"]
+        cells["seconds (min..max)"] = f"{row['seconds']:.2f} ({row['fastest']:.2f}..{row['slowest']:.2f})"
+        cells["peak memory"] = f"{row['peak_rss'] / 1e9:.2f} GB"
+        copy = rows.get(f"cp + fsync, {'cold' if row['cold'] else 'warm'}", {})
+        if row["source_bytes"] == copy.get("source_bytes"):
+            cells["times as fast as cp"] = f"{copy['seconds'] / row['seconds']:.2f}"
+    if rate:
+        cells["GB/s in"] = f"{rate / 1e9:.2f}"
+    return {
+        "command": label,
+        "input": f"{row['source_bytes'] / 1e9:.2g} GB" if "source_bytes" in row else "",
+        **cells,
+        "weights a second": f"{row['weights_per_second'] / 1e6:.3g} M" if "weights_per_second" in row else "",
+        "SQNR": f"{row['sqnr_db']:.2f} dB" if row.get("sqnr_db") else "",
+    }
 
 
 def main() -> None:

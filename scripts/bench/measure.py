@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import Any
 
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}
+LAUNCH = """
+import json, os, subprocess, sys, time
+begin = time.monotonic()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+seconds, cpu_seconds = time.monotonic() - begin, usage.ru_utime + usage.ru_stime
+print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_rss": usage.ru_maxrss * 1024}))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Runs a command in a small process of its own, because the system counts a child's peak from its parent's size."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,9 @@ class Run:
 def run_once(command: Sequence[str | Path], *, one_core: bool) -> Run:
     """Run a command to its end. Raises RuntimeError with its stderr if it fails."""
     prefix = ["taskset", "-c", "0"] if one_core else []
-    launcher = [sys.executable, "-S", str(Path(__file__).with_name("launch.py"))]
-    done = subprocess.run([*launcher, *prefix, *map(str, command)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-Sc", LAUNCH, *prefix, *map(str, command)], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
     return Run(**json.loads(done.stdout.splitlines()[-1]))

@@ -11,13 +11,9 @@ from scripts.engine_checks.environments import QUARK, ensure, python_of
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / "build" / "engines"
 IGNORE = (
-    "re:.*gate$",
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    r"re:.*mlp\.(gate|up|down)_proj$",
-    "lm_head",
+    "re:.*gate$", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj$", "lm_head",
     "re:.*embed_tokens$",
-)
+)  # fmt: skip
 
 
 def llm_compressor(source: Path, destination: Path, *, observer: str | None) -> None:

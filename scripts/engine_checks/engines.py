@@ -46,37 +46,19 @@ class Engine:
         return {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join(path)}
 
 
-_COMPRESSED_TENSORS = (COMPRESSED_TENSORS,)
+PACKED = (COMPRESSED_TENSORS,)
 ENGINES = {
     engine.name: engine
     for engine in (
         Engine("vllm", "vllm", "vllm_client"),
-        Engine("vllm-0.33", "vllm", "vllm_client", forms=(K2, K25, K3)),
-        Engine("sglang", "sglang", "sglang_client", forms=(K2, K25, K3), computes=False),
-        Engine(
-            "transformers-4",
-            "transformers4",
-            "transformers_client",
-            forms=(K2,),  # it does not know K2.5
-            layouts=_COMPRESSED_TENSORS,
-            rounds_weights=True,
-        ),
-        Engine(
-            "transformers-5",
-            "transformers5",
-            "transformers_client",
-            layouts=_COMPRESSED_TENSORS,
-            ignores_input_scales=True,
-            rounds_weights=True,
-        ),
-        Engine(
-            "transformers-5-as-released",
-            "transformers5",
-            "transformers_client",
-            forms=(K2,),
-            layouts=_COMPRESSED_TENSORS,
-            is_known_to_be_wrong=True,
-        ),
+        Engine("vllm-0.33", "vllm", "vllm_client", (K2, K25, K3)),
+        Engine("sglang", "sglang", "sglang_client", (K2, K25, K3), computes=False),
+        # transformers 4 does not know K2.5
+        Engine("transformers-4", "transformers4", "transformers_client", (K2,), PACKED, rounds_weights=True),
+        Engine("transformers-5", "transformers5", "transformers_client", (K2, K25), PACKED, rounds_weights=True,
+               ignores_input_scales=True),
+        Engine("transformers-5-as-released", "transformers5", "transformers_client", (K2,), PACKED,
+               is_known_to_be_wrong=True),
         Engine("modelopt", "transformers5", "modelopt_client", layouts=("modelopt",), computes=False),
     )
-}
+}  # fmt: skip

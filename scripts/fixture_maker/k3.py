@@ -56,26 +56,10 @@ class K3Shape:
 
 K3_SHAPE = K3Shape()
 TINY_SHAPE = K3Shape(
-    hidden=512,
-    latent=256,
-    inner=256,
-    dense_inner=512,
-    experts=4,
-    layers=4,
-    mla=(3,),
-    heads=2,
-    head_dim=32,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-    qk_nope=32,
-    qk_rope=16,
-    vocabulary=64,
-    vision_hidden=32,
-    vision_qkv=48,
-    vision_inner=64,
-    vision_blocks=2,
-    vision_positions=8,
-)
+    hidden=512, latent=256, inner=256, dense_inner=512, experts=4, layers=4, mla=(3,), heads=2, head_dim=32,
+    q_lora_rank=64, kv_lora_rank=64, qk_nope=32, qk_rope=16, vocabulary=64,
+    vision_hidden=32, vision_qkv=48, vision_inner=64, vision_blocks=2, vision_positions=8,
+)  # fmt: skip
 
 
 def _weights(stem: str, sizes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> Iterator[TensorSpec]:

@@ -153,7 +153,7 @@ def test_the_reference_quantizer_offers_only_plain() -> None:
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelopt.torch.quantization.qtensor.nvfp4_tensor", None)
-    with pytest.raises(MissingDependencyError, match="-m pip install .*nvidia-modelopt"):
+    with pytest.raises(MissingDependencyError, match=r"-m pip install .*nvidia-modelopt"):
         create_quantizer("reference", rule="max")
 
 

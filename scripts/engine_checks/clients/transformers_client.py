@@ -3,7 +3,7 @@
 transformers 4 has a Linear for every matrix of an expert, which compressed-tensors decompresses and whose activations
 it rounds. transformers 5 fuses a layer's experts, keeps activations as they are, and loses the global scale of NVFP4 on
 the way. A few lines here carry the scale along, unless `--as-released` asks for the defect. The checkpoint is compared
-with the same model in plain torch, whose activations are rounded by `plain.py`.
+with the same model in plain torch, whose activations are rounded here.
 """
 
 import math
@@ -15,9 +15,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint
+from scripts.engine_checks.clients.files import E2M1, PROJECTIONS, Checkpoint
 from scripts.engine_checks.clients.outcome import Outcome, read_arguments, save_logits
-from scripts.engine_checks.clients.plain import fp4_activations
 
 IS_FUSED = int(transformers.__version__.split(".")[0]) >= 5
 KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -129,6 +128,19 @@ def check_weights(model: Any, files: Checkpoint, outcome: Outcome) -> None:
         close += torch.allclose(weight.double(), written, rtol=2**-7, atol=0)  # two BF16 roundings at most
     detail = f"{files.num_matrices} matrices, {exact} bit for bit"
     outcome.check("experts hold the files' numbers", close == files.num_matrices, detail)
+
+
+def fp4_activations(values: Tensor, scale: float) -> Tensor:
+    """Round f32 [..., K] to NVFP4 and back: blocks of 16, E4M3 scales of amax / 6, nearest E2M1, ties to even."""
+    blocks = values.float().unflatten(-1, (-1, 16))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scales = (amax / (6 * scale)).clamp(max=448).to(torch.float8_e4m3fn).float() * scale
+    steps = torch.where(scales > 0, blocks / scales, 0).abs()
+    grid = E2M1[:8]
+    middles = (E2M1[:7] + E2M1[1:8]) / 2
+    upper = torch.bucketize(steps.contiguous(), middles)  # at or below a middle: the lower neighbour
+    tie = (steps == middles[upper.clamp(max=6)]) & (upper % 2 == 1) & (upper < 7)
+    return (grid[upper + tie.long()] * blocks.sign() * scales).flatten(-2)
 
 
 def plain_model(files: Checkpoint, loaded: Any) -> Any:
