@@ -38,7 +38,7 @@ from k2convert.errors import K2ConvertError, counted, quoted, shortened
 from k2convert.models.config import KV_SCALES
 from k2convert.models.names import Role
 
-QUARK: Final = "the config is for AMD Quark's loader, and the engines checked here do not load NVFP4 by it"
+QUARK: Final = "the config is for AMD Quark's loader, which is not checked here"
 
 
 def check_quantization_config(result: Result) -> Findings:

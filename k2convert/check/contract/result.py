@@ -19,10 +19,18 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, CheckpointLayout
 from k2convert.checkpoint.layouts.modelopt import MIXED_PRECISION
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, JOB_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    JOB_NAME,
+    LEDGER_NAME,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+)
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, family_of, parse_tensor_name
-from k2convert.models.config import KV_SCALES
+from k2convert.models.config import KV_SCALES, find_quantization_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
@@ -210,6 +218,8 @@ def read_result(
     index, index_problem = read_leniently(folder / INDEX_NAME, read_json_file)
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
+    if config is not None and ledger is None and find_quantization_config(config) is None:
+        config = {**config, **_declared_beside(folder)}
     recipe = None if ledger is None else ledger.recipe
     if source is not None:
         detect_family(source)
@@ -230,6 +240,15 @@ def read_result(
         ledger_problem=ledger_problem,
         no_source=no_source,
     )
+
+
+def _declared_beside(folder: Path) -> dict[str, object]:
+    """Return the quantization_config that engines read in hf_quant_config.json, if config.json has none."""
+    document, _ = read_leniently(folder / HF_QUANT_CONFIG_NAME, read_json_file)
+    stated = mapping_or_empty((document or {}).get("quantization"))
+    scheme = {"num_bits": 8, "type": "float"} if stated.get("kv_cache_quant_algo") == "FP8" else None
+    quantization = {"quant_method": "modelopt", "ignore": stated.get("exclude_modules"), "kv_cache_scheme": scheme}
+    return {QUANTIZATION_KEYS[0]: stated | quantization} if stated else {}
 
 
 def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Result:

@@ -181,6 +181,11 @@ def kv_scales(suffix: str, *, declared: bool = True) -> Change:
     return edit
 
 
+def config_beside(folder: Path) -> None:
+    """ModelOpt's form of 2025: nothing in config.json."""
+    damage.edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+
+
 def flat_config(folder: Path) -> None:
     quantization(lambda q: (q.pop("config_groups"), q.update(quant_method="modelopt_fp4")))(folder)
     (folder / "hf_quant_config.json").unlink()
@@ -221,13 +226,18 @@ class Form(NamedTuple):
 
 
 LEGACY = tensors(lambda name, t: {name.replace("language_model.model.layers.", "language_model.layers."): t})
+MXFP8 = tensors(
+    lambda name, t: {name: t.to(F8), f"{name}_scale": torch.zeros(len(t), 2).byte()} if is_attention(name) else None
+)
 AS_I8 = tensors(lambda name, t: {name: t.view(torch.int8)} if t.dtype is torch.uint8 else None)
 FORMS = {
     "Kimi-K3 by NVIDIA": Form(K3, nvidia_k3, {1}, ("attention in F8_E4M3", "not checked here")),
+    "Kimi-K3 by RedHatAI": Form(Kind("compressed-tensors", "k3", "w4a4"), lambda _: None, set()),
     "Kimi-K3 without a map": Form(K3, plain_k3, {11}, ("TensorRT-LLM needs MIXED_PRECISION",)),
     "mixed precision": Form(PACKED, mixed_precision, {1}, ("attention in F8_E4M3",)),
     "o_proj in NVFP4": Form(MODELOPT, nvfp4_of("o_proj"), {1}, ("attention in NVFP4",)),
     "the head in NVFP4": Form(MODELOPT, nvfp4_of("lm_head"), {1}, ("lm_head in NVFP4",)),
+    "attention in MXFP8": Form(MODELOPT, MXFP8, {1}, ("attention in F8_E4M3",)),
     "attention in INT8": Form(MODELOPT, channels(torch.int8, 127), {1}, ("attention in I8",)),
     "calibrated cache, ModelOpt": Form(MODELOPT, kv_scales("{0}_proj.{0}_scale"), set()),
     "calibrated cache, compressed-tensors": Form(MODELOPT, kv_scales("{0}_scale"), set()),
@@ -236,6 +246,7 @@ FORMS = {
     ),
     "codes as I8": Form(MODELOPT, AS_I8, set()),
     "packed codes as I8": Form(PACKED, AS_I8, set()),
+    "hf_quant_config.json alone": Form(MODELOPT, config_beside, set()),
     "a flat config": Form(MODELOPT, flat_config, {13}, ("TensorRT-LLM reads it first",)),
     "other habits": Form(MODELOPT, other_habits, {13, 16}, ("metadata.total_size",)),
     "early names": Form(MODELOPT, LEGACY, {2}, ("as which engines load it",)),
@@ -273,9 +284,10 @@ def test_a_form_that_engines_load_is_not_called_failed(
     shown = run_cli("inspect", found.folder, code=0)
     assert "NVFP4" in shown.stdout
     shown = run_cli("validate", found.folder, code=0)
-    parser = "kimi_k3" if form.kind is K3 else "kimi_k2"
-    assert f"--tool-call-parser {parser}" in shown.stderr
-    assert "--mm-encoder-tp-mode data" in shown.stderr
+    parser = "kimi_k3" if form.kind.source == "k3" else "kimi_k2"
+    if name != "hf_quant_config.json alone":
+        assert f"--tool-call-parser {parser}" in shown.stderr
+        assert "--mm-encoder-tp-mode data" in shown.stderr
 
 
 def expert(change: Callable[[torch.Tensor], torch.Tensor | None], *ends: str) -> Change:
@@ -306,7 +318,7 @@ def nothing_listed(config: dict[str, Any], _: str) -> None:
     if "quantized_layers" in config:
         config["quantized_layers"] = {n: e for n, e in config["quantized_layers"].items() if "layers.1." not in n}
     else:
-        config["quant_algo"] = "NVFP4_AWQ"
+        config["quant_algo"] = "INT4_AWQ"
 
 
 def other_groups(config: dict[str, Any]) -> None:
@@ -351,6 +363,7 @@ def test_a_fault_in_such_a_form_still_fails(
     [
         (lambda f: damage.edit_config(f, model_type="glm5_moe"), "model_type is 'glm5_moe', and the rules are about"),
         (lambda f: damage.edit_config(f, model_type="deepseek_v3"), "model_type is 'deepseek_v3', and the rules"),
+        (quantization(lambda q: q.update(quant_algo="NVFP4_AWQ")), "its scheme is NVFP4_AWQ"),
         (
             tensors(lambda n, t: {n: t.to(F8)} if ".experts." in n and n.endswith(".weight") else
                     ({} if ".experts." in n and n.endswith("_scale_2") else None)),
