@@ -189,7 +189,7 @@ def validate(
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
     ):
         if request is not None and opened.source is not None:
-            from k2convert.check.layers.check import check_layers_exist
+            from k2convert.check.reference_layers import check_layers_exist
 
             check_layers_exist(opened.source, request.layers)
         return opened.validate(layers=request, events=listener)
