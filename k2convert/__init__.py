@@ -190,8 +190,11 @@ def validate(
     ):
         if request is not None and opened.source is not None:
             from k2convert.check.reference_layers import check_layers_exist
+            from k2convert.models import read_architecture
 
-            check_layers_exist(opened.source, request.layers)
+            numbers = request.layers or read_architecture(opened.source).moe_layers
+            request = LayersRequest(numbers, None, request.tokens)
+            check_layers_exist(opened.source, numbers)
         return opened.validate(layers=request, events=listener)
 
 
