@@ -74,7 +74,8 @@ class Projection:
 def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
     """Refuse checkpoints that are not in the family's format: NVFP4, FP8, BF16 and others get their own PlanErrors."""
     known = family.source_format
-    if (method := other_method(source.config)) is not None:
+    is_packed = any(tensor_name.parameter == WEIGHT_PACKED for tensor_name in names.values())
+    if not is_packed and (method := other_method(source.config)) is not None:
         raise PlanError(
             f"{source.folder}: config.json: quantization_config.quant_method is {method}, which is not converted. "
             f"{family.source_hint}"
@@ -102,7 +103,7 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
         is_scale = tensor.dtype in known.scale_dtypes and name.endswith(WEIGHT_SCALE)
         if not is_scale and tensor.dtype.startswith("F8_"):
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
-    if not any(tensor_name.parameter == WEIGHT_PACKED for tensor_name in names.values()):
+    if not is_packed:
         stated = (find_quantization_config(source.config) or ("", {}))[1].get("format")
         guess = "a BF16 copy?" if stated is None else f"config.json says {quoted(stated)}"
         raise PlanError(

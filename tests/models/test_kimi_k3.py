@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         tensor(f"{LAYER}.self_attn.o_proj.weight", lambda t: t.to(torch.float8_e4m3fn)), "an FP8 checkpoint",
     ),
     "Quark": (
-        text(quantization_config={"quant_method": "quark"}), "quant_method is 'quark', which is not converted",
+        text(quantization_config={"quant_method": "quark"}), "quant_method is 'quark', but only 'compressed-tensors'",
     ),
     "Kimi-Linear": (lambda folder: edit_config(folder, model_type="kimi_linear"), "this is Kimi-Linear, which is not"),
     "DeepSeek-V4": (lambda folder: edit_config(folder, model_type="deepseek_v4"), "this is DeepSeek-V4, which is not"),

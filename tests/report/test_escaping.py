@@ -100,7 +100,7 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Pa
     del copied["checksum"]
     (records_only / f".k2convert/done/{shard}.json").write_bytes(seal(copied))
     rule = RuleResult(1, HOSTILE, Verdict.SKIPPED, 1, (Offender(HOSTILE, HOSTILE),), HOSTILE)
-    contract = ContractReport(HOSTILE, HOSTILE, HOSTILE, (rule,))
+    contract = ContractReport(HOSTILE, HOSTILE, HOSTILE, HOSTILE, (rule,))
     validation = ValidationReport(HOSTILE, contract, weights=None, layers=None)
     files = write_report(folder=records_only, out=tmp_path / "out", validation=validation)
     assert_harmless(files)
