@@ -23,6 +23,7 @@ from k2convert.checkpoint.files import (
     Content,
     dump_json,
     holds_exactly,
+    is_there,
     list_folder,
     num_bytes_of,
     write_atomically,
@@ -52,7 +53,7 @@ from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.document import Count, LayerNumber, encode, read_document
 from k2convert.records.events import SILENT, Events
 from k2convert.records.experts import KeptExperts, read_list
-from k2convert.records.fingerprint import changed_shards, fingerprint_digest, local_identity, source_digest
+from k2convert.records.fingerprint import changed_shards, local_identity, source_digest
 from k2convert.records.lock import lock_destination
 
 PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are read whole: 15 MB in K3
@@ -60,10 +61,9 @@ PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are rea
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Origin of DEST: the digests of headers and config, the identity of each shard, the kept experts."""
+    """Origin of DEST: digest of headers, identity of each shard, kept experts. Small files of the source may change."""
 
     source_headers: str
-    source_config: str
     source: dict[str, str]
     experts: dict[LayerNumber, tuple[Count, ...]]
 
@@ -178,6 +178,8 @@ def copy_pruned(pruning: Pruning, *, command: JobCommand | None = None, events: 
                 events.shard_finished(shard.name)
         for relative, content in _other_files(pruning):
             if not holds_exactly(folder / relative, content):
+                if is_there(folder / relative):
+                    events.note(f"{relative}: differs at the source, and is taken over")
                 make_folder((folder / relative).parent)
                 write_atomically(folder / relative, content)
 
@@ -259,7 +261,7 @@ def _encode_config(pruning: Pruning) -> bytes:
 
 def _begun(source: Checkpoint, kept: KeptExperts) -> _Begun:
     identities = {shard: local_identity(source.path(shard)) for shard in source.headers}
-    return _Begun(source_digest(source), fingerprint_digest(source.config), identities, dict(kept))
+    return _Begun(source_digest(source), identities, dict(kept))
 
 
 def _check_begun(destination: Path, now: _Begun) -> None:
@@ -277,8 +279,8 @@ def _check_begun(destination: Path, now: _Begun) -> None:
     if before.experts != now.experts:
         layer = next(n for n in {**before.experts, **now.experts} if before.experts.get(n) != now.experts.get(n))
         what = f"with a different list of experts (layer {layer} differs)"
-    elif (before.source_headers, before.source_config) != (now.source_headers, now.source_config):
-        what = "from a different source: its headers or its config differ"
+    elif before.source_headers != now.source_headers:
+        what = "from a different source: its headers differ"
     elif changed := changed_shards(before.source, now.source):
         what = f"from a different source: {changed[0]} has other bytes"
     if what:

@@ -281,7 +281,7 @@ def _recorded(result: Result) -> dict[str, ProjectionRecord]:
     """Return the journal's records of the job that the ledger states, by module; empty without a ledger."""
     if result.ledger is None:
         return {}
-    records = Journal(result.folder).finished(result.ledger.digest).values()
+    records = Journal(result.folder).finished((result.job or result.ledger).digest).values()
     return {projection.module: projection for record in records for projection in record.projections}
 
 

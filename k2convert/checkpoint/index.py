@@ -8,6 +8,7 @@ Also here: the files next to the weights (tokenizer, chat template, processors, 
 """
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from k2convert.checkpoint.files import (
 )
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import (
+    BLOBS_FOLDER,
     CARD_NAME,
     CONFIG_NAME,
     EVALUATION_NAME,
@@ -198,14 +200,32 @@ def is_part_of_checkpoint(relative: Path) -> bool:
     return len(relative.parts) == 1 and (relative.suffix in _READ_SUFFIXES or relative.name in _READ_TEXTS)
 
 
+def home_folders(folder: Path) -> set[Path]:
+    """Return the folders of a checkpoint without links: its own, and that of config.json, or the cache's REPOSITORY."""
+    home = Path(os.path.realpath(folder / CONFIG_NAME)).parent  # Path.resolve refuses a link to itself
+    return {folder.resolve(), home.parent if home.name == BLOBS_FOLDER else home}
+
+
+def links_out(folder: Path) -> dict[Path, Path]:
+    """Return the files that lead out of a checkpoint by a link, and where to. Shards may, and are not listed.
+
+    Whoever made the checkpoint may have linked to a file of its reader: such files are neither copied nor published.
+    """
+    homes = home_folders(folder)
+    files = (path for path in walk_folder(folder) if path.suffix != SHARD_SUFFIX and S_ISREG(mode_of(path)))
+    targets = {path.relative_to(folder): Path(os.path.realpath(path)) for path in files}
+    return {path: target for path, target in targets.items() if not any(target.is_relative_to(home) for home in homes)}
+
+
 def list_sidecars(folder: Path) -> list[Path]:
     """Return the files to copy, sorted; raises MalformedFileError for a Git LFS pointer, and a link to nothing."""
     sidecars: list[Path] = []
+    others = links_out(folder)
     for path in walk_folder(folder):
         relative = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
-        if str(relative) in _NOT_COPIED or path.suffix in _WEIGHT_SUFFIXES:
+        if str(relative) in _NOT_COPIED or path.suffix in _WEIGHT_SUFFIXES or relative in others:
             continue
         mode = mode_of(path)
         if path.parent == folder and path.suffix in _READ_SUFFIXES and path.is_symlink() and not S_ISDIR(mode):
@@ -227,7 +247,10 @@ _WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
 
 
 def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
-    """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, what configs and code name."""
+    """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, what configs and code name.
+
+    Also the links that lead out of it, whose files a result and the Hub will lack.
+    """
     there = [name for name in _TOKENIZERS if (folder / name).exists()]
     missing = [(name, problem) for name in there if (problem := _damage_of(folder / name))]
     if not there:
@@ -242,6 +265,9 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
                 needed[other] = name
                 waiting.append(other)
     lacking = {name: user for name, user in needed.items() if not (folder / name).exists()}
+    for path, target in links_out(folder).items():
+        advice = "If it is a part of the model, put the file in place of the link"
+        missing.append((str(path), f"left out: a link to {target}, out of the checkpoint. {advice}"))
     return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
 

@@ -19,6 +19,7 @@ def prune(
     """Copy a checkpoint with some experts of each MoE layer. The copy is a source like any other. Running it again
     resumes.
     """
+    from k2convert.checkpoint.index import missing_sidecars
     from k2convert.cli import console
     from k2convert.cli.progress import Display
     from k2convert.prune import copy_pruned, plan_pruning
@@ -27,6 +28,8 @@ def prune(
     console.set_output(json=json, quiet=quiet)
     say_when_interrupted(lambda: "" if dry_run else RESUMES, resumes=not dry_run)
     pruning = plan_pruning(source, destination, keep)
+    for name, problem in missing_sidecars(source):
+        console.print_note(f"warning: {source}: {name}: {problem}")
     num_shards = len(pruning.shards)
     num_finished = len(pruning.finished)
     if not dry_run:

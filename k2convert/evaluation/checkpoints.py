@@ -11,25 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from k2convert.checkpoint.files import file_digest
+from k2convert.checkpoint.files import file_digest, read_json_file
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.checkpoint.names import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    TIKTOKEN_NAME,
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-)
+from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError, SourceReadError
 from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
-from k2convert.models.config import check_source_config, is_tied
+from k2convert.models.config import check_source_config, is_tied, network_fields
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
-from k2convert.records.fingerprint import Source
+from k2convert.records.fingerprint import Source, fingerprint_digest
 from k2convert.records.ledger import Ledger
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
@@ -39,20 +32,17 @@ _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
 Inputs = Mapping[str, str]
 """The identity of every file that a checkpoint is computed from, by its name."""
 
-_FILES: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME)
-
 
 def inputs_of(checkpoint: Checkpoint, hashes: Mapping[str, str] | None) -> dict[str, str]:
     """Return what a checkpoint is computed from; `hashes` are those of its shards, if it is on the Hub.
 
-    A shard in a folder is too much to hash. Its size and its times stand for it: nobody can set the time of a change of
-    its inode. Raises SourceReadError.
+    Of config.json it is the network's fields; the text has the token ids. A shard in a folder is too much to hash. Its
+    size and its times stand for it: nobody can set the time of a change of its inode. Raises SourceReadError.
     """
-    folder = checkpoint.folder
-    found = {name: file_digest(folder / name) for name in _FILES if (folder / name).is_file()}
     if hashes is None:
         hashes = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
-    return found | dict(hashes)
+    config = read_json_file(checkpoint.folder / CONFIG_NAME)  # as it is now
+    return {CONFIG_NAME: fingerprint_digest(network_fields(config)), **hashes}
 
 
 def _stat(path: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,12 +19,20 @@ from typing import Final
 from blake3 import blake3
 
 from k2convert import __version__
-from k2convert.checkpoint.files import file_digest, list_folder, write_atomically
-from k2convert.checkpoint.names import JOB_NAME, WORK_FOLDER
+from k2convert.checkpoint.files import (
+    file_digest,
+    list_folder,
+    parse_json_object,
+    read_json_file,
+    read_text_file,
+    write_atomically,
+)
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, JOB_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, K2ConvertError, MalformedFileError, ResumeError, shortened
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, Inputs
 from k2convert.evaluation.scores import compare_models
 from k2convert.forward.layer_pass import LayerPass
+from k2convert.models.config import network_fields
 from k2convert.records.document import encode, plain, read_sealed, seal
 from k2convert.records.evaluation import (
     FORMAT,
@@ -120,7 +129,8 @@ class EvaluationPlan:
             if is_computed(output.path, self.identity(output)) and (found := find_evaluation(output.path)) is not None:
                 text = found.text
                 rows += found.rows
-        if len(rows) != len(self.models) - 1:
+        models = self.models[1:]
+        if [(row.model.weights, row.model.config) for row in rows] != [(one.weights, one.config) for one in models]:
             return None
         named = tuple(replace(row, model=model) for row, model in zip(rows, self.models[1:], strict=True))
         return Evaluation(
@@ -209,3 +219,24 @@ def write_evaluation(path: Path, document: Evaluation, identity: str) -> None:
     data = encode(document)
     write_atomically(_record_path(path), seal({"identity": identity, "document": blake3(data).hexdigest()}))
     write_atomically(path, data)
+
+
+def keep_evaluation(folder: Path, config: bytes) -> None:
+    """Let a result's evaluation name the config.json that is about to be written, if no figure depends on what differs.
+
+    Else it goes into the work folder: it measures another model.
+    """
+    path = folder / EVALUATION_NAME
+    before = folder / CONFIG_NAME
+    if not before.is_file():
+        return
+    if network_fields(read_json_file(before)) != network_fields(parse_json_object(config.decode(), where=str(before))):
+        path.replace(folder / WORK_FOLDER / EVALUATION_NAME)
+        return
+    document = read_text_file(path)
+    renamed = document.replace(file_digest(before), blake3(config).hexdigest()).encode()
+    with suppress(K2ConvertError):
+        kept = read_sealed(dict[str, str], _record_path(path))
+        if kept["document"] == file_digest(path):
+            write_atomically(_record_path(path), seal(kept | {"document": blake3(renamed).hexdigest()}))
+    write_atomically(path, renamed)

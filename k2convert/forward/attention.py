@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from k2convert.errors import CheckpointError, cut, quoted
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
-from k2convert.models.config import text_config
+from k2convert.models.config import network_fields
 
-_NOT_OF_THE_NETWORK: Final = ("quantization_config", "compression_config", "model_type", "architectures", "auto_map")
 _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """transformers warns of special tokens outside the vocabulary. Attention has no use for them."""
 _NOT_WEIGHTS: Final = ("self_attn.rotary_emb.inv_freq",)
@@ -109,11 +108,8 @@ def build_attention(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]
         os.environ.pop(_COMPILER_FOLDER, None)
     kernels: Any = AttentionInterface
     kernels.register(_KERNEL, _causal_attention)
-    text = text_config(config)
     # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
-    fields = {
-        key: deepcopy(text[key]) for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")
-    }
+    fields = deepcopy(network_fields(config))
     try:
         built, kinds = _config_and_modules(fields | _NO_TOKENS)
         built._attn_implementation = _KERNEL

@@ -14,7 +14,7 @@ groups stay below the Hub's limit of 128 commits per hour and repository.
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,9 +233,17 @@ class Branch:
             time.sleep(max(seconds, 0))
 
     def commit_to_main(
-        self, *, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes], message: str
+        self,
+        *,
+        shards: Mapping[str, tuple[str, int]],
+        files: Mapping[str, Path | bytes],
+        gone: Collection[str],
+        message: str,
     ) -> str:
-        """Put all on main in one commit and delete the work branch; `shards` are (sha256, size). Raises HubError."""
+        """Put all on main in one commit and delete the work branch; raises HubError.
+
+        `shards` are (sha256, size), `gone` the files that an earlier commit had and this one does not.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         api = self.hub.api()
@@ -256,9 +264,10 @@ class Branch:
             if name not in on_main or on_main[name].sha256 != sha256
         ]
         operations += [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
+        operations += [CommitOperationDelete(path) for path in sorted(on_main.keys() & set(gone) - files.keys())]
         if revision != MAIN and self.target.head is None:
             self._create_branch(revision)
-            others = on_main.keys() - shards.keys() - files.keys() - {_ATTRIBUTES_NAME}
+            others = on_main.keys() - shards.keys() - files.keys() - {_ATTRIBUTES_NAME, *gone}
             operations += [CommitOperationDelete(path) for path in sorted(others)]
         self._wait_for_the_hour()
         action = f"commit the model to {revision} of {self.repo}"

@@ -12,7 +12,7 @@ from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.errors import HubError
 from k2convert.hub.client import MAIN, SCHEME, Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
-from k2convert.hub.source import RemoteFile, RemoteRepo, list_files, read_file
+from k2convert.hub.source import RemoteFile, RemoteRepo, list_files
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
 RECOMMENDED_FILE_BYTES = 20_000_000_000
@@ -38,6 +38,10 @@ class Target:
         if self.revision == MAIN:
             return self.repo
         return f"{self.repo}@{self.revision}"
+
+    @property
+    def has_weights(self) -> bool:
+        return any(path.endswith(_WEIGHTS) for path in self.files)
 
 
 def check_target(
@@ -153,15 +157,6 @@ def _size_notices(
             "If that is not enough, the Hub refuses uploads midway: use --public or a larger plan"
         )
     return notices
-
-
-def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
-    """A file of the target's branch, or None if that has no weights; raises HubError if it has, but not this file."""
-    if target.head is None or not any(path.endswith(_WEIGHTS) for path in target.files):
-        return None
-    if name not in target.files:
-        raise other_weights_error(target)
-    return read_file(hub, target.repo, target.head, target.files[name])
 
 
 def other_weights_error(target: Target) -> HubError:

@@ -87,6 +87,12 @@ def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
     return RemoteRepo(ref.repo, commit, bool(info.private), files)
 
 
+def changed_files(before: RemoteRepo, after: RemoteRepo) -> list[str]:
+    """Return the paths of the files that differ between two commits, or that one of them lacks."""
+    paths = before.files.keys() | after.files.keys()
+    return sorted(path for path in paths if before.files.get(path) != after.files.get(path))
+
+
 def _cached_repo(ref: RepoRef) -> RemoteRepo:
     """Return what the local cache has of a repository; raises HubError if that is nothing.
 

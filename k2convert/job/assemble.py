@@ -6,7 +6,7 @@ for a checkpoint. Assembling again restores files that were lost or changed, and
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from k2convert import __version__
 from k2convert.checkpoint.files import (
     Content,
     config_differences,
+    discard_file,
     dump_json,
+    file_digest,
     holds_exactly,
     parse_json_object,
     read_text_file,
@@ -25,12 +27,12 @@ from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization, unquantized_config
-from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Plan
-from k2convert.records.fingerprint import Source
+from k2convert.records.fingerprint import JobDescription, Source
 from k2convert.records.ledger import ShardRecord, build_ledger, encode_ledger
 
 
@@ -122,16 +124,31 @@ def _placed_names(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
-    """Write every file that is not a shard, unless it is already correct; returns their relative paths."""
+    """Write every file that is not a shard, unless it is already correct; returns their relative paths.
+
+    Copies of what the source no longer has are removed.
+    """
     names: list[str] = []
     folder = job.destination.folder
     for relative, content in assembled_files(job, records):
         names.append(str(relative))
         target = folder / relative
         if not holds_exactly(target, content):
+            if isinstance(content, bytes) and relative.name == CONFIG_NAME and (folder / EVALUATION_NAME).is_file():
+                from k2convert.evaluation.plan import keep_evaluation
+
+                keep_evaluation(folder, content)
             make_folder(target.parent)
             write_atomically(target, content)
+    for name in gone_files(job.description, names):
+        if (folder / name).is_file() and file_digest(folder / name) == job.description.copies[name]:
+            discard_file(folder / name)
     return names
+
+
+def gone_files(description: JobDescription, names: Iterable[str]) -> set[str]:
+    """Return what the job once copied from its source and no longer does: not one of the `names`."""
+    return description.copies.keys() - set(names)
 
 
 def is_complete(job: Job, records: Mapping[str, ShardRecord]) -> bool:

@@ -31,7 +31,7 @@ from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.hub.source import resolve_source
-from k2convert.job.locations import check_output_path, open_checkpoint_at
+from k2convert.job.locations import check_output_path, commit_of, open_checkpoint_at
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import allowed_disk, device_name, output_headers
@@ -102,19 +102,19 @@ def open_evaluation(
         names = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
         counts = Counter(names.values())  # two folders may have the same name: then their paths tell them apart
         found: list[EvaluatedCheckpoint] = []
-        for place in places:
-            revision = pinned.get(_REVISION.format(place))
-            opened = stack.enter_context(
-                open_checkpoint_at(place, hub=hub, pinned=None if revision is None else str(revision))
-            )
+        for place in reversed(places):  # the ledgers of results name the commit of the reference
+            commits = [pinned.get(_REVISION.format(place)), *(commit_of(one.ledger, place) for one in found)]
+            revision = next((str(commit) for commit in commits if commit is not None), None)
+            opened = stack.enter_context(open_checkpoint_at(place, hub=hub, pinned=revision))
             name = names[place] if counts[names[place]] == 1 else place
             ledger = None
             with suppress(CheckpointError):  # without one that can be read, it is anybody's checkpoint
                 ledger = find_ledger(opened.checkpoint.folder)
-            found.append(EvaluatedCheckpoint(name, place, opened, ledger))
-            check_computable(found[-1])
-            check_comparable(found[-1], found[0])
-            check_config(found[-1].checkpoint)
+            found.insert(0, EvaluatedCheckpoint(name, place, opened, ledger))
+        for one in found:
+            check_computable(one)
+            check_comparable(one, found[0])
+            check_config(one.checkpoint)
         read = read_text(text, use, found[0].source, hub)
         check_windows(read)
         if not options.any_text:

@@ -6,7 +6,7 @@ run can tell what was done.
 """
 
 import os
-from collections.abc import Container, Generator, Iterable
+from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, mode_of, walk_folder
 from k2convert.checkpoint.folders import check_no_link, temporary_folder
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import is_part_of_checkpoint, open_checkpoint
+from k2convert.checkpoint.index import home_folders, is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
-    BLOBS_FOLDER,
     CONFIG_NAME,
     DONE_FOLDER,
     DOWNLOADS_FOLDER,
@@ -29,15 +28,24 @@ from k2convert.checkpoint.names import (
     REPORT_PAGE_NAME,
     REPORT_PICTURE_NAME,
     REPORT_TEXT_NAME,
+    SHARD_SUFFIX,
     SOURCE_COPY_FOLDER,
     WORK_FOLDER,
 )
-from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, K2ConvertError, remedy
+from k2convert.errors import (
+    CheckpointError,
+    DestinationError,
+    DestinationWriteError,
+    HubError,
+    K2ConvertError,
+    remedy,
+)
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
 from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
+from k2convert.records.ledger import MAX_NAMED, Ledger
 
 if TYPE_CHECKING:
     from k2convert.hub.source import RemoteRepo
@@ -64,9 +72,11 @@ class Destination:
 
 @contextmanager
 def open_checkpoint_at(place: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
-    """Open a folder, or the headers and small files of a repository, at the commit `pinned` if a job began with it.
+    """Open a folder, or the headers and small files of a repository.
 
-    A name without hf:// is a folder, never looked up on the Hub. Raises CheckpointError, HubError.
+    A name without hf:// is a folder, never looked up on the Hub. `pinned` is the commit that a job or a result is of:
+    it is opened, with a notice if the repository has moved since, unless another revision with other weights is named.
+    Raises CheckpointError, HubError.
     """
     repo = repo_at(place)
     if repo is None:
@@ -105,17 +115,59 @@ def folder_of(repo: RepoRef, *, shown_as: str) -> Generator[Path]:
             raise
 
 
-def _resolve(hub: Hub, repo: RepoRef, pinned: str | None) -> "RemoteRepo":
+def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
     from k2convert.hub.request_errors import HubRequestError
-    from k2convert.hub.source import resolve_source
+    from k2convert.hub.source import changed_files, resolve_source
 
-    if repo.revision is None and pinned is not None:
-        try:
-            return resolve_source(hub, RepoRef(repo.repo, pinned))
-        except HubRequestError as error:
-            if error.status != 404:  # else the job began with a different repository; the journal will refuse it
-                raise
-    return resolve_source(hub, repo)
+    if pinned is None or pinned == ref.revision:
+        return resolve_source(hub, ref)
+    try:
+        then = resolve_source(hub, RepoRef(ref.repo, pinned))
+    except HubError as error:
+        # 404: the job began with a different repository, or the commit was removed. Offline, the cache may lack it.
+        if isinstance(error, HubRequestError) and error.status != 404:
+            raise
+        hub.notify(f"{ref.repo} does not have the commit {pinned[:7]}: {ref.revision or MAIN} is read")
+        return resolve_source(hub, ref)
+    try:
+        now = resolve_source(hub, ref)
+    except HubError:
+        if ref.revision is not None:
+            raise
+        return then
+    changed = changed_files(then, now)
+    has_other_weights = any(path.endswith(SHARD_SUFFIX) for path in changed)
+    if has_other_weights and ref.revision is not None:
+        return now
+    if changed:
+        hub.notify(_moved(then, now, ref, changed, has_other_weights=has_other_weights))
+    return then
+
+
+def _moved(
+    then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, changed: Sequence[str], *, has_other_weights: bool
+) -> str:
+    """Say how a repository differs from the commit that is read, and what to do to get what it has now."""
+    names = ", ".join(changed[:MAX_NAMED])
+    if len(changed) > MAX_NAMED:
+        names += f" and {len(changed) - MAX_NAMED} more"
+    branch = ref.revision or MAIN
+    verb = "differs" if len(changed) == 1 else "differ"
+    advice = f"`k2convert run` with {RepoRef(ref.repo, branch)} takes over what differs and converts no shard"
+    if has_other_weights:
+        advice = f"to convert {RepoRef(ref.repo, branch)}, choose a new folder"
+    return (
+        f"{branch} has moved ({then.commit[:7]} -> {now.commit[:7]}): {names} {verb}. {then.commit[:7]} is read; "
+        f"{advice}"
+    )
+
+
+def commit_of(ledger: Ledger | None, place: str) -> str | None:
+    """Return the commit that a result was converted from, if `place` is an address of its source's repository."""
+    ref = repo_at(place)
+    if ledger is None or ref is None or ref.repo != ledger.source.repo:
+        return None
+    return ledger.source.revision
 
 
 def read_destination(text: str, *, work_folder: Path | None = None) -> Destination:
@@ -132,7 +184,7 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
     if destination.is_symlink() and not destination.exists():
         raise DestinationError(f"{destination}: is a link that leads to nothing. Remove the link, or choose a folder.")
     target = destination.resolve()
-    for origin in () if source is None else source_folders(source):
+    for origin in () if source is None else home_folders(source):
         if target == origin:
             raise DestinationError(f"{destination}: is the source, which is never written to. Choose a new folder.")
         if target.is_relative_to(origin):
@@ -187,12 +239,6 @@ def _is_written(path: Path, job: ShardJob) -> bool:
     return [(t.name, t.dtype, t.shape) for t in tensors.values()] == [(t.name, t.dtype, t.shape) for t in job.outputs]
 
 
-def source_folders(source: Path) -> set[Path]:
-    """Return the folders of a source without links: its own, and that of config.json, or the cache's REPOSITORY."""
-    home = (source / CONFIG_NAME).resolve().parent
-    return {source.resolve(), home.parent if home.name == BLOBS_FOLDER else home}
-
-
 def refuse_symlinks(folder: Path, files: Iterable[Path], *, finished: Container[str]) -> None:
     """Refuse links below `folder` where a job writes (DestinationError). A `finished` shard may be one."""
     work = folder / WORK_FOLDER
@@ -223,5 +269,5 @@ def check_output_path(path: Path, *, source: Path | None) -> None:
     for parent in path.absolute().parents:
         if parent.exists() and not parent.is_dir():
             raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
-    if source is not None and any(path.resolve().is_relative_to(folder) for folder in source_folders(source)):
+    if source is not None and any(path.resolve().is_relative_to(folder) for folder in home_folders(source)):
         raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")

@@ -1,23 +1,27 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
-from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.errors import CheckpointError, check_disk, format_bytes, remedy, require_extra
-from k2convert.hub.client import Hub, check_endpoint
+from k2convert.errors import CheckpointError, HubError, PlanError, check_disk, format_bytes, remedy, require_extra
+from k2convert.hub.client import Hub, RepoRef, check_endpoint
 from k2convert.job.locations import (
     Destination,
     check_destination,
+    commit_of,
     open_checkpoint_at,
     refuse_other_files,
     refuse_symlinks,
+    repo_at,
 )
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.resources import (
@@ -42,15 +46,18 @@ from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
+from k2convert.records.document import JsonObject
 from k2convert.records.fingerprint import IDENTITY_VERSION, JobDescription, Source, check_version, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
-from k2convert.records.ledger import find_ledger, parse_ledger
+from k2convert.records.ledger import Ledger, find_ledger, parse_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.forward.layer_pass import PassText
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
+
+_MOST_CHANGES: Final = 12  # of a source, in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +121,48 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
     begun = Journal(options.destination.folder).job()
     if begun is not None:
         check_version(begun.version, options.destination.folder)
-    with open_checkpoint_at(options.source, hub=hub, pinned=begun and begun.source_revision) as source:
-        checkpoint = source.checkpoint
-        recipe = choose_recipe(checkpoint, options.recipe, options.settings)
-        if options.text is not None:
-            check_computed(checkpoint)
-        recipe = settle_recipe(recipe, has_text=options.text is not None, to_hub=options.destination.repo is not None)
-        text = None
-        if options.text is not None:
-            text = read_text(options.text, recipe.calibration, source, hub)
-        yield prepare(options, source, recipe, text=text, hub=hub)
+    with open_checkpoint_at(options.source, hub=hub, pinned=_pinned(options, begun, hub)) as source:
+        try:
+            job = _planned(options, source, hub)
+        except PlanError as error:
+            if begun is None or not (changes := begun.config_changes(source.checkpoint.parse_config())):
+                raise
+            raise PlanError(
+                f"{error} Since the job in {options.destination.folder} began, config.json has changed: "
+                f"{'; '.join(changes[:_MOST_CHANGES])}."
+            ) from None
+        yield job
+
+
+def _planned(options: JobOptions, source: Source, hub: Hub) -> Job:
+    checkpoint = source.checkpoint
+    recipe = choose_recipe(checkpoint, options.recipe, options.settings)
+    if options.text is not None:
+        check_computed(checkpoint)
+    recipe = settle_recipe(recipe, has_text=options.text is not None, to_hub=options.destination.repo is not None)
+    text = None
+    if options.text is not None:
+        text = read_text(options.text, recipe.calibration, source, hub)
+    return prepare(options, source, recipe, text=text, hub=hub)
+
+
+def _pinned(options: JobOptions, begun: JobDescription | None, hub: Hub) -> str | None:
+    """Return the commit of the source that the destination's job or published result is of, if no other is named."""
+    ref = repo_at(options.source)
+    if ref is None or ref.revision is not None:
+        return None
+    if begun is not None:
+        return begun.source_revision
+    if options.destination.repo is None:
+        return None
+    from k2convert.hub.source import read_file, resolve_source
+
+    with suppress(CheckpointError, HubError):  # the checks of the target name what is wrong, if anything is
+        target = resolve_source(hub, RepoRef(options.destination.repo, options.destination.revision))
+        if (file := target.files.get(LEDGER_NAME)) is not None:
+            text = read_file(hub, target.repo, target.commit, file).decode(errors="replace")
+            return commit_of(parse_ledger(text, where=LEDGER_NAME), options.source)
+    return None
 
 
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: Mapping[str, Any]) -> Recipe:
@@ -155,6 +194,8 @@ def prepare(
     identity = None
     if text is not None:
         identity = text.identity(device_name(text.devices))
+    with remedy(SOURCE_REMEDY):
+        sidecars = list_sidecars(checkpoint.folder)
     description = JobDescription(
         fingerprint=job_fingerprint(
             source=checkpoint,
@@ -166,10 +207,17 @@ def prepare(
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
         source=source.identities(),
         version=IDENTITY_VERSION,
+        config=checkpoint.parse_config(),
+        copies={str(path): file_digest(checkpoint.folder / path) for path in sidecars},
     )
+    begun = Journal(folder).job()
+    if begun is not None:
+        changes = begun.changes(description, folder)
+        description = begun.resumed_by(description)
+        if changes and begun.digest == description.digest:
+            more = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+            hub.notify(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
     finished = Journal(folder).finished(description.digest)
-    with remedy(SOURCE_REMEDY):
-        sidecars = list_sidecars(checkpoint.folder)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if text is not None:
@@ -177,11 +225,16 @@ def prepare(
         from k2convert.calibration.layer_files import conversion_work
 
         calibration = plan_calibration(
-            text, source, hub=hub, identity=description.fingerprint, work=conversion_work(folder), shards=plan.jobs
+            text, source, hub=hub, identity=description.identity, work=conversion_work(folder), shards=plan.jobs
         )
         calibrated = _recorded_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, plan=calibration: plan.last_layer(item.name)))
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
+    is_done = False
+    if target is not None:
+        copies = {path.as_posix(): checkpoint.folder / path for path in sidecars}
+        is_same = partial(_has_shards, description=description, source=source, folder=folder, hub=hub)
+        is_done = is_published(hub, target, description.fingerprint, copies, is_same=is_same)
     limits = _plan_limits(options, plan, items, source, num_finished=len(finished), calibration=calibration)
     return Job(
         source=source,
@@ -189,7 +242,7 @@ def prepare(
         hub=hub,
         target=target,
         card=card,
-        is_published=target is not None and is_published(hub, target, description.fingerprint),
+        is_published=is_done,
         plan=plan,
         items=items,
         description=description,
@@ -246,7 +299,7 @@ def _plan_limits(
 def _recorded_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
     with suppress(CheckpointError):
         ledger = find_ledger(folder)
-        if ledger is not None and ledger.fingerprint == description.fingerprint:
+        if ledger is not None and description.describes(ledger.fingerprint):
             return ledger.calibration
     return None
 
@@ -277,21 +330,49 @@ def _check_target(
     return target, accepted_card(hub, card)
 
 
-def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> bool:
-    """Return whether the target's branch has this job's result; raises HubError if it has any other weights."""
-    from k2convert.hub.preflight import other_weights_error, read_published
+def is_published(
+    hub: Hub, target: "Target", fingerprint: JsonObject, files: Mapping[str, Path], *, is_same: Callable[[Ledger], bool]
+) -> bool:
+    """Return whether the target's branch has the result with this fingerprint, and these `files` by their names there.
 
-    data = read_published(hub, target, LEDGER_NAME)
-    if data is None:
+    `is_same` tells whether the shards of another ledger are the same: then the rest is to be published again. Raises
+    HubError if the branch has any other weights.
+    """
+    from k2convert.hub.preflight import other_weights_error
+    from k2convert.hub.source import matches, read_file
+
+    there = target.files
+    if target.head is None or not target.has_weights:
         return False
-    try:
-        ledger = parse_ledger(data.decode(errors="replace"), where=LEDGER_NAME)
-    except CheckpointError:
-        raise other_weights_error(target) from None
-    if ledger.fingerprint != dict(fingerprint):
+    ledger = None
+    with suppress(CheckpointError):
+        if LEDGER_NAME in there:
+            data = read_file(hub, target.repo, target.head, there[LEDGER_NAME])
+            ledger = parse_ledger(data.decode(errors="replace"), where=LEDGER_NAME)
+    if ledger is None or not (ledger.fingerprint == fingerprint or is_same(ledger)):
         raise other_weights_error(target)
-    sizes = {name: file.num_bytes for name, file in target.files.items()}
-    return bool(ledger.shards) and all(sizes.get(name) == shard.num_bytes for name, shard in ledger.shards.items())
+    if ledger.fingerprint != fingerprint or not ledger.shards:
+        return False
+    has_shards = all(name in there and there[name].num_bytes == s.num_bytes for name, s in ledger.shards.items())
+    return has_shards and all(name in there and matches(path, there[name]) for name, path in files.items())
+
+
+def _has_shards(ledger: Ledger, description: JobDescription, source: Source, folder: Path, hub: Hub) -> bool:
+    """Return whether a published result has the shards of this job: by its records, or because the source's are."""
+    if not description.describes(ledger.fingerprint):
+        return False
+    records, _ = Journal(folder).find_records(description.digest)
+    if {name: record.blake3 for name, record in records.items()} == {n: s.blake3 for n, s in ledger.shards.items()}:
+        return True
+    if source.remote is None or source.repo != ledger.source.repo:
+        return False
+    from k2convert.hub.source import changed_files, resolve_source
+
+    then = resolve_source(hub, RepoRef(source.remote.repo, ledger.source.revision))
+    if any(path.endswith(SHARD_SUFFIX) for path in changed_files(then, source.remote)):
+        return False
+    hub.notify(f"{folder} is not the folder that converted what is published: every shard is converted again")
+    return True
 
 
 def check_room(job: Job) -> None:

@@ -6,7 +6,7 @@ validated, uploaded to a work branch and committed in the same way.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -15,7 +15,7 @@ from typing import Any, Final
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
-from k2convert.checkpoint.index import list_sidecars, open_checkpoint
+from k2convert.checkpoint.index import links_out, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
@@ -26,6 +26,7 @@ from k2convert.hub.own_card import card_to_commit, card_words, check_card, find_
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
+from k2convert.job.assemble import gone_files
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
 from k2convert.job.resources import Item, output_headers
@@ -33,7 +34,7 @@ from k2convert.job.results import OpenResult
 from k2convert.job.transfers import Uploads
 from k2convert.machine import BUFFERS
 from k2convert.records.events import SILENT, Events
-from k2convert.records.journal import Published, record_published
+from k2convert.records.journal import Journal, Published, record_published
 from k2convert.records.ledger import Ledger, read_ledger
 
 _NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, ".log", ".out", ".err")  # a log grows while it is published
@@ -82,7 +83,11 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )
     files = _with_card(job.hub, files, here=None, there=published_card(job.hub, target))
-    commit = uploads.commit_to_main(files=files, message=f"Add {target.repo.partition('/')[2]}")
+    gone = gone_files(job.description, names) | {name for name in target.files if name.endswith(".py")}
+    config = target.files.get(CONFIG_NAME)
+    if not carried and config is not None and not matches(folder / CONFIG_NAME, config):
+        gone.add(EVALUATION_NAME)  # one that is there would measure a different config.json
+    commit = uploads.commit_to_main(files=files, gone=gone, message=f"Add {target.repo.partition('/')[2]}")
     record_published(folder, Published(target.name, commit))
     return commit, validation
 
@@ -117,6 +122,7 @@ class Publication:
     base_model: str | None
     card: SourceCard
     others: Mapping[Path, str]
+    gone: Collection[str]  # what the job once copied from the source, and no longer does
     made: Sequence[str]
     own_card: str | None
     their_card: str | None
@@ -136,7 +142,7 @@ def prepare_publication(
     folder: Path, *, repo: str, revision: str, private: bool, base_model: str | None, hub: Hub
 ) -> Publication:
     """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
-    from k2convert.report import current_report, report_names
+    from k2convert.report import REPORT_NAMES, current_report, report_names
 
     check_endpoint()
     ledger = read_ledger(folder)
@@ -152,11 +158,10 @@ def prepare_publication(
     target = check_target(
         hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source, revision=revision
     )
-    evaluation = folder / EVALUATION_NAME  # it may be newer than the result
-    there = target.files.get(EVALUATION_NAME)
-    has_evaluation = not evaluation.exists() or (there is not None and matches(evaluation, there))
-    own_card = find_card(folder)
+    own_card = None if Path(CARD_NAME) in links_out(folder) else find_card(folder)
     check_card(hub, own_card, where=folder / CARD_NAME)
+    others = published_files(folder, set(file_bytes))
+    job = Journal(folder).job_of(ledger)
     return Publication(
         folder=folder,
         ledger=ledger,
@@ -164,20 +169,29 @@ def prepare_publication(
         target=target,
         base_model=base,
         card=accepted_card(hub, card),
-        others={path: file_sha256(folder / path) for path in published_files(folder, set(file_bytes))},
+        others={path: file_sha256(folder / path) for path in others},
+        gone=set() if job is None else gone_files(job, map(str, others)),
         made=[CARD_NAME, *([] if current_report(folder) else report_names(folder))],
         own_card=own_card,
         their_card=published_card(hub, target),
-        is_published=is_published(hub, target, ledger.fingerprint) and has_evaluation,
+        is_published=is_published(
+            hub,
+            target,
+            ledger.fingerprint,
+            {str(path): folder / path for path in others if str(path) not in (CARD_NAME, *REPORT_NAMES)},
+            is_same=lambda theirs: theirs.weights == ledger.weights,
+        ),
     )
 
 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:
-    """Return the relative paths of everything in a finished folder except shards, logs, hidden and temporary files."""
-    everything = (p.relative_to(folder) for p in walk_folder(folder) if p.is_file())
+    """Return the relative paths of everything in a finished folder except shards, logs, hidden and temporary files, and
+    links out of it.
+    """
+    everything = {p.relative_to(folder) for p in walk_folder(folder) if p.is_file()} - links_out(folder).keys()
     return [
         p
-        for p in everything
+        for p in sorted(everything)
         if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix not in _NOT_PUBLISHED
     ]
 
@@ -245,7 +259,7 @@ def publish_folder(
     files = _with_card(publication.hub, files, here=publication.own_card, there=publication.their_card)
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
     message = f"Add {target.repo.partition('/')[2]}"
-    return branch.commit_to_main(shards=shards, files=files, message=message)
+    return branch.commit_to_main(shards=shards, files=files, gone=publication.gone, message=message)
 
 
 @dataclass(frozen=True, slots=True)

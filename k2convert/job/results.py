@@ -1,7 +1,7 @@
 """From a path or an address to a result that can be checked, alone or against its source."""
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +10,14 @@ from k2convert.check.results import LayersRequest, ValidationReport
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
-from k2convert.errors import HubError
+from k2convert.errors import CheckpointError, HubError
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import fetch_small_files, mark_other_files, read_headers, resolve_source
-from k2convert.job.locations import folder_of, open_checkpoint_at, repo_at
+from k2convert.job.locations import commit_of, folder_of, open_checkpoint_at, repo_at
 from k2convert.models import detect_family
 from k2convert.records.events import SILENT, Events
+from k2convert.records.ledger import find_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
             mark_other_files(remote, folder=folder)
             shards = Shards(result=RemoteShards(hub, remote, folder, read_headers(hub, remote, folder=folder)))
         if source is not None:
-            opened = stack.enter_context(open_checkpoint_at(source, hub=hub))
+            ledger = None
+            with suppress(CheckpointError):  # the validation names a damaged one
+                ledger = find_ledger(folder)
+            opened = stack.enter_context(open_checkpoint_at(source, hub=hub, pinned=commit_of(ledger, source)))
             checkpoint = opened.checkpoint
             if opened.remote is not None:
                 shards = replace(shards, source=RemoteShards(hub, opened.remote, checkpoint.folder))

@@ -6,7 +6,7 @@ it, so that a different machine can continue the job.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,10 +105,10 @@ class Uploads:
         record = self.records.get(name)
         return record is not None and self.branch.has(name, record.sha256 or "", record.file_bytes)
 
-    def commit_to_main(self, *, files: Mapping[str, Path | bytes], message: str) -> str:
-        """Put all shards and `files` on main in one commit; returns its id."""
+    def commit_to_main(self, *, files: Mapping[str, Path | bytes], gone: Collection[str], message: str) -> str:
+        """Put all shards and `files` on main in one commit, without what is `gone`; returns its id."""
         shards = {name: (record.sha256 or "", record.file_bytes) for name, record in self.records.items()}
-        return self.branch.commit_to_main(shards=shards, files=files, message=message)
+        return self.branch.commit_to_main(shards=shards, files=files, gone=gone, message=message)
 
 
 def _path_on_branch(shard: str) -> str:

@@ -68,6 +68,22 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+_NOT_OF_THE_NETWORK: Final = (
+    *QUANTIZATION_KEYS,
+    *("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path"),
+    *("torch_dtype", "dtype", "use_cache"),
+)
+
+
+def network_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model that its forward pass may depend on: all but those known not to matter.
+
+    Special tokens are for whoever generates text.
+    """
+    text = text_config(config)
+    return {key: text[key] for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")}
+
+
 def key_of(config: Mapping[str, Any], field: str) -> str:
     """Return the name that a field of the language model has in this config."""
     text = text_config(config)

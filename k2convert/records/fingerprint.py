@@ -10,17 +10,18 @@ bytes. So a job goes on with a copy of its source.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, cast
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
 
-from k2convert.checkpoint.files import parse_json_object
+from k2convert.checkpoint.files import ABSENT, config_differences, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
 from k2convert.errors import ResumeError, SourceReadError, quoted, shortened
+from k2convert.models.config import network_fields
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.command import shell_line
@@ -128,6 +129,9 @@ class JobDescription:
     """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards.
 
     `version` is the IDENTITY_VERSION of the release that began it; `pruning` the experts that one up to 0.3 kept.
+
+    What may change while the weights stay: `config` is the source's config.json, `copies` the blake3 of every other
+    file that the job has copied, and `begun` the fingerprint by which its work is known, if that is not `fingerprint`.
     """
 
     fingerprint: JsonObject
@@ -136,6 +140,9 @@ class JobDescription:
     source: dict[str, str]
     version: Count = 1
     pruning: JsonObject | None = None
+    config: JsonObject | None = None
+    copies: dict[str, str] = field(default_factory=dict[str, str])
+    begun: JsonObject | None = None
 
     @property
     def source_revision(self) -> str | None:
@@ -146,8 +153,52 @@ class JobDescription:
         return None
 
     @property
+    def identity(self) -> JsonObject:
+        """The fingerprint by which records, work folders and the work branch of the job are known."""
+        return self.begun or self.fingerprint
+
+    @property
     def digest(self) -> str:
-        return fingerprint_digest(self.fingerprint)
+        return fingerprint_digest(self.identity)
+
+    def describes(self, fingerprint: JsonObject) -> bool:
+        """Return whether this is the job of a result with this fingerprint, apart from what its source may change."""
+        return _beside_source(self.fingerprint) == _beside_source(fingerprint)
+
+    def config_changes(self, now: JsonObject | None) -> list[str]:
+        """Return in words the fields of the source's config.json that are others now."""
+        changes = () if self.config is None else config_differences(self.config, now, unread=())
+        return [f"{field} was {_shown(before)}, now {_shown(after)}" for field, before, after in changes]
+
+    def changes(self, now: "JobDescription", folder: Path) -> list[str]:
+        """Return in words what is other at the source now, beside its weights; `folder` has the copies of then."""
+        files = [f"{name} differs" for name, copy in now.copies.items() if self.copies.get(name, copy) != copy]
+        files += [f"{name} is new" for name in now.copies if self.copies and name not in self.copies]
+        files += [f"{name} is gone" for name in self.copies.keys() - now.copies if (folder / name).is_file()]
+        return [*sorted(files), *self.config_changes(now.config)]
+
+    def resumed_by(self, now: "JobDescription") -> "JobDescription":
+        """Return the job as it goes on by the same recipe, with a source that may have changed beside its weights.
+
+        A source with other headers, or whose config changes what is computed, is another job: `now`.
+        """
+        known = replace(now, copies=self.copies | now.copies)
+        if self.fingerprint == now.fingerprint:
+            return replace(known, begun=self.begun)
+        if not self.describes(now.fingerprint):
+            return now
+        if RULES[now.recipe.rule].needs_text and network_fields(self.config or {}) != network_fields(now.config or {}):
+            return now
+        return replace(known, begun=self.identity)
+
+
+def _beside_source(fingerprint: JsonObject) -> JsonObject:
+    """Return a fingerprint without what may change at the source while its headers stay; a folder is no repository."""
+    return fingerprint | {"source_revision": fingerprint["source_revision"] is not None, "source_config": ""}
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is ABSENT else quoted(value)
 
 
 class _Described(Protocol):
@@ -220,9 +271,25 @@ def earlier_result(version: int, folder: Path) -> str:
     )
 
 
-def source_error(shard: str, work: Path) -> ResumeError:
+def other_config(before: JobDescription, now: JobDescription, folder: Path) -> ResumeError:
+    """Return the error for a source whose config.json gives other weights than the job in `folder` has."""
+    fields = "; ".join(before.config_changes(now.config)[:5])
+    return ResumeError(
+        f"{folder}: what was converted depends on config.json: {fields}. {way_back(before, now)}, or convert what is "
+        "there now into a new folder."
+    )
+
+
+def way_back(before: JobDescription, now: JobDescription) -> str:
+    """Return what to do to go on with the source as it was."""
+    if before.source_revision in (None, now.source_revision):
+        return "Restore it"
+    return f"Add @{before.source_revision} to the source to go on with its files of then"
+
+
+def source_error(shard: str, work: Path, way_back: str = "Restore it") -> ResumeError:
     """Return the error for a changed source shard of the job that is kept in the folder `work`."""
     return ResumeError(
-        f"{shard}: this source shard has other bytes than when the job in {work.parent} was begun. Restore it, or "
+        f"{shard}: this source shard has other bytes than when the job in {work.parent} was begun. {way_back}, or "
         f"delete {work} to start over."
     )

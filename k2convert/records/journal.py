@@ -52,10 +52,12 @@ from k2convert.records.fingerprint import (
     JobDescription,
     changed_shards,
     check_version,
+    other_config,
     parse_described,
     source_error,
+    way_back,
 )
-from k2convert.records.ledger import ShardRecord
+from k2convert.records.ledger import Ledger, ShardRecord
 from k2convert.records.lock import read_lock
 from k2convert.records.work_log import WorkLog, check_same
 
@@ -117,7 +119,7 @@ class Journal:
             write_atomically(path, f"/{WORK_FOLDER}/\n".encode(), suffix=self.suffix)
 
     def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if fingerprint and source are the same; raises ResumeError."""
+        """Start a job, or resume it if its identity is the same; raises ResumeError."""
         make_folder(self.log.folder)
         before = self.job()
         if before is None:
@@ -130,8 +132,10 @@ class Journal:
                 used = {name for record in records.values() for name in record.source_headers}
                 for name in changed:
                     if name in used:
-                        raise source_error(name, self.folder)
-                self._describe(replace(job, source=before.source | {name: job.source[name] for name in changed}))
+                        raise source_error(name, self.folder, way_back(before, job))
+                job = replace(job, source=before.source | {name: job.source[name] for name in changed})
+            if job != before:
+                self._describe(job)
         self.remove_temporary_files(job)
 
     def join(self, job: JobDescription) -> None:
@@ -146,10 +150,12 @@ class Journal:
             raise source_error(changed[0], self.folder)
 
     def _check_same(self, before: JobDescription, job: JobDescription) -> None:
+        if before.version == job.version and before.identity != job.identity and before.describes(job.fingerprint):
+            raise other_config(before, job, self.destination)
         check_same(
             self.destination,
-            before.fingerprint,
-            job.fingerprint,
+            before.identity,
+            job.identity,
             version=before.version,
             elsewhere="Choose a different folder",
         )
@@ -190,13 +196,21 @@ class Journal:
             mtime_ns = path.stat().st_mtime_ns
         self.log.declare(record.shard, record, mtime_ns=mtime_ns)
 
-    def records(self, digest: str) -> PackedRecords:
-        """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
-        records, damaged = self.find_records(digest)
+    def records(self, result: Ledger) -> PackedRecords:
+        """Return the records of a result, whose small files may be newer; raises CheckpointError if one is damaged."""
+        records, damaged = self.find_records((self.job_of(result) or result).digest)
         if damaged:
             with remedy("Run the conversion again: its shard is converted again."):
                 self._read(damaged[0])
         return records
+
+    def job_of(self, result: Ledger) -> JobDescription | None:
+        """Return the job of a result; None if it is not here, or its description is damaged or another result's."""
+        with suppress(CheckpointError):
+            job = self.job()
+            if job is not None and job.fingerprint == result.fingerprint:
+                return job
+        return None
 
     def find_records(self, digest: str) -> tuple[PackedRecords, list[str]]:
         """Return the records of the job with this fingerprint digest, and the shards whose records are damaged."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
     from k2convert.hub.source_card import SourceCard
 
-_REPORT: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
+REPORT_NAMES: Final = (REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ def write_report(
 
 def current_report(folder: Path) -> list[str]:
     """Return the files of the report in a folder; none if it is not whole, or older than evaluation or ledger."""
-    times = [(folder / name).stat().st_mtime_ns for name in _REPORT if (folder / name).is_file()]
+    times = [(folder / name).stat().st_mtime_ns for name in REPORT_NAMES if (folder / name).is_file()]
     sources = (folder / name for name in (LEDGER_NAME, EVALUATION_NAME))
     newest = max((path.stat().st_mtime_ns for path in sources if path.is_file()), default=0)
-    return list(_REPORT) if len(times) == len(_REPORT) and min(times) >= newest else []
+    return list(REPORT_NAMES) if len(times) == len(REPORT_NAMES) and min(times) >= newest else []
 
 
 def report_names(folder: Path) -> list[str]:
     """Return the files of the report that would be made of a finished folder; raises as `collect_report`."""
     collect_report(folder=folder)
-    return list(_REPORT)
+    return list(REPORT_NAMES)
 
 
 def card_files(

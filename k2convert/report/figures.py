@@ -136,7 +136,7 @@ def collect_report(
     or a BF16 copy, or if its ledger or journal is damaged.
     """
     ledger = read_finished(folder)
-    records = Journal(folder).records(ledger.digest)
+    records = Journal(folder).records(ledger)
     missing: list[str] = []
     if len(records) == len(ledger.shards):
         tensor_errors = _recorded(records)

@@ -60,19 +60,14 @@ def test_records_of_another_job_are_not_resumed(tiny: Path, destination: Path, t
     assert contents(destination) == contents(tmp_path / "max")
 
 
-def test_changed_jobs_are_refused(tiny: Path, local_result: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(tiny, tmp_path / "changed"))
-    config = json.loads((source / CONFIG_NAME).read_text())
+def test_changed_jobs_are_refused(tiny: Path, local_result: Path) -> None:
     for change, field in (
         (["--rule", "max"], "rule was 'mse', now 'max'"),
         (["--activations", "w4a16"], "activations was 'w4a4', now 'w4a16'"),
         (["--set", "input_scale.down=0.5"], "input_scale was"),
         (["--layout", "compressed-tensors"], "layout was 'modelopt'"),
-        ([], "source_config was"),
     ):
-        if not change:
-            (source / CONFIG_NAME).write_text(json.dumps(config | {"rope_theta": 1.0}))
-        assert field in run_here("run", source, local_result, *change, code=1).stderr
+        assert field in run_here("run", tiny, local_result, *change, code=1).stderr
 
 
 def test_shard_files_have_ordinary_permissions_and_aligned_data(local_result: Path) -> None:

@@ -1,5 +1,6 @@
 """Files beside the weights: a Git LFS pointer is refused; no tokenizer and no code are said before anything is done."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,3 +120,41 @@ def test_code_that_is_there_is_not_missed(source: Path, tmp_path: Path, run_cli:
     (source / "parts" / "b.py").write_text("def broken(")
     (source / "parts" / "unused.py").write_text("from .nothing import x\n")
     assert "warning" not in run_cli("run", source, tmp_path / "out", "--dry-run", code=0).stderr
+
+
+def test_a_link_out_of_the_source_is_neither_copied_nor_silent(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    """A clone can have a link to a private file of its reader. Shards may lie on another disk."""
+    secret = tmp_path / "home" / ".ssh" / "id_rsa"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("PRIVATE KEY")
+    shard = next(source.glob("*.safetensors"))
+    shard.rename(tmp_path / "disk.safetensors")
+    shard.symlink_to(tmp_path / "disk.safetensors")
+    (source / "LICENSE-2").symlink_to("tokenizer.json")
+    (source / "notes.txt").symlink_to(secret)
+    (source / "chat_template.jinja").symlink_to(secret)
+    (source / "docs").symlink_to(secret.parent)
+    out = tmp_path / "out"
+    for words in (("run", source, out), ("prune", source, tmp_path / "pruned", "--keep", keep_all(source, tmp_path))):
+        shown = run_cli(*words, code=0).stderr
+        for name in ("notes.txt", "chat_template.jinja", "docs/id_rsa"):
+            assert f"warning: {source}: {name}: left out: a link to {secret}, out of the checkpoint." in shown
+        assert "put the file in place of the link" in shown
+        assert "LICENSE-2" not in shown
+        copied = {path.relative_to(words[2]).as_posix(): path for path in words[2].rglob("*") if path.is_file()}
+        assert "LICENSE-2" in copied
+        assert not {"notes.txt", "chat_template.jinja", "docs/id_rsa"} & copied.keys()
+        assert not any(b"PRIVATE" in path.read_bytes() for path in copied.values())
+    assert "passed" in run_cli("validate", out, "--source", source, code=0).stdout
+    (out / "notes.txt").symlink_to(secret)
+    assert "rule 17 warn: notes.txt: left out: a link to" in run_cli("validate", out, "--source", source, code=0).stdout
+
+
+def keep_all(source: Path, folder: Path) -> Path:
+    """A list that keeps every expert of each MoE layer."""
+    config = json.loads((source / "config.json").read_text())
+    kept = list(range(config["n_routed_experts"]))
+    layers = range(config["first_k_dense_replace"], config["num_hidden_layers"])
+    path = folder / "keep.json"
+    path.write_text(json.dumps({"experts": {str(layer): kept for layer in layers}}))
+    return path

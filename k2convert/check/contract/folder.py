@@ -14,6 +14,7 @@ from k2convert.checkpoint.files import (
     ABSENT,
     check_fetched,
     config_differences,
+    file_digest,
     is_same_json,
     mapping_or_empty,
     mode_of,
@@ -38,6 +39,7 @@ from k2convert.errors import K2ConvertError, counted, quoted, shortened
 from k2convert.models.config import KV_SCALES
 from k2convert.models.names import Role
 
+SOURCE_CHANGED: Final = "the source has changed since the conversion; the same `k2convert run` takes it over"
 QUARK: Final = "the config is for AMD Quark's loader, which is not checked here"
 
 
@@ -212,6 +214,7 @@ def check_config_unchanged(result: Result) -> Findings:
     if result.config is None:
         return found.skip("config.json cannot be read, see rule 11")
     is_foreign = result.is_foreign
+    is_as_converted = _is_config_as_converted(result)
     for place, before, after in config_differences(
         result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS
     ):
@@ -224,12 +227,21 @@ def check_config_unchanged(result: Result) -> Findings:
         # If transformers saved it again, it added and omitted defaults, and renamed the inner model_type.
         is_added = before is ABSENT or after is ABSENT or before == after
         is_usual = is_foreign and (is_added or place.rpartition(".")[2] in _NOT_READ)
-        (found.warn if is_usual else found.error)(place, problem)
+        if is_as_converted:
+            problem = f"{stated}, {'missing' if before is ABSENT else quoted(before)} now: {SOURCE_CHANGED}"
+        (found.warn if is_usual or is_as_converted else found.error)(place, problem)
     return found
 
 
 _NOT_READ: Final = ("model_type", "transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype")
 """Fields that other tools change when they save a model, and that change no weight in an engine."""
+
+
+def _is_config_as_converted(result: Result) -> bool:
+    """Return whether the journal says that config.json is what was made of the source's: the source changed since."""
+    if result.job is None or result.job.config is None:
+        return False
+    return not any(config_differences(result.job.config, result.config, unread=QUANTIZATION_KEYS))
 
 
 def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
@@ -374,17 +386,27 @@ def check_sidecars(result: Result) -> Findings:
             found.error(str(path.relative_to(result.folder)), problem)
     if result.source is None:
         return found.skip(result.no_source)
+    copied = {} if result.job is None else result.job.copies
+
+    def differs(relative: Path, problem: str, *, is_usual: bool = False) -> None:
+        path = result.folder / relative
+        found_digest = file_digest(path) if path.is_file() else None
+        if copied and found_digest == copied.get(str(relative)):
+            found.warn(str(relative), f"{problem}: {SOURCE_CHANGED}")
+        else:
+            (found.warn if is_usual else found.error)(str(relative), problem)
+
     expected = list_sidecars(result.source.folder)
     for relative in expected:
         path = result.folder / relative
         is_saved_again = result.is_foreign and path.name not in (TOKENIZER_NAME, TIKTOKEN_NAME)
         if not path.is_file():
-            (found.warn if result.is_foreign else found.error)(str(relative), "missing")
+            differs(relative, "missing", is_usual=result.is_foreign)
         elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
-            (found.warn if is_saved_again else found.error)(str(relative), "differs from the source's")
+            differs(relative, "differs from the source's", is_usual=is_saved_again)
     for path in _visible_files(result.folder):
         relative = path.relative_to(result.folder)
         if path.suffix == ".py" and relative not in expected:
-            result.habit(found)(str(relative), "code that is not in the source")
+            differs(relative, "code that is not in the source", is_usual=result.is_foreign)
     found.note = f"{len(expected)} files compared"
     return found

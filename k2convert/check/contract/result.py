@@ -34,6 +34,8 @@ from k2convert.models.config import KV_SCALES, find_quantization_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
+from k2convert.records.fingerprint import JobDescription
+from k2convert.records.journal import Journal
 from k2convert.records.ledger import Ledger, find_ledger
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Result:
     names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
     calibration                of the conversion, while it runs
     scaling                    exact smoothing, if the ledger states it
+    job                        the job that converted the folder, if its journal is here
     whole                      the result that this is a part of; None if this is the whole result
     limits                     which part is read, in words
     """
@@ -94,6 +97,7 @@ class Result:
     ledger: Ledger | None = None
     ledger_problem: str = ""
     no_source: str = ""
+    job: JobDescription | None = None
     calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
     whole: "Result | None" = None
@@ -239,6 +243,7 @@ def read_result(
         ledger=ledger,
         ledger_problem=ledger_problem,
         no_source=no_source,
+        job=None if ledger is None else Journal(folder).job_of(ledger),
     )
 
 

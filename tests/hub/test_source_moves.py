@@ -1,0 +1,344 @@
+"""The source moves: whatever changes beside the weights after a conversion, no right result is called wrong.
+
+Each row of a trip is a command that a user types after upstream has changed small files, in the order of the table.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command import RunCli
+from evaluation_makers import evaluation_of, write_evaluation
+from loopback import LoopbackHub
+from loopback_store import Entry, Files
+
+from k2convert.checkpoint.files import file_digest
+from k2convert.job import run as executor
+from k2convert.records.evaluation import find_evaluation, fresh_evaluation
+from k2convert.records.ledger import read_ledger
+
+SOURCE = "hf://moon/tiny"
+OLD_CODE = "tokenization_old.py"
+
+
+def entry(data: bytes) -> Entry:
+    return Entry(len(data), data)
+
+
+def with_config(files: Files, **fields: object) -> Files:
+    config = files["config.json"].data
+    assert config is not None
+    return files | {"config.json": entry(json.dumps(json.loads(config) | fields).encode())}
+
+
+def moved(files: Files) -> Files:
+    """A new template, new code in place of the old, and another end of text: what maintainers mend after a release."""
+    new = {"chat_template.jinja": entry(b"{{ messages }}"), "tokenization_new.py": entry(b"NEW = True\n")}
+    kept = {path: file for path, file in files.items() if path != OLD_CODE}
+    return with_config(kept | new, eos_token_id=[0, 1])
+
+
+@pytest.fixture
+def upstream(tiny: Path, server: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
+    folder = Path(shutil.copytree(tiny, tmp_path / "upstream"))
+    (folder / "chat_template.jinja").write_text("{{ old }}")
+    (folder / OLD_CODE).write_text("OLD = True\n")
+    server.store.add_folder("moon/tiny", folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    return server
+
+
+def move(server: LoopbackHub) -> tuple[str, str]:
+    """Move main of the source; returns the old commit and the new one."""
+    repo = server.store.repos["moon/tiny"]
+    before = repo.refs["main"]
+    server.traffic.requests.clear()
+    return before, repo.commit("main", moved(repo.files()))
+
+
+def forbid_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every conversion of a shard fail from now on."""
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("a shard was converted")
+
+    monkeypatch.setattr(executor, "convert_shard", refuse)
+
+
+def verbs(place: str) -> list[tuple[str, ...]]:
+    """The commands after the change, each of which ends well and says that main has moved; none converts a shard."""
+    against = ("--source", SOURCE)
+    table: list[tuple[str, ...]] = [
+        ("validate", place, *against),
+        ("report", place, *against, "--out", "report"),
+        ("run", SOURCE, place),
+        ("validate", place, "--source", f"{SOURCE}@main"),
+    ]
+    if place.startswith("hf://"):
+        table[2] += ("--yes",)
+    else:
+        table.append(("publish", place, "--repo", "me/copy", "--yes", *against))
+    return table
+
+
+@pytest.mark.parametrize("place", ["out", "hf://me/out"])
+def test_small_files_that_moved_are_named_and_taken_over(
+    place: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_hub = place.startswith("hf://")
+    yes = ("--yes",) if to_hub else ()
+    cli("run", SOURCE, place, *yes, code=0)
+    before, after = move(upstream)
+    with monkeypatch.context() as patch:
+        forbid_conversion(patch)
+        words = f"main has moved ({before[:7]} -> {after[:7]}): chat_template.jinja, config.json, tokenization_new.py"
+        for command in verbs(place):
+            shown = cli(*command, code=0)
+            assert words in shown.stderr, command
+            assert "FAILED" not in shown.stdout + shown.stderr
+        assert "has moved" not in cli("status", place, code=0).stderr
+        taken = cli("run", f"{SOURCE}@main", place, *yes, code=0)
+        notice = taken.stderr
+        for change in (
+            "chat_template.jinja differs",
+            "tokenization_new.py is new",
+            f"{OLD_CODE} is gone",
+            "eos_token_id was 0, now [0, 1]",
+        ):
+            assert change in notice
+        for command in (*verbs(place), ("validate", place, "--source", f"{SOURCE}@{after}")):
+            assert "has moved" not in cli(*command, code=0).stderr
+        if not to_hub:
+            measured = json.loads(cli("report", place, "--out", "report", "--json", code=0).stdout)["worst"]
+            assert measured, "the records of the conversion are those of the result"
+        cli("status", place, code=0)
+        again = cli("run", f"{SOURCE}@main", place, *yes, code=0).stderr
+        assert ("already holds this result" if to_hub else "already complete") in again
+    assert not upstream.traffic.matching("PUT", "/_lfs/") or not to_hub, "no shard was uploaded again"
+    cli("run", f"{SOURCE}@main", "fresh", code=0)
+    fresh = {path.name: path.read_bytes() for path in (cwd / "fresh").glob("*") if path.is_file()}
+    repo = upstream.store.repos["me/out" if to_hub else "me/copy"]
+    stored = {name: upstream.store.read("me/out" if to_hub else "me/copy", name) for name in repo.files()}
+    assert repo.num_commits("main") == 3, "the Hub's own, the result, and one more"
+    for name, data in fresh.items():
+        if name != ".gitignore":
+            assert stored[name] == data, name
+    assert OLD_CODE not in stored
+    if not to_hub:
+        ours = {path.name: path.read_bytes() for path in (cwd / "out").glob("*") if path.is_file()}
+        assert ours == fresh
+
+
+def test_without_the_work_folder_a_repository_is_compared_by_its_ledger(
+    upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new files need the records of the shards: these are converted again, and none is uploaded."""
+    cli("run", SOURCE, "hf://me/out", "--yes", code=0)
+    before, after = move(upstream)
+    shutil.rmtree(cwd / "k2convert-work")
+    with monkeypatch.context() as patch:
+        forbid_conversion(patch)
+        shown = cli("run", SOURCE, "hf://me/out", "--yes", code=0).stderr
+        assert f"main has moved ({before[:7]} -> {after[:7]})" in shown
+        assert "me/out: main already holds this result" in shown
+    shutil.rmtree(cwd / "k2convert-work")
+    upstream.traffic.requests.clear()
+    shown = cli("run", f"{SOURCE}@main", "hf://me/out", "--yes", code=0).stderr
+    assert "every shard is converted again" in shown
+    assert not upstream.traffic.matching("PUT", "/_lfs/")
+    repo = upstream.store.repos["me/out"]
+    assert repo.num_commits("main") == 3
+    assert upstream.store.read("me/out", "chat_template.jinja") == b"{{ messages }}"
+    assert "passed" in cli("validate", "hf://me/out", "--source", SOURCE, code=0).stdout
+
+
+def test_an_unfinished_job_goes_on_with_the_files_it_began_with_or_takes_the_new_ones(
+    upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("run", SOURCE, "out", code=0)
+    (cwd / "out" / "config.json").unlink()
+    (cwd / "out" / "model-00002-of-000005.safetensors").unlink()
+    move(upstream)
+    cli("run", f"{SOURCE}@main", "out", code=0)
+    cli("run", f"{SOURCE}@main", "fresh", code=0)
+    files = ({p.name: p.read_bytes() for p in (cwd / name).glob("*") if p.is_file()} for name in ("out", "fresh"))
+    assert next(files) == next(files)
+
+
+def test_other_weights_are_named_and_never_taken_over(
+    upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, tmp_path: Path
+) -> None:
+    """Everything that was said of small files holds; the result of the old commit is still right."""
+    cli("run", SOURCE, "out", code=0)
+    cli("run", SOURCE, "hf://me/out", "--yes", code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    first = repo.refs["main"]
+    shard = "model-00002-of-000005.safetensors"
+    folder = tmp_path / "retrained"
+    folder.mkdir()
+    data = bytearray((tiny / shard).read_bytes())
+    data[-1000] ^= 1
+    (folder / shard).write_bytes(data)
+    entry_of = upstream.store.add_folder("moon/other", folder).files()[shard]
+    repo.commit("main", moved(repo.files()) | {shard: entry_of})
+    for place in ("out", "hf://me/out"):
+        shown = cli("validate", place, "--source", SOURCE, code=0)
+        assert f"to convert {SOURCE}@main, choose a new folder" in shown.stderr
+        cli("validate", place, "--source", f"{SOURCE}@main", code=3)
+    refused = cli("run", f"{SOURCE}@main", "out", code=1).stderr
+    assert f"{shard}: this source shard has other bytes than when the job in out was begun" in refused
+    assert f"Add @{first} to the source to go on with its files of then" in refused
+    assert "already complete" in cli("run", f"{SOURCE}@{first}", "out", code=0).stderr
+    refused = cli("run", f"{SOURCE}@main", "hf://me/out", "--yes", code=1)
+    assert shard in refused.stderr
+
+
+@pytest.mark.parametrize("fault", ["a weight", "a copied file", "a config field", "a removed file"])
+def test_faults_of_the_result_still_fail_after_the_source_has_moved(
+    fault: str, upstream: LoopbackHub, cli: RunCli, cwd: Path
+) -> None:
+    cli("run", SOURCE, "out", code=0)
+    move(upstream)
+    out = cwd / "out"
+    if fault == "a weight":
+        shard = out / "model-00002-of-000005.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1000] ^= 1
+        shard.write_bytes(data)
+    elif fault == "a config field":
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    elif fault == "a removed file":
+        (out / "chat_template.jinja").unlink()
+    else:
+        (out / "chat_template.jinja").write_text("{{ mine }}")
+    for source in (SOURCE, f"{SOURCE}@main"):
+        assert "FAILED" in cli("validate", "out", "--source", source, code=3).stdout
+    cli("publish", "out", "--repo", "me/copy", "--yes", "--source", SOURCE, code=3)
+
+
+FIELDS: dict[str, tuple[dict[str, object], str]] = {
+    "the end of text": ({"eos_token_id": 7}, "eos_token_id was 0, now 7"),
+    "a field of attention": ({"rope_theta": 1.0}, "rope_theta was 50000.0, now 1.0"),
+    "a new field": ({"note": "new"}, "note was missing, now 'new'"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_folder_whose_small_files_change_is_taken_over(
+    name: str, tiny: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither tells the weights: the journal knows what was copied, so nothing that was right fails."""
+    fields, words = FIELDS[name]
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    (source / "old.py").write_text("OLD = True\n")
+    cli("run", source, "out", code=0)
+    forbid_conversion(monkeypatch)
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(document | fields))
+    (source / "generation_config.json").write_text("{}")
+    (source / "old.py").rename(source / "new.py")
+    shown = cli("validate", "out", "--source", source, code=0)
+    assert "the source has changed since the conversion" in shown.stdout
+    taken = cli("run", source, "out", code=0).stderr
+    for change in (words, "generation_config.json differs", "new.py is new", "old.py is gone"):
+        assert change in taken
+    assert "the source has changed" not in cli("validate", "out", "--source", source, code=0).stdout
+    assert (cwd / "out" / "new.py").exists()
+    assert not (cwd / "out" / "old.py").exists()
+    assert "already complete" in cli("run", source, "out", code=0).stderr
+    (cwd / "out" / "new.py").write_text("edited")
+    assert "new.py: differs from the source's" in cli("validate", "out", "--source", source, code=3).stdout
+
+
+def test_a_field_that_shapes_tensors_is_named_with_both_values(tiny: Path, cli: RunCli, cwd: Path) -> None:
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    cli("run", source, "out", code=0)
+    document = json.loads((source / "config.json").read_text())
+    for field, value in (("moe_intermediate_size", 64), ("n_routed_experts", 8), ("model_type", "other")):
+        (source / "config.json").write_text(json.dumps(document | {field: value}))
+        refused = cli("run", source, "out", code=1).stderr
+        assert f"config.json has changed: {field} was {document[field]!r}, now {value!r}" in refused
+
+
+def test_a_calibration_survives_what_cannot_change_it(
+    short: Path, text: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(short, cwd / "source"))
+    job = ("run", source, "out", "--calibrate", text, "--set", "calibration={tokens: 128, window: 64}")
+    cli(*job, "--device", "cpu", code=0)
+    before = read_ledger(cwd / "out")
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(document | {"eos_token_id": 7}))
+    forbid_conversion(monkeypatch)
+    assert "eos_token_id was 0, now 7" in cli(*job, "--device", "cpu", code=0).stderr
+    assert read_ledger(cwd / "out").calibration == before.calibration
+    assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
+    (source / "config.json").write_text(json.dumps(document | {"rope_theta": 1.0}))
+    refused = cli(*job, "--device", "cpu", code=1).stderr
+    assert "what was converted depends on config.json: " in refused
+    assert "rope_theta was 50000.0, now 1.0" in refused
+    assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
+
+
+@pytest.mark.slow
+def test_an_evaluated_job_takes_over_small_files_without_another_evaluation(
+    short: Path, text: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(short, cwd / "source"))
+    job = ("run", source, "out", "--evaluate", text, "--device", "cpu")
+    cli(*job, code=0)
+    before = find_evaluation(cwd / "out")
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(document | {"eos_token_id": 7}))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    forbid_conversion(monkeypatch)
+    monkeypatch.setattr("k2convert.evaluation.streamed.evaluate", None)
+    cli(*job, code=0)
+    after = find_evaluation(cwd / "out")
+    assert before is not None
+    assert after is not None
+    assert [row.figures for row in after.rows] == [row.figures for row in before.rows]
+    assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
+
+
+@pytest.mark.parametrize(("field", "survives"), [("eos_token_id", True), ("rope_theta", False)])
+def test_an_evaluation_survives_what_cannot_change_it(
+    field: str, survives: bool, tiny: Path, cli: RunCli, cwd: Path
+) -> None:
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    cli("run", source, "out", code=0)
+    out = cwd / "out"
+    evaluation = evaluation_of(out)
+    digest = file_digest(out / "config.json")
+    for row in evaluation.rows:
+        object.__setattr__(row.model, "config", digest)
+    write_evaluation(out, evaluation)
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(document | {field: 7.0}))
+    cli("run", source, "out", code=0)
+    cli("validate", "out", "--source", source, code=0)
+    assert (find_evaluation(out) is not None) is survives
+    assert (out / ".k2convert" / "evaluation.json").exists() is not survives
+    if survives:
+        found = fresh_evaluation(out, weights=read_ledger(out).weights)
+        assert found is not None
+        assert [row.figures for row in found.rows] == [row.figures for row in evaluation.rows]
+
+
+def test_a_link_out_of_a_result_is_not_published(
+    server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
+) -> None:
+    out = Path(shutil.copytree(local_result, cwd / "out"))
+    (cwd / "private").mkdir()
+    for name in ("notes.txt", "README.md", "weights.bin"):
+        (cwd / "private" / name).write_text("PRIVATE")
+        (out / name).symlink_to(cwd / "private" / name)
+    (out / "docs").symlink_to(cwd / "private")
+    shown = cli("publish", "out", "--repo", "me/out", "--yes", code=0).stderr
+    for name in ("notes.txt", "README.md", "weights.bin", "docs/notes.txt"):
+        assert f"out: {name}: left out: a link to {cwd / 'private' / Path(name).name}" in shown
+    stored = server.store.repos["me/out"].files()
+    assert not {name for name in stored if name.startswith(("notes", "docs", "weights"))}
+    assert not any(file.data is not None and b"PRIVATE" in file.data for file in stored.values())
