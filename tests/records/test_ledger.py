@@ -193,7 +193,7 @@ def finished(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
     folder = tmp_path_factory.mktemp("records") / "out"
     run_here("run", k3_tiny, folder, "--device", "cpu", code=0)
     job = Journal(folder).job()
-    found = Journal(folder).records(job.digest)["model-00002-of-000007.safetensors"]
+    found = Journal(folder).find_records(job.digest)[0]["model-00002-of-000007.safetensors"]
     choice = random.Random(0)
     projections: list[ProjectionRecord] = []
     for number in range(NUM_PROJECTIONS):
