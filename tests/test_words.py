@@ -90,7 +90,6 @@ ALLOWED = {
     "collect_usage_pieces": "typer calls it",
     "format_options": "typer calls it",
     "ridge": "the ledger states it of shared experts",
-    "noise": "evaluations of servers by release 0.3 have it",
 }
 """Public names that nothing in the package uses, each with its reason. At most five."""
 

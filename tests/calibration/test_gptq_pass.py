@@ -99,14 +99,14 @@ def files_of(work: WorkFolder) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def ids(short: Path) -> Ids:
-    return windows_of(short, tokens=1024, window=128)
+def tiny_ids(tiny: Path) -> Ids:
+    return windows_of(tiny, tokens=1024, window=128)
 
 
 @pytest.fixture(scope="module")
-def whole_pass(short: Path, ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
-    """A whole layer pass through a trained checkpoint: each expert sees all tokens."""
-    return passed(conversion_work(tmp_path_factory.mktemp("layer_pass")), planned(short, ids))
+def tiny_pass(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
+    """A whole layer pass through the trained checkpoint: about 250 tokens an expert."""
+    return passed(conversion_work(tmp_path_factory.mktemp("layer_pass")), planned(tiny, tiny_ids))
 
 
 def states(path: Path) -> torch.Tensor:
@@ -129,16 +129,18 @@ def decided(work: WorkFolder, layer: int) -> GptqLayer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 2])
-def test_the_second_stream_is_the_converted_layers(short: Path, ids: Ids, whole_pass: WorkFolder, layer: int) -> None:
+def test_the_second_stream_is_what_the_converted_layer_gives(
+    tiny: Path, tiny_ids: Ids, tiny_pass: WorkFolder, layer: int
+) -> None:
     """The layer pass keeps the residual and updates it; here both layers are computed, the converted one by its codes.
 
     The streams share the INT4 model's states, which are rounded to BF16; what is lacking is rounded only once.
     """
-    layer_pass = planned(short, ids)
-    work = whole_pass
+    layer_pass = planned(tiny, tiny_ids)
+    work = tiny_pass
     exponents = read_layer(work, layer).smoothing()
     factors = np.ones(layer_pass.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
-    with closing(WeightReader(open_checkpoint(short))) as reader, Calibration(work) as codes:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(work) as codes:
         decoder = DecoderLayer(reader, layer)
         hidden = states(work.path("hidden", layer))
         exact = decoder.run(hidden).flatten(0, 1)
@@ -156,21 +158,23 @@ def test_the_second_stream_is_the_converted_layers(short: Path, ids: Ids, whole_
     assert torch.equal(exact.bfloat16().float(), states(work.path("hidden", layer + 1)).flatten(0, 1))
 
 
-def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(whole_pass: WorkFolder) -> None:
-    for layer in (1, 2):
-        found = decided(whole_pass, layer)
+def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_pass: WorkFolder) -> None:
+    for layer in (1, 2, 3):
+        found = decided(tiny_pass, layer)
         for errors in (found.fitted, found.held_out):
             assert errors.gptq_error < errors.mse_error
             assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
-    assert read_layer(whole_pass, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
+    assert read_layer(tiny_pass, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-def test_the_held_out_error_is_that_of_the_streams_on_held_out_windows(whole_pass: WorkFolder, layer: int) -> None:
+def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_out(
+    tiny_pass: WorkFolder, layer: int
+) -> None:
     """The streams are equal before the first layer with experts."""
-    assert not states(whole_pass.path("residual", 1)).any()
-    found = decided(whole_pass, layer)
-    exact, residual = (states(whole_pass.path(kind, layer + 1)).double() for kind in ("hidden", "residual"))
+    assert not states(tiny_pass.path("residual", 1)).any()
+    found = decided(tiny_pass, layer)
+    exact, residual = (states(tiny_pass.path(kind, layer + 1)).double() for kind in ("hidden", "residual"))
     errors = residual.square().sum(dim=2) / exact.square().sum(dim=2)
     assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
     assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
@@ -233,7 +237,9 @@ def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_files_instead_of_memory_change_no_byte(cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_instead_of_memory_change_no_byte_and_are_gone(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pieces of 100 tokens of an expert, rows one by one, and everything given back after each of them."""
     ids = windows_of(cut, tokens=512, window=64)
     monkeypatch.setattr("k2convert.calibration.layer_tokens.PIECE_TOKENS", 100)
@@ -248,16 +254,16 @@ def test_files_instead_of_memory_change_no_byte(cut: Path, tmp_path: Path, monke
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("case", ["few", "one token", "repeated"])
-def test_few_or_equal_tokens_make_no_layer_much_worse(cut: Path, tmp_path: Path, case: str) -> None:
+def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path, case: str) -> None:
     """Tokens that say little about the weights: on other tokens the layer is close to rule `mse`, or better."""
-    text = windows_of(cut, tokens=1024, window=64)
+    text = windows_of(tiny, tokens=1024, window=64)
     ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
-    work = passed(conversion_work(tmp_path / "few"), planned(cut, ids), smoothing=False)
-    with closing(WeightReader(open_checkpoint(cut))) as reader, Calibration(work) as codes:
+    work = passed(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), smoothing=False)
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(work) as codes:
         hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
         after, x, routing = DecoderLayer(reader, 1).attend(hidden)
         errors = [0.0, 0.0]
-        for expert in range(4):
+        for expert in range(16):
             sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
             found = [codes.converted(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
             mse = [quantize_best(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
@@ -270,7 +276,9 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(cut: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_gate_and_up_on_two_devices_are_as_on_one(cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("k2convert.calibration.gptq_layer.GROUPED_EXPERTS", 1)
     monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     used: list[str] = []
@@ -292,9 +300,9 @@ def test_gate_and_up_on_two_devices_are_as_on_one(cut: Path, tmp_path: Path, mon
 ALL_ROLES: tuple[RoleName, ...] = ("experts", "shared_experts", "dense_mlp")
 
 
-def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, ids: Ids, tmp_path: Path) -> None:
+def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, tiny_ids: Ids, tmp_path: Path) -> None:
     """On the windows that are kept out. Each layer has the codes of all its MLPs, and nothing of it is left over."""
-    work = passed(conversion_work(tmp_path), planned(cut, ids), smoothing=False, roles=ALL_ROLES)
+    work = passed(conversion_work(tmp_path), planned(cut, tiny_ids), smoothing=False, roles=ALL_ROLES)
     for layer in range(2):
         errors = decided(work, layer).held_out
         assert errors is not None
@@ -304,7 +312,7 @@ def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, ids: 
     assert len(decided(work, 0).down_ridges) == 0
     with closing(WeightReader(open_checkpoint(cut))) as reader, Calibration(work) as codes:
         hidden = states(work.path("hidden", 1))
-        embedded = embed(reader, torch.as_tensor(planned(cut, ids).ids[order(8)]))
+        embedded = embed(reader, torch.as_tensor(planned(cut, tiny_ids).ids[order(8)]))
         exact = DecoderLayer(reader, 0).run(embedded)
         torch.testing.assert_close(exact.bfloat16().float(), hidden)
         after, x, _ = DecoderLayer(reader, 0).attend(embedded)
@@ -332,16 +340,18 @@ def order(count: int) -> NDArray[np.int64]:
     return np.argsort(held_out(count), kind="stable")
 
 
-def test_global_scales_are_those_of_rule_mse(whole_pass: WorkFolder, short: Path) -> None:
-    with closing(WeightReader(open_checkpoint(short))) as reader, Calibration(whole_pass) as codes:
-        module = "model.layers.2.mlp.experts.3.down_proj"
+def test_global_scales_are_those_of_rule_mse(tiny_pass: WorkFolder, tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, Calibration(tiny_pass) as codes:
+        module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)
         assert codes.converted(module).global_scale == mse_global_scale(source.magnitude(name=module))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu:0", "shadow:0"])
-def test_a_device_has_the_cpus_codes(cut: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_makes_nearly_the_codes_of_the_cpu(
+    cut: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`cpu:0` takes the path of a GPU. So does `shadow:0`, which is as strict about where tensors are, and slow."""
     monkeypatch.setattr("k2convert.quantize.gptq.device_kernel.TritonPanels", ReferencePanels)
     if device != "cpu:0":
@@ -363,7 +373,9 @@ def test_a_device_has_the_cpus_codes(cut: Path, tmp_path: Path, device: str, mon
                 assert (mine.packed == other.packed).mean() > 0.9
 
 
-def test_a_device_that_rounds_otherwise_is_refused(cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_rounds_otherwise_is_refused_before_a_weight_is_written(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Wrong(ReferencePanels):
         def round(self, *tensors: torch.Tensor, group: int, start: int) -> None:
             super().round(*tensors, group=group, start=start)
