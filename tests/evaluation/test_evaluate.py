@@ -137,8 +137,8 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
     again = evaluate(cut, ours, "--text", ids, *SMALL)
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert f"{ours / 'evaluation.json'}: already complete" in again.stderr
-    other = json.loads(evaluate(cut, ours, "--text", ids, *SMALL, "--json", "--activations", "w4a16").stdout)
-    assert [row["model"]["activations"] for row in other["rows"]] == ["w4a16"]
+    other = evaluate(cut, ours, "--text", ids, *SMALL, "--activations", "w4a16", code=1)
+    assert f"{ours / 'evaluation.json'}: holds another evaluation (W4A4 on ids.npy). Delete it" in other.stderr
 
 
 def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ FAULTS: list[tuple[int, str, Apply, int, str]] = [
     (3, "block_scale", lambda t: t.view(torch.uint8), 1, ""),
     (3, "block_scale", lambda t: t.reshape(-1), 1, ""),
     (3, "weight", lambda t: t.reshape(t.shape[0] // 2, -1), 1, ""),
-    (3, "weight", lambda t: t.view(torch.int8), 1, ""),
+    (3, "weight", lambda t: t.view(torch.int16), 1, ""),
     (3, "global_scale", lambda t: t.reshape(1, 1), 1, ""),
     (3, "global_scale", lambda t: t.to(torch.bfloat16), 1, ""),
     (3, "input_scale", lambda t: t.repeat(2), 1, ""),
@@ -168,7 +168,8 @@ def test_rule_9_an_expert_too_many(breakable: Converted) -> None:
 def test_rule_9_pruned_weights_under_the_unpruned_config(breakable: Converted) -> None:
     damage.edit_json(breakable.folder / "config.json", lambda c: c.get("text_config", c).update(n_routed_experts=16))
     rule = only(check(breakable.folder), 9)
-    assert rule.count == 3 * (12 + 2)
+    assert rule.count == 1 + 3 * (12 + 2)
+    assert "set n_routed_experts to 4" in rule.offenders[0].problem
 
 
 @pytest.mark.parametrize(
