@@ -237,7 +237,7 @@ class Branch:
         *,
         shards: Mapping[str, tuple[str, int]],
         files: Mapping[str, Path | bytes],
-        gone: Collection[str],
+        gone: Collection[str] = (),
         message: str,
     ) -> str:
         """Put all on main in one commit and delete the work branch; raises HubError.
