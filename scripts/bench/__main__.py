@@ -185,7 +185,7 @@ def growth(bench: Bench, sizes: Sequence[int]) -> None:
 
 def gptq(bench: Bench, device: str) -> None:
     """Time rule `gptq` on a dense and a MoE layer of K2's size with 16 experts, on one core and on all."""
-    ids = bench.work / "gptq-ids.jsonl"
+    ids = bench.work / "gptq-ids.npy"
     make_token_ids(ids, tokens=GPTQ_TOKENS)
     source = bench.source("layer-16", "--experts", 16, dense_layers=1)
     text = ("--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--device", device)

@@ -36,8 +36,8 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
     todo.append(Step("Speed", [*bench, "--only", "gptq"]))
     layer = work / "layer"
-    ids = work / "ids.jsonl"
-    many = work / "many-ids.jsonl"
+    ids = work / "ids.npy"
+    many = work / "many-ids.npy"
     gptq = [PYTHON, "-m", "scripts.bench.gptq_device"]
     small = work / "results" / "small"
     result = work / "results" / "checkpoint"

@@ -17,6 +17,7 @@ from functools import partial
 from importlib.metadata import files
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,9 +148,9 @@ def foreign_text(work: Path) -> Path:
 
 
 def _write_ids(subject: Subject, work: Path, count: int) -> Path:
-    """Write the first ids of the calibration text, a window a line."""
-    path = work / f"{subject.source.name}-ids-{count}.jsonl"
-    path.write_text("".join(f"{ids}\n" for ids in subject.calibration_windows(count).tolist()), encoding="utf-8")
+    """Write the first ids of the calibration text, [windows, WINDOW]."""
+    path = work / f"{subject.source.name}-ids-{count}.npy"
+    np.save(path, subject.calibration_windows(count).numpy())
     return path
 
 
@@ -216,8 +217,8 @@ def _score_checkpoints(
     subject: Subject, work: Path, folders: Mapping[Conversion, Path], windows: Tensor
 ) -> tuple[float, Scores]:
     """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; return the source's perplexity first."""
-    ids = work / f"{subject.source.name}-evaluated.jsonl"
-    ids.write_text("".join(f"{window}\n" for window in windows.tolist()), encoding="utf-8")
+    ids = work / f"{subject.source.name}-evaluated.npy"
+    np.save(ids, windows.numpy())
     out = work / f"{subject.source.name}-evaluation.json"
     out.unlink(missing_ok=True)
     evaluation = k2convert.evaluate(

@@ -5,13 +5,13 @@ scale = bf16(amax/7) per group of 32, codes -7..7 with a 7 or -7 in every group.
 other experts roll its rows and multiply its scales, so all are different and valid, at the cost of a copy.
 """
 
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from scripts.fixture_maker.config import K2_SIDECARS, k2_config
@@ -137,8 +137,7 @@ def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None) -> P
 
 
 def make_token_ids(out: Path, *, tokens: int) -> Path:
-    """Write one line of JSON, a list of token ids drawn evenly from `k2-shaped`'s vocabulary: it has no tokenizer."""
+    """Write an .npy file of token ids drawn evenly from `k2-shaped`'s vocabulary: it has no tokenizer."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (tokens,), generator=generator).tolist()
-    out.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    np.save(out, torch.randint(VOCABULARY, (tokens,), generator=generator).numpy())
     return out

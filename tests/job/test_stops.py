@@ -181,7 +181,7 @@ def test_forty_random_moments(short: Path, text: Path, result: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_layer_of_rule_gptq_is_left_in_time_wherever_it_is(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    ids = tmp_path / "ids.jsonl"
+    ids = tmp_path / "ids.npy"
     out = tmp_path / "out"
     words = ("--experts", "16", "--hidden", "2048", "--intermediate", "1024", "--dense-layers", "1")
     make(["k2-shaped", str(source), *words])

@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -129,7 +130,7 @@ def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     main(["k2-shaped", str(out), *size])
     assert str(out) in capsys.readouterr().out
     assert tensors_of(out)["model.layers.0.mlp.gate.weight"].shape == (2, 256)
-    main(["token-ids", str(tmp_path / "ids.jsonl"), "--tokens", "300"])
-    ids = json.loads((tmp_path / "ids.jsonl").read_text())
+    main(["token-ids", str(tmp_path / "ids.npy"), "--tokens", "300"])
+    ids = np.load(tmp_path / "ids.npy").tolist()
     assert len(ids) == 300
     assert 0 <= min(ids) < max(ids) < json.loads((out / "config.json").read_text())["vocab_size"]
