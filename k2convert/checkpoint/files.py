@@ -224,8 +224,10 @@ def pieces(content: Content) -> Iterator[bytes]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the blake3 of a file as hex, computed in pieces on all cores; raises SourceReadError."""
-    digest = blake3(max_threads=num_cores())
+    """Return the blake3 of a file as hex, computed in pieces, of a large file on all cores; raises SourceReadError."""
+    with reading(path):
+        is_large = path.stat().st_size > PIECE_BYTES
+    digest = blake3(max_threads=num_cores() if is_large else 1)  # more threads can be refused, and blake3 then panics
     for piece in pieces(path):
         digest.update(piece)
     return digest.hexdigest()

@@ -169,7 +169,7 @@ def test_rule_9_pruned_weights_under_the_unpruned_config(breakable: Converted) -
     damage.edit_json(breakable.folder / "config.json", lambda c: c.get("text_config", c).update(n_routed_experts=16))
     rule = only(check(breakable.folder), 9)
     assert rule.count == 1 + 3 * (12 + 2)
-    assert "set n_routed_experts to 4" in rule.offenders[0].problem
+    assert "Set n_routed_experts to 4" in rule.offenders[0].problem
 
 
 @pytest.mark.parametrize(
