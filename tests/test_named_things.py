@@ -168,3 +168,30 @@ def test_what_is_named_exists() -> None:
 )
 def test_a_planted_name_is_found(file: str, planted: str) -> None:
     assert unknown(file, planted), planted
+
+
+SHOWN_AS_IT_IS = ("repo", "verb", "kv_cache")
+"""A command of a message may hold these unquoted: none of them can have a space or a sign of the shell."""
+
+
+def unquoted_in_commands(source: str) -> list[str]:
+    """Return what f-strings put into commands between backticks, unless a shell reads it as one word."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        text = ""
+        for value in node.values if isinstance(node, ast.JoinedStr) else ():
+            if isinstance(value, ast.FormattedValue):
+                is_command = text.count("`") % 2 and re.match("(k2convert|hf|vllm|pip) ", text.rpartition("`")[2])
+                shown = ast.unparse(value.value)
+                if is_command and "shlex.quote" not in shown and shown.rpartition(".")[2] not in SHOWN_AS_IT_IS:
+                    found.append(f"line {value.lineno}: {shown}")
+                text += "X"
+            elif isinstance(value, ast.Constant):
+                text += str(value.value)
+    return found
+
+
+def test_commands_of_messages_can_be_pasted() -> None:
+    assert unquoted_in_commands('f"{a}: lost. `k2convert status {folder}` says more."') == ["line 1: folder"]
+    for path in (ROOT / "k2convert").rglob("*.py"):
+        assert not unquoted_in_commands(path.read_text()), f"{path}: use records.command.shell_line"

@@ -13,6 +13,7 @@ serves every Xet file over plain ranges too. Uploads use Xet if the library does
 import contextlib
 import hashlib
 import os
+import shlex
 import threading
 from collections.abc import Callable, Generator, Iterable
 from io import BytesIO
@@ -66,7 +67,7 @@ def download_shard(
             if url.startswith(FILE_SCHEME) and is_offline():
                 raise HubError(
                     f"{url.removeprefix(FILE_SCHEME)}: is damaged: its bytes do not have the sha256 of its name. "
-                    f"`hf download {source.repo} {shard} --force-download` replaces it."
+                    f"`hf download {source.repo} {shlex.quote(shard)} --force-download` replaces it."
                 )
             hub.notify(f"{shard} arrived with a wrong sha256; fetching it again")
             partial.reset()

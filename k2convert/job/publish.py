@@ -33,6 +33,7 @@ from k2convert.job.resources import Item, output_headers
 from k2convert.job.results import OpenResult
 from k2convert.job.transfers import Uploads
 from k2convert.machine import BUFFERS
+from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, Published, record_published
 from k2convert.records.ledger import Ledger, read_ledger
@@ -211,9 +212,8 @@ def validate_publication(
             folder=folder, source=opened.source, events=events, visitor=hash_bytes, shards=opened.shards
         )
     if not validation.passed:
-        raise UnservableError(
-            f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation
-        )
+        command = shell_line(("k2convert", "validate", str(folder)))
+        raise UnservableError(f"{folder}: does not validate, so it is not published. `{command}` says why.", validation)
     BUFFERS.clear()
     return validation, {shard: digest.hexdigest() for shard, digest in digests.items()}
 

@@ -5,6 +5,7 @@ threads and converted by another, a bounded number of bytes ahead. The shard's o
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
 """
 
+import shlex
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -179,7 +180,7 @@ class _Work:
         if self.source_hash is not None and (found := self.source_hash.hexdigest()) != expected:
             raise CheckpointError(
                 f"{path}: is damaged: its sha256 is {found}, but the Hub stated {expected}. "
-                f"`hf download REPO {path.name} --force-download` replaces it."
+                f"`hf download REPO {shlex.quote(path.name)} --force-download` replaces it."
             )
 
     def ahead(self, pieces: Iterator[_Piece]) -> Generator[tuple[_Piece, _Result]]:

@@ -45,7 +45,7 @@ from k2convert.checkpoint.names import (
     WORK_FOLDER,
 )
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, counted, quoted, remedy
-from k2convert.records.command import JobCommand, read_command, say_own_command
+from k2convert.records.command import JobCommand, read_command, say_own_command, shell_line
 from k2convert.records.document import encode, read_document
 from k2convert.records.fingerprint import (
     IDENTITY_VERSION,
@@ -252,9 +252,8 @@ class Journal:
         job = self.job()
         if job is None:
             check_level(self.destination)
-            raise DestinationError(
-                f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
-            )
+            command = shell_line(("k2convert", "run", "SOURCE", str(self.destination)))
+            raise DestinationError(f"{self.destination}: no conversion. `{command}` begins one.")
         records, _ = self.find_records(job.digest)
         finished = records.only(
             name

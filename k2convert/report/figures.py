@@ -27,6 +27,7 @@ from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role, SourceFormat
 from k2convert.models.source_formats import INT4, MXFP4
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.command import shell_line
 from k2convert.records.document import plain, shown
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.journal import Journal, find_published
@@ -211,9 +212,10 @@ def read_finished(folder: Path) -> Ledger:
     with remedy(_LEDGER_REMEDY):
         ledger = find_ledger(folder)
     if ledger is None and Journal(folder).job() is not None:
+        command = shell_line(("k2convert", "status", str(folder)))
         raise CheckpointError(
-            f"{folder}: the conversion is not finished, so there is nothing to report on. `k2convert status {folder}` "
-            "says how far it is."
+            f"{folder}: the conversion is not finished, so there is nothing to report on. `{command}` says how far "
+            "it is."
         )
     if ledger is None:
         check_level(folder)

@@ -74,12 +74,16 @@ def test_a_failed_validation_names_the_command_that_mends_the_result(
 
 
 @pytest.mark.slow
-def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path) -> None:
+def test_a_report_without_ledger_asks_status(
+    follow: Callable[..., list[str]], run_cli: RunCli, k2_shaped: Path, tmp_path: Path
+) -> None:
     follow("run", k2_shaped, "out")
     shutil.copytree("out", "cut short")
     for name in ("k2convert.json", "config.json"):
         (tmp_path / "cut short" / name).unlink()
-    assert follow("report", "cut short")[0] == "k2convert status 'cut short'"
+    refused = said(run_cli("report", "cut short", code=1).stderr)
+    assert refused.split("`")[1::2] == ["k2convert status 'cut short'"]
+    follow("status", "cut short")
     shutil.copytree("out", "emptied", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree("emptied", "records", ignore=shutil.ignore_patterns(".k2convert"))
     assert follow("report", "emptied")[0] == "k2convert status emptied"
