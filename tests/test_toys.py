@@ -51,22 +51,22 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, bf16_values
 
 
 class ToyWeight(Bf16Weight):
-    \"\"\"q int8 [N, K] times s BF16 [N, K/32], rounded to BF16.\"\"\"
+    \"\"\"q int16 [N, K] times s BF16 [N, K/32], rounded to BF16.\"\"\"
 
     @classmethod
     def load(cls, packed, scale, rows, name):
         scales = bf16_values(scale.view(np.uint16).reshape(rows, -1))
-        return cls(bf16_bits(packed.view(np.int8).reshape(rows, -1) * scales.repeat(32, axis=1)))
+        return cls(bf16_bits(packed.view(np.int16).reshape(rows, -1) * scales.repeat(32, axis=1)))
 """
 
 FORMAT_ROW = """
 TOY: Final = SourceFormat(
-    title="INT8",
+    title="INT16",
     parameters=INT4.parameters,
-    packed_dtype="I8",
+    packed_dtype="I16",
     scale_dtypes=("BF16",),
     columns_per_element=1,
-    bits=8.5,
+    bits=16.5,
     usual_scale=INT4.usual_scale,
     known_config={"quant_method": "toy"},
     known_group={},
@@ -238,7 +238,7 @@ def toy_name(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint under the toy family's names, its codes a byte each."""
+    """The tiny checkpoint under the toy family's names, its codes two bytes each."""
 
     def change(checkpoint: SmallCheckpoint) -> None:
         for shard, members in checkpoint.shards.items():
@@ -246,7 +246,7 @@ def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, tensor in checkpoint.tensors().items():
             if name.endswith(".weight_packed"):
                 nibbles = torch.from_numpy(unpack_int4(tensor.view(torch.uint8).numpy()))
-                checkpoint.replace(name, nibbles.view(torch.int8))
+                checkpoint.replace(name, nibbles.view(torch.int8).to(torch.int16))
         checkpoint.config["model_type"] = "toy"
         del checkpoint.config["quantization_config"]
 
