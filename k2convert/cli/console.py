@@ -25,7 +25,8 @@ from k2convert.errors import OutputError, visible
 from k2convert.records.command import shell_line
 
 _PIPE_WIDTH: Final = 160
-_SAME_LINE_SECONDS: Final = 60.0
+_RETRY: Final = re.compile(r"; trying again in \d+ s$")
+_RETRY_LINE_SECONDS: Final = 60.0
 _BETWEEN: Final = 3  # a line and its blanks between two columns
 _MIN_TEXT_WIDTH: Final = 12  # a column of text may wrap down to this, or to its longest word
 _LONGEST_WORD: Final = 40  # a longer word, such as the path of a file, may be broken
@@ -212,15 +213,17 @@ def print_event(text: str) -> None:
 
 
 def notifier() -> Callable[[str], None]:
-    """Return the printer of lines about a running stage; of those that say that something is repeated, one a minute."""
-    last: dict[str, float] = {}
+    """Return the printer of lines about a running stage; of those that announce a retry, it prints one a minute."""
+    last = -math.inf
 
     def notify(line: str) -> None:
-        what = re.sub(r"\d", "", line.rpartition("; ")[2])  # "trying again in 2 s"
-        now = time.monotonic()
-        if now - last.get(what, -math.inf) > _SAME_LINE_SECONDS:  # several connections fail together
-            last[what] = now
-            print_event(line)
+        nonlocal last
+        if _RETRY.search(line):  # several connections fail together
+            now = time.monotonic()
+            if now - last <= _RETRY_LINE_SECONDS:
+                return
+            last = now
+        print_event(line)
 
     return notify
 

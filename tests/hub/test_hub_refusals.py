@@ -262,14 +262,19 @@ def test_a_wrong_variable_of_the_network_is_one_line(tmp_path: Path, variable: s
     assert error.startswith(f"error: {words}")
 
 
-def test_what_is_tried_again_is_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retry_is_said_once_a_minute_and_every_other_line_always(capsys: pytest.CaptureFixture[str]) -> None:
     from k2convert.cli.console import notifier
 
     notify = notifier()
     for pause in range(8):
         notify(f"no byte for 60 s; trying again in {pause} s")
     notify("the Hub answered 503; trying again in 1 s")
-    assert capsys.readouterr().err.count("trying again") == 1
+    for layer in (1, 2):
+        notify(f"warning: layer {layer}: the squared error is 0.0{layer}; by rule mse it would be 0.00")
+        notify(f"model-{layer}.safetensors arrived with a wrong sha256; fetching it again")
+    shown = capsys.readouterr().err
+    assert shown.count("trying again") == 1
+    assert shown.count("warning: layer") == shown.count("fetching it again") == 2, "no other line is one that repeats"
 
 
 ANSWERS = {
