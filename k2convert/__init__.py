@@ -168,10 +168,10 @@ def validate(
     `k2convert validate`.
 
     `result` and `source` are folders or hf://owner/name. The MoE `layers`, numbers or "all", are computed on synthetic
-    hidden states, with the source. `passed` of the report says whether to serve it. Raises CheckpointError if a
+    hidden states, if both are folders. `passed` of the report says whether to serve it. Raises CheckpointError if a
     checkpoint cannot be read, and any other K2ConvertError.
     """
-    from k2convert.check.validate import LayersRequest
+    from k2convert.check.results import LAYERS_OF_FOLDERS, LayersRequest
     from k2convert.errors import ArgumentError, require_extra
     from k2convert.hub.client import Hub
     from k2convert.job.host_process import host_process, read_events, read_layers, read_optional_path, read_path
@@ -189,6 +189,8 @@ def validate(
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
     ):
         if request is not None and opened.source is not None:
+            if opened.shards.is_remote:
+                raise ArgumentError(f"{LAYERS_OF_FOLDERS}.")
             from k2convert.check.reference_layers import check_layers_exist
             from k2convert.models import read_architecture
 

@@ -5,8 +5,8 @@ on a text, or drawn ones. So an error is the layer's own. `k2convert evaluate` c
 in a row, where each model reads what its own layers below gave.
 
 The layer is the source's (forward/decoder.py), with its router. Each of its MLPs is computed in FP32 in every version:
-with the source's exact q * s, the converted weights, and those that rule `max` gives for the same source; with input
-scales, all three on FP4 activations too. Every core has an expert of its own, so a K2 layer needs under 4 GB.
+with the source's exact q * s and with the converted weights; with input scales, both on FP4 activations too. Every core
+has an expert of its own, so a K2 layer needs under 4 GB.
 
 An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
 nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
@@ -23,7 +23,7 @@ import gc
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,15 +48,12 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.decoder import DecoderLayer, MlpBlock, embed
 from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, block_mlps
-from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 from k2convert.machine import num_cores
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
 from k2convert.models.config import text_config
 from k2convert.plan.recipe import Budget
-from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
-from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.metrics.weight_metrics import decibels
-from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.records.events import SILENT, Events
 
 PROBE_TOKENS: Final = 2
@@ -279,39 +276,14 @@ class _Versions:
             for name in PROJECTIONS
         ]
         exact = [exact_weight(weight) for weight in raw.values()]
-        by_max = exact
-        if self.converted.is_nvfp4(f"{module}.{PROJECTIONS[0]}"):
-            by_max = _max_weights(raw)
         scales = [projection.input_scale for projection in ours]
-        versions = (Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours), Mlp(*map(LinearLayer, by_max, scales)))
-        return partial(self._outputs, versions)
+        return partial(self._outputs, Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours))
 
-    def _outputs(self, versions: tuple[Mlp, Mlp, Mlp], x_TK: Tensor) -> Tensor:
-        source, converted, by_max = versions
+    def _outputs(self, source: Mlp, converted: Mlp, x_TK: Tensor) -> Tensor:
         scaled_TK = x_TK
         if self.exponents is not None:
             scaled_TK = torch.ldexp(x_TK, torch.as_tensor(self.exponents.astype(np.int32)))
         if not self.with_fp4_inputs:
-            return torch.stack([source(x_TK), converted(scaled_TK), by_max(x_TK)])
+            return torch.stack([source(x_TK), converted(scaled_TK)])
         reference, activations_only = source.on_both_inputs(x_TK)
-        of_converted = converted.on_both_inputs(scaled_TK)
-        return torch.stack([reference, *of_converted, *by_max.on_both_inputs(x_TK), activations_only])
-
-
-def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    by_max = NativeQuantizer("max")
-    sources: dict[str, SourceWeight] = {
-        name: weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
-        for name, weight in raw.items()
-    }
-    measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
-    gate_up = measured["gate_proj"].merge(measured["up_proj"])
-    weights: list[DenseWeight | CodedWeight] = []
-    for name, source in sources.items():
-        magnitude = measured[name] if name == "down_proj" else gate_up
-        scale = by_max.global_scale(magnitude)
-        result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
-        packed = torch.as_tensor(result.packed)
-        block_scales = torch.as_tensor(result.block_scales)
-        weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
-    return weights
+        return torch.stack([reference, *converted.on_both_inputs(scaled_TK), activations_only])

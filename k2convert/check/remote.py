@@ -7,7 +7,7 @@ of one result shard and of what it reads, about two shards, whatever the size of
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,10 @@ from typing import Final
 
 from k2convert.check.contract.result import Result
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import check_disk
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +148,3 @@ def folder_bytes(folder: Path) -> int:
 
 LOCAL: Final = Shards()
 """Result and source are folders."""
-
-
-def layer_bytes(checkpoint: Checkpoint, layers: Sequence[int], *, family: Family) -> int:
-    """Return the bytes of the MoE blocks of some layers."""
-    stems = tuple(family.moe_prefix(layer) for layer in layers)
-    return sum(tensor.num_bytes for name, tensor in checkpoint.tensors.items() if name.startswith(stems))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MAX_OFFENDERS = 8
 NO_SOURCE = "needs --source"
+LAYERS_OF_FOLDERS: Final = (
+    "layers are computed from folders, not from hf://: download them with `hf download OWNER/NAME --local-dir FOLDER`"
+)
 
 
 class Verdict(StrEnum):
@@ -228,19 +231,15 @@ class Variant(StrEnum):
 
     CONVERTED = "converted"
     CONVERTED_W4A4 = "converted-w4a4"
-    MAX = "max"
-    MAX_W4A4 = "max-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
     """The source's weights with FP4 activations: the error that no weight conversion can remove."""
 
 
-W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.MAX_W4A4, Variant.ACTIVATIONS_ONLY)
+W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.ACTIVATIONS_ONLY)
 
 _LABELS: Final[dict[str, str]] = {
     Variant.CONVERTED_W4A4: "this result as served (W4A4)",
     Variant.CONVERTED: "its weights alone (W4A16)",
-    Variant.MAX_W4A4: "usual rule, W4A4",
-    Variant.MAX: "usual rule (max)",
     Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
 }
 

@@ -6,7 +6,7 @@ digit, so every scaled number is the source's times a power of two, or it is wro
 arithmetic of its own.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,11 +38,6 @@ class Scaling:
 
     exponents: Mapping[int, Exponents]
     problems: Mapping[int | None, Offender]
-
-    def of_layers(self, layers: Collection[int]) -> "Scaling":
-        """Return the part that has only these layers."""
-        found = {number: exponents for number, exponents in self.exponents.items() if number in layers}
-        return Scaling(found, {number: one for number, one in self.problems.items() if number in (None, *layers)})
 
     def of_copy(self, parts: TensorName, *, family: Family) -> Exponents | None:
         """Return e [K]: the columns of this copied tensor must be the source's times 2**e. None: unchanged."""

@@ -67,13 +67,6 @@ class ShardsFound:
     certified: Verdict = field(default_factory=Verdict)
     recorded: Mapping[str, ProjectionRecord] = field(default_factory=dict[str, ProjectionRecord])
 
-    def add(self, other: "ShardsFound") -> None:
-        """Add what the pass over another part of the same result found, except for its totals."""
-        self.scan.add(other.scan)
-        self.measured |= other.measured
-        self.certified.add(other.certified)
-        self.recorded = other.recorded
-
     def add_measured(self, module: str, role: str, measured: WeightMetrics) -> None:
         """Add the figures of one module."""
         for key in (role, TOTAL):
@@ -136,8 +129,6 @@ def validate_shards(
 
         def finished(shard: str, digest: str) -> None:
             measurer.settle()
-            if result.whole is not None:
-                return
             try:
                 found.certified.add(certificate.check_shard(result.folder / shard, seed=digest))
             except OSError as error:

@@ -56,7 +56,7 @@ def validate_checkpoint(
 
     Weights and `layers` need `source`; without it they are left out. `visitor` gets all bytes of the folder's shards.
     Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings those that
-    are on the Hub; of a result or source there, only the given `layers` are read.
+    are on the Hub.
     """
     if shards.result is None:
         check_finished(folder)
@@ -67,8 +67,6 @@ def validate_checkpoint(
         check_computed(source)
     result = _with_smoothing(result, shards)
     source = result.source
-    if layers is not None and source is not None and shards.is_remote:
-        return _validate_layers(result, source, layers, events=events, shards=shards)
     found = validate_shards(result, recorded=_recorded(result), events=events, visitor=visitor, shards=shards)
     contract, weights = _report(result, found)
     layers_report = None
@@ -78,7 +76,7 @@ def validate_checkpoint(
     elif layers is not None and not contract.passed:
         skipped = _broken_rules(contract)
     elif layers is not None and source is not None:
-        layers_report = _compute_layers(layers, result, source, events=events, shards=shards)
+        layers_report = _compute_layers(layers, result, source, events=events)
     return ValidationReport(str(folder), contract, weights, layers_report, skipped)
 
 
@@ -192,38 +190,6 @@ def _broken_rules(contract: ContractReport) -> str:
     return f"rules {rules} do not hold"
 
 
-def _validate_layers(
-    result: Result, source: Checkpoint, request: LayersRequest, *, events: Events, shards: Shards
-) -> ValidationReport:
-    """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
-    layers = request.layers
-    recorded = _recorded(result)
-    every = ShardsFound()
-    computed = list[LayersReport]()
-    skipped = list[str]()
-    for layer in layers:
-        part = result.of_layers((layer,))
-        wanted = replace(request, layers=(layer,))
-        stems = (part.family.moe_prefix(layer), f"{part.family.mlp_norm.format(layer=layer)}.")
-        of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(stems))
-        with shards.around_tensors(part.tensors.values(), of_source):
-            found = validate_shards(part, recorded=recorded, events=events)
-            every.add(found)
-            contract, _ = _report(part, found)
-            if contract.passed:
-                computed.append(_compute_layers(wanted, result, source, events=events, shards=shards))
-            else:
-                skipped.append(f"layer {layer}: {_broken_rules(contract)}")
-    contract, weights = _report(result.of_layers(layers), every)
-    return ValidationReport(
-        folder=str(result.folder),
-        contract=contract,
-        weights=weights,
-        layers=replace(computed[0], layers=tuple(r for found in computed for r in found.layers)) if computed else None,
-        layers_skipped="; ".join(skipped),
-    )
-
-
 def validate_sent(
     folder: Path, *, headers: Mapping[str, ShardHeader], source: Checkpoint, records: Iterable[ShardRecord]
 ) -> ValidationReport:
@@ -250,7 +216,7 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
         journal_mismatches=tuple(m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)),
         journal_compared=len(stated),
     )
-    is_whole = result.whole is None and errors.keys() >= {module.name for module in result.converted}
+    is_whole = errors.keys() >= {module.name for module in result.converted}
     totals = found.figures if is_whole and errors else None
     return check_result(result, found.scan, errors=errors, totals=totals, doubts=found.doubts), weights
 
@@ -259,9 +225,7 @@ def _certificate_report(result: Result, found: ShardsFound) -> CertificateReport
     certified = found.certified
     rule = claim_of(result).rule
     reason = ""
-    if result.whole is not None:
-        reason = result.limits
-    elif result.ledger is None:
+    if result.ledger is None:
         reason = "no ledger says by which rule the weights were converted"
     elif rule not in KNOWN_RULES:
         rule = None
@@ -285,13 +249,11 @@ def _recorded(result: Result) -> dict[str, ProjectionRecord]:
     return {projection.module: projection for record in records for projection in record.projections}
 
 
-def _compute_layers(
-    request: LayersRequest, result: Result, source: Checkpoint, *, events: Events, shards: Shards
-) -> LayersReport:
+def _compute_layers(request: LayersRequest, result: Result, source: Checkpoint, *, events: Events) -> LayersReport:
     from k2convert.check.reference_layers import check_layers
 
     with remedy(RESULT_REMEDY):
-        converted = open_checkpoint(result.folder, read=shards.header_reader)
+        converted = open_checkpoint(result.folder)
     return check_layers(
         request, source=source, converted=converted, budget=result.budget, scaling=result.scaling, events=events
     )

@@ -36,7 +36,7 @@ def validate(
     source: SourceOption = None,
     layers: Annotated[
         str | None,
-        option("MoE layers to compute: 1,30,60 or all. From hf:// only these are read. Needs --source.", "LAYERS"),
+        option("MoE layers to compute: 1,30,60 or all. Needs --source; both are folders.", "LAYERS"),
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -49,6 +49,7 @@ def validate(
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
+    from k2convert.check.results import LAYERS_OF_FOLDERS
     from k2convert.cli import console
     from k2convert.cli.progress import Display
     from k2convert.cli.validation_view import print_serve, show_validation
@@ -63,7 +64,7 @@ def validate(
     refuse_contradictions(
         (layers and not source, "--layers needs --source"),
         (text and layers is None, "--text gives --layers hidden states: pass --layers"),
-        (text and uses_hub, "--text computes all layers below, so both checkpoints must be folders, not hf://"),
+        (layers and uses_hub, LAYERS_OF_FOLDERS),
     )
     if text:
         require_extra("calibrate", purpose="--text")
@@ -73,7 +74,7 @@ def validate(
             request = _layers_request(opened.source, layers, text, tokens)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
-        total = opened.bytes_to_read(None if request is None else request.layers)
+        total = opened.num_bytes
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         num_experts = 0 if request is None else request.num_experts

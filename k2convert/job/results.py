@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from k2convert.check.remote import Shards, folder_bytes, layer_bytes
+from k2convert.check.remote import Shards, folder_bytes
 from k2convert.check.results import LayersRequest, ValidationReport
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
@@ -15,7 +15,6 @@ from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import fetch_small_files, mark_other_files, read_headers, resolve_source
 from k2convert.job.locations import commit_of, folder_of, open_checkpoint_at, repo_at
-from k2convert.models import detect_family
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import find_ledger
 
@@ -35,12 +34,6 @@ class OpenResult:
         if self.shards.result is not None:
             return self.shards.result_bytes()
         return folder_bytes(self.folder)
-
-    def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
-        """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
-        if not layers or self.source is None or not self.shards.is_remote:
-            return self.num_bytes
-        return layer_bytes(self.source, layers, family=detect_family(self.source))
 
     def validate(self, *, layers: LayersRequest | None = None, events: Events = SILENT) -> ValidationReport:
         """Validate the result; the report names it as the user did, not by its temporary folder."""

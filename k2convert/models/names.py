@@ -201,10 +201,6 @@ class Family:
         """Return every name of every bank of experts, sorted."""
         return tuple(sorted(name.format(layer=layer) for layer in layers for name in self.banks))
 
-    def moe_prefix(self, layer: int) -> str:
-        """Return what the names of all tensors of a layer's MoE block begin with."""
-        return self.experts.format(layer=layer).removesuffix("experts")
-
 
 _READERS = (Role.EXPERTS, Role.SHARED_EXPERTS)
 

@@ -19,7 +19,6 @@ from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault, Kind
 from loopback import LoopbackHub
 
-from k2convert.checkpoint.header import read_header as header_of
 from scripts.fixture_maker.damage import edit_json
 
 
@@ -97,27 +96,6 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
 
 
 @pytest.mark.slow
-def test_chosen_layers(tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched) -> None:
-    """Their shards alone are fetched, and a fault of another layer is not seen."""
-    here = json.loads(cli("validate", published, "--source", tiny, "--layers", "1,2", "--json", code=0).stdout)
-    shard = published / "model-00004-of-000005.safetensors"
-    flip(shard, header_of(shard).tensors["model.layers.3.mlp.gate.weight"].begin)
-    tiny_hub.store.add_folder("me/out", published)
-    words = ("validate", "hf://me/out", "--source", "hf://moon/tiny", "--json", "--layers")
-    there = json.loads(cli(*words, "1,2", code=0).stdout)
-    assert there["layers"] == here["layers"]
-    assert there["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * 2
-    rules = {rule["number"]: rule for rule in there["contract"]["rules"]}
-    assert {n for n, rule in rules.items() if rule["verdict"] == "skipped"} == {4, 5, 6, 7, 18, 19}
-    assert all(layer in rules[7]["note"] for layer in "12")
-    for path in tiny.glob("*.safetensors"):
-        is_needed = path.name.startswith(("model-00002", "model-00003"))
-        assert (tiny_hub.traffic.bytes_sent(f"{path.name}$") > 1_000_000) is is_needed, path.name
-    assert 0 < temporary.most <= two_shards(published, tiny)
-    assert json.loads(cli(*words, "2,3", code=3).stdout)["contract"]["failed"] == [7]
-
-
-@pytest.mark.slow
 def test_partners_come_in_ranges(server: LoopbackHub, cli: RunCli, split: Path, cwd: Path, temporary: Watched) -> None:
     """Gate and up, and the parts of one projection, lie in different shards of the source."""
     cli("run", split, "out", "--layout", "compressed-tensors", code=0)
@@ -130,15 +108,6 @@ def test_partners_come_in_ranges(server: LoopbackHub, cli: RunCli, split: Path, 
     assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
     assert server.traffic.matching("GET", r"moon/split/.*\.safetensors")
     assert 0 < temporary.most <= 1.1 * two_shards(cwd / "out", split)
-
-
-def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, cli: RunCli, k25: Path) -> None:
-    cli("run", k25, "out", code=0)
-    server.store.add_folder("moon/k25", k25)
-    shown = cli("validate", "out", "--source", "hf://moon/k25", "--layers", "3", "--json")
-    document = json.loads(shown.stdout)
-    assert [layer["layer"] for layer in document["layers"]["layers"]] == [3]
-    assert document["passed"]
 
 
 def test_a_result_without_shards_is_named(tiny_hub: LoopbackHub, cli: RunCli) -> None:

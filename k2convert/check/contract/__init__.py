@@ -72,25 +72,20 @@ def check_result(
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
     measured figures by role, for rule 19; None if not every converted weight was measured. `doubts` are what makes the
-    codes of source weights doubtful, by module. If the result is a part,
-    headers and configs of the whole are checked, and the rules on data note which part was read.
+    codes of source weights doubtful, by module.
     """
-    whole = result.whole or result
     found = [
-        Findings(number).skip(whole.incomplete) if whole.incomplete else check(whole)
+        Findings(number).skip(result.incomplete) if result.incomplete else check(result)
         for number, check in _NEED_ALL_SHARDS
     ]
-    found += [check(whole) for check in _FROM_CONFIGS]
+    found += [check(result) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
-    found.append(check_hf_quant_config(whole, compare_lists=list_is_good))
+    found.append(check_hf_quant_config(result, compare_lists=list_is_good))
     on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
     on_data += [check_errors(result, scan, errors, doubts or {}), check_ledger(result, scan, totals)]
-    if result.whole is not None:
-        for findings in on_data:
-            findings.skip(result.limits)
     found += on_data
     return ContractReport(
         folder=str(result.folder),
@@ -247,16 +242,10 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured. An
     evaluation, if there is one, is of the weights that it states.
 
-    `totals` are the measured figures by role; None if they are not known. Of a part, the hashes of the shards are not
-    known, so only their sizes are compared.
+    `totals` are the measured figures by role; None if they are not known.
     """
     found = Findings(19)
     digests = scan.digests
-    if result.whole is not None:
-        result = result.whole
-        totals = None
-        stated = {} if result.ledger is None else result.ledger.shards
-        digests = {shard: stated[shard].blake3 for shard in result.headers if shard in stated}
     ledger = result.ledger
     if result.is_foreign:
         return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")

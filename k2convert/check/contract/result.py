@@ -6,7 +6,7 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -72,8 +72,6 @@ class Result:
     calibration                of the conversion, while it runs
     scaling                    exact smoothing, if the ledger states it
     job                        the job that converted the folder, if its journal is here
-    whole                      the result that this is a part of; None if this is the whole result
-    limits                     which part is read, in words
     """
 
     folder: Path
@@ -100,27 +98,6 @@ class Result:
     job: JobDescription | None = None
     calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
-    whole: "Result | None" = None
-    limits: str = ""
-
-    def of_layers(self, layers: Sequence[int]) -> "Result":
-        """Return the part that has only the MoE blocks of these layers."""
-        stems = tuple(self.family.moe_prefix(layer) for layer in layers)
-        headers: dict[str, ShardHeader] = {}
-        for shard, header in self.headers.items():
-            found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stems)}
-            if found:
-                headers[shard] = replace(header, tensors=found)
-        return replace(
-            self,
-            headers=headers,
-            unreadable={},
-            tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stems)},
-            modules={name: module for name, module in self.modules.items() if name.startswith(stems)},
-            scaling=self.scaling.of_layers(layers),
-            whole=self,
-            limits=f"of the shards, only the MoE layers {', '.join(map(str, layers))} were read",
-        )
 
     @property
     def expected_parameters(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ the bytes too: to hash whole shards, or to decode converted tensors.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from blake3 import blake3
@@ -61,11 +61,6 @@ class ScanResult:
     all_zero: set[str] = field(default_factory=set[str])
     compared: set[str] = field(default_factory=set[str])
     scaled: set[str] = field(default_factory=set[str])
-
-    def add(self, other: "ScanResult") -> None:
-        """Add what was found in another part of the same result."""
-        for name in fields(self):
-            getattr(self, name.name).update(getattr(other, name.name))
 
 
 @dataclass(frozen=True, slots=True)

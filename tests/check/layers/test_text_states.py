@@ -67,7 +67,11 @@ def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
     [
         (["--layers", "1", "--text", "nope.txt"], 1, "nope.txt: no such file"),
         (["--text", "nope.txt"], 2, "pass --layers"),
-        (["--layers", "1", "--text", "nope.txt", "--source", "hf://a/b"], 2, "must be folders, not hf://"),
+        (
+            ["--layers", "1", "--source", "hf://a/b"],
+            2,
+            "not from hf://: download them with `hf download",
+        ),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused_at_once(
