@@ -48,7 +48,7 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale
 
 READ_ROWS: Final = 16384
 """Rows of gate and up that are read, of all experts together: column norms then err by about 1 %."""

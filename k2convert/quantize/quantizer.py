@@ -1,7 +1,6 @@
 """The quantizers: how one weight becomes NVFP4, chosen by kind.
 
-The native one is k2convert's own arithmetic: the kernels of a rule if it has them, else its definition in rules/
-(slow). The reference one (libraries.py) calls ModelOpt.
+The native one is k2convert's own arithmetic by the compiled kernels. The reference one (libraries.py) calls ModelOpt.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class NativeQuantizer:
         global_scale: float,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantize and measure one weight. `magnitude` is that of all weights that share the global scale."""
-        if has_kernel(self.rule):
-            converted = cpu.convert(source, rule=self.rule, global_scale=global_scale)
-        else:
-            converted = cpu.Converted(RULES[self.rule].quantize(source, global_scale))
+        converted = cpu.convert(source, rule=self.rule, global_scale=global_scale)
         metrics = measure_quantized(
             source,
             converted.weight,
@@ -76,8 +72,3 @@ class NativeQuantizer:
             rule=self.rule,
         )
         return converted.weight, metrics
-
-
-def has_kernel(rule: Rule) -> bool:
-    """Return whether a rule has compiled kernels; without, its reference arithmetic converts."""
-    return rule in cpu.RULES_WITH_KERNEL

@@ -37,8 +37,7 @@ from k2convert.models import detect_family
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.device_kernel import check_device
-from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 from k2convert.records.calibration import GptqLayer
 from k2convert.records.events import SILENT
 from k2convert.text.windows import Windows, held_out, read_windows
@@ -266,7 +265,7 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
         for expert in range(16):
             sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
             found = [codes.converted(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
-            mse = [quantize_best(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
+            mse = [quantize_mse(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
             tokens, p = routing.tokens_of(expert)
             expected = Mlp(*(LinearLayer(exact_weight(source)) for source in sources))(x[tokens])
             for place, weights in enumerate((found, mse)):

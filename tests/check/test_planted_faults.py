@@ -25,6 +25,7 @@ from k2convert.checkpoint import header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import ShardReader
+from k2convert.choices import Rule
 from k2convert.errors import CalibrationError
 from k2convert.forward.layer_pass import PassText
 from k2convert.forward.weights import WeightReader
@@ -32,8 +33,7 @@ from k2convert.job import resources, shard
 from k2convert.job.run import execute
 from k2convert.models import projections, source_formats
 from k2convert.plan import plan
-from k2convert.quantize import quantizer
-from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import (
@@ -44,8 +44,10 @@ from k2convert.quantize.formats.nvfp4 import (
     pack_nibbles,
     unpack_nibbles,
 )
+from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import NativeQuantizer
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules import max as max_rule
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -273,7 +275,11 @@ def of_ties(*, is_up: bool) -> Patch:
 
 def by_definition(change: Patch) -> Patch:
     """The rule is computed by its definition in NumPy, which `change` changes."""
-    return each(setting(quantizer, "has_kernel", lambda _rule: False), change)
+
+    def defined(weight: SourceWeight, *, rule: Rule, global_scale: float) -> cpu.Converted:
+        return cpu.Converted(RULES[rule].quantize(weight, global_scale))
+
+    return each(setting(cpu, "convert", defined), change)
 
 
 def floored(values: Any) -> Any:

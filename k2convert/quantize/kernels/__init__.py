@@ -3,9 +3,8 @@
     cpu    weights on the CPU: measure, convert; one thread a call, any number of callers
     _cpu   the extension module behind them, built from cpp/; uses AVX2 or NEON if the CPU has it
 
-`cpu.RULES_WITH_KERNEL` are the rules that have a kernel. INT4 weights go from packed bytes
-and BF16 scale bits to packed bytes and E4M3 bytes, with the counts from which all metrics are computed. Nothing is
-unpacked, and the only state is each thread's buffers.
+INT4 weights go from packed bytes and BF16 scale bits to packed bytes and E4M3 bytes, with the counts from which all
+metrics are computed. Nothing is unpacked, and the only state is each thread's buffers.
 """
 
 from importlib.util import find_spec

@@ -20,21 +20,22 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
-from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, check_int4_scales
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES, Int4Weight, check_int4_scales
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
-from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, SIGN_BIT, Nvfp4Weight
+from k2convert.quantize.formats.nvfp4 import (
+    DOUBLED_VALUES,
+    E2M1_VALUES,
+    MAX_BYTE,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    SIGN_BIT,
+    Nvfp4Weight,
+    nearest_code,
+)
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.search_int4 import (
-    MIN_MANTISSA,
-    NUM_SHIFTS,
-    codes_and_errors,
-    global_exponent,
-    scale_candidates,
-)
-
-RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "gptq"})
+from k2convert.quantize.rules.mse import global_exponent
 
 LARGEST_BF16_SCALE: Final = 2.0**118
 """Above this global scale the steps exceed FP32, in which BF16 kernels divide. No weight leads to such a scale."""
@@ -111,7 +112,7 @@ class Converted:
 
 
 def convert(weight: SourceWeight, *, rule: Rule, global_scale: float) -> Converted:
-    """Quantize a weight by a rule of RULES_WITH_KERNEL."""
+    """Quantize a weight by a rule; FormatError if the rule cannot use the global scale."""
     check_rule_scale(rule, global_scale)
     is_max = not RULES[rule].has_power_of_two_scale
     if isinstance(weight, Int4Weight) and weight.channel_exponents is None:
@@ -179,7 +180,17 @@ def flat(array: NDArray[Any]) -> NDArray[Any]:
 # error is exact, and the others are at most too small. So the candidate with the least sum is the winner if its sum
 # has no capped error. Otherwise, which is rare, the kernel searches again among all candidates.
 
+MIN_MANTISSA: Final = 128
 NUM_MANTISSAS: Final = 128
+NUM_SHIFTS: Final = 10
+
+LOWEST_OFFSET: Final = -MAX_EXPONENT - 1
+HIGHEST_OFFSET: Final = NUM_SHIFTS - MIN_EXPONENT
+"""kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
+
+_ALL_ZERO_STEP: Final = 2.0**60
+_SATURATED_STEP: Final = 2.0**-60
+"""Steps that give the two candidates that are not on the grid their codes."""
 
 ZERO_CANDIDATE: Final = 0
 """A scale so large that every code is zero (j >= 10); the largest of them is 448."""
@@ -218,7 +229,7 @@ def search_tables() -> SearchTables:
     C = 82 candidates by rank, S = 128 source mantissas, P positions.
     """
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
-    found = [codes_and_errors(mantissa) for mantissa in mantissas_S.tolist()]
+    found = [_codes_and_errors(mantissa) for mantissa in mantissas_S.tolist()]
     codes_SCk = np.stack([codes for codes, _ in found]).swapaxes(1, 2)
     errors_SkC = np.stack([errors for _, errors in found])  # in units of (s / 2ms)**2: integers below 2**25
     # Bits 4u .. 4u + 3 are the output nibble of the source nibble u = q + 8.
@@ -250,5 +261,35 @@ def search_tables() -> SearchTables:
         choices=(map_ids.reshape(-1) | capped_SC.reshape(-1) << 8).astype(np.uint16),
         maps=nibbles.astype(np.uint8).reshape(-1),
         full_errors=errors_SkC.reshape(-1),
-        scale_bytes=scale_candidates()[1].reshape(-1),
+        scale_bytes=_scale_candidates()[1].reshape(-1),
     )
+
+
+@lru_cache(maxsize=1)
+def _scale_candidates() -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """Return the steps mb * 2**j float64 [C], from large to small, and their E4M3 bytes uint8 [O, C].
+
+    C = 82 candidates by rank, O = 26 offsets kg - es. A byte is 0 if the candidate does not exist at this offset. The
+    first and the last candidate are not on the grid: every code is zero, or saturates if it is not zero.
+    """
+    grid = [(j, mantissa) for j in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
+    steps = np.array([_ALL_ZERO_STEP, *(float(mantissa << j) for j, mantissa in grid), _SATURATED_STEP])
+    rows: list[list[int]] = []
+    for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
+        exponents = [(j - offset, mantissa) for j, mantissa in grid]
+        found = [e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in exponents]
+        largest = offset + MAX_EXPONENT
+        ends = [MAX_BYTE if is_there else 0 for is_there in (largest >= NUM_SHIFTS, largest < 0)]
+        rows.append([ends[0], *(byte if byte <= MAX_BYTE else 0 for byte in found), ends[1]])
+    return steps, np.array(rows, dtype=np.uint8)
+
+
+def _codes_and_errors(mantissa: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Return the code and the error of each |q| under each candidate, uint8 and float64 [9, 82], for one ms."""
+    wanted_k1 = np.arange(NUM_MAGNITUDES)[:, None] * float(mantissa)
+    steps_C = _scale_candidates()[0]
+    codes_kC = nearest_code(wanted_k1, steps_C)
+    # The two candidates off the grid count as zero codes.
+    reached_kC = np.array(DOUBLED_VALUES)[codes_kC] * steps_C
+    reached_kC[:, [0, -1]] = 0
+    return codes_kC, (2 * wanted_k1 - reached_kC) ** 2

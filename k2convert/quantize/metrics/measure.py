@@ -33,7 +33,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
 from k2convert.quantize.rules.max import max_global_scale
-from k2convert.quantize.rules.search_int4 import global_exponent
+from k2convert.quantize.rules.mse import global_exponent
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 SAMPLE_STRIDE: Final = 256

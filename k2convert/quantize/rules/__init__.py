@@ -1,10 +1,8 @@
-"""The rules by which block scales are chosen, in one table: adding a rule is a row here, a word in `choices.Rule` and a
-file in this folder. A compiled kernel is optional (see kernels/): without one, this arithmetic converts.
+"""The rules by which block scales are chosen, in one table. They are the definition: kernels/ gives the same bytes.
 
-    max            the block maximum over 6
-    search_int4    the best scale of every block of an INT4 weight, and the global scale of every search
-    search_bf16    the best scale of every block of a weight whose numbers are BF16
-    cast           MXFP4: codes are copied, scales relabeled
+max     the block maximum over 6
+mse     the best scale of every block, and the global scale of every search
+cast    MXFP4: codes are copied, scales relabeled
 """
 
 from __future__ import annotations
@@ -15,13 +13,9 @@ from typing import Final
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.cast import cast
 from k2convert.quantize.rules.max import max_global_scale, quantize_max
-from k2convert.quantize.rules.search_bf16 import quantize_bf16
-from k2convert.quantize.rules.search_int4 import global_exponent, mse_global_scale, quantize_int4
+from k2convert.quantize.rules.mse import global_exponent, mse_global_scale, quantize_mse
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +43,10 @@ class RuleArithmetic:
     """Set if ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
 
-def quantize_best(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
-    """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
-
-    An MXFP4 weight is cast: no other scale has less error. An INT4 weight with channel exponents is searched as BF16.
-    """
-    exponent = global_exponent(global_scale)
-    if isinstance(weight, Mxfp4Weight):
-        return cast(weight, exponent)
-    if isinstance(weight, Int4Weight) and weight.channel_exponents is None:
-        return quantize_int4(weight, exponent)
-    return quantize_bf16(weight, exponent)
-
-
 _MSE: Final = RuleArithmetic(
     summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
     global_scale=mse_global_scale,
-    quantize=quantize_best,
+    quantize=quantize_mse,
     has_power_of_two_scale=True,
     casts_mxfp4=True,
 )

@@ -8,7 +8,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, scale_bits, scale_fp32
 from k2convert.quantize.formats.int4 import Int4Weight, unpack_int4
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale
 
 
 @pytest.mark.usefixtures("instructions")

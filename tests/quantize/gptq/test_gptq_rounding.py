@@ -16,8 +16,7 @@ from k2convert.quantize.gptq.hessian import DampedHessian, damp_hessian, identit
 from k2convert.quantize.gptq.rounding import RoundingKernel
 from k2convert.quantize.gptq.rounding import round_gptq as round_to_codes
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 
 UNIT = 2.0**-13
 
@@ -111,7 +110,7 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
     matrix = form_of(correlated(1000, columns))
     source, target = bf16_source(64, columns)
     global_scale = mse_global_scale(source.magnitude())
-    mse = losses(target, quantize_best(source, global_scale), matrix).sum()
+    mse = losses(target, quantize_mse(source, global_scale), matrix).sum()
     for damping, share in ((0.1, 0.6), (0.9, 0.95)):
         codes = round_gptq(target, global_scale, damp_hessian(matrix, damping), kernel)
         assert losses(target, codes, matrix).sum() < share * mse
@@ -121,7 +120,7 @@ def test_an_even_hessian_is_close_to_mse(kernel: RoundingKernel) -> None:
     source, target = bf16_source(64, 160)
     even = identity_hessian(160, device="cpu")
     found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.matrix)
-    mse = losses(target, quantize_best(source, UNIT), even.matrix)
+    mse = losses(target, quantize_mse(source, UNIT), even.matrix)
     assert (found >= mse * (1 - 1e-6)).all(), "every scale was tried there"
     assert found.sum() <= 1.01 * mse.sum()
 

@@ -34,9 +34,9 @@ from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
-from k2convert.quantize.rules import RULES, quantize_best
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import max_global_scale
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 from k2convert.records.document import encode, parse
 
 with_both_instructions = pytest.mark.usefixtures("instructions")
@@ -263,7 +263,7 @@ def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> 
     parts = [metrics_of(trained_like(8, seed=seed), "mse") for seed in range(6)]
     bf16 = Bf16Weight(trained_like(8, seed=9).bits)
     magnitude = bf16.magnitude()
-    result = quantize_best(bf16, mse_global_scale(magnitude))
+    result = quantize_mse(bf16, mse_global_scale(magnitude))
     parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
     total = total_metrics(parts)
     shuffled = parts.copy()

@@ -15,8 +15,7 @@ from k2convert.quantize.formats.bf16 import Magnitude
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
-from k2convert.quantize.rules import quantize_best
-from k2convert.quantize.rules.search_int4 import mse_global_scale
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 
 
 def own_scale(weight: Int4Weight) -> float:
@@ -41,7 +40,7 @@ def single_elements_and_uniform_blocks(mantissa: int) -> Int4Weight:
     ],
 )
 def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
-    assert_is_best(weight, quantize_best(weight, own_scale(weight)))
+    assert_is_best(weight, quantize_mse(weight, own_scale(weight)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -55,7 +54,7 @@ def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
 def test_any_scales_equal_the_exhaustive_search(seed: int, bits: list[int], exponent: int | None) -> None:
     weight = int4_weight(any_codes(2, 32 * 4, seed=seed), bf16_from_bits(torch.tensor(bits * 4)).reshape(2, 4))
     global_scale = own_scale(weight) if exponent is None else 2.0**exponent
-    result = quantize_best(weight, global_scale)
+    result = quantize_mse(weight, global_scale)
     assert result.global_scale == global_scale
     assert_is_best(weight, result)
 
@@ -64,7 +63,7 @@ def test_a_zero_scale_and_zero_codes_both_give_an_empty_block() -> None:
     scales = torch.tensor([[0.0, 0.01], [-0.0, 0.01]], dtype=torch.bfloat16)
     codes = any_codes(2, 64, seed=6)
     codes[:, 32:48] = 0
-    result = quantize_best(int4_weight(codes, scales), 2.0**-10)
+    result = quantize_mse(int4_weight(codes, scales), 2.0**-10)
     assert (result.block_scales[:, :3] == 0x38).all()
     assert not result.packed[:, :24].any()
 
@@ -88,7 +87,7 @@ def test_a_set_of_zero_scales_gets_global_scale_one() -> None:
 
 def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:
     with pytest.raises(FormatError, match="power of two"):
-        quantize_best(trained_like(1, 32, seed=0), 0.75)
+        quantize_mse(trained_like(1, 32, seed=0), 0.75)
 
 
 @pytest.mark.usefixtures("instructions")
@@ -147,7 +146,7 @@ def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
 
 
 def assert_equals_full_search(weight: torch.Tensor, global_scale: float) -> None:
-    result = quantize_best(bf16_weight(weight), global_scale)
+    result = quantize_mse(bf16_weight(weight), global_scale)
     nibbles = unpack_nibbles(result.packed).reshape(-1, 16)
     blocks = blocks_of(weight).to(torch.float64).numpy()
     for block, written, byte in zip(blocks, nibbles, result.block_scales.reshape(-1).tolist(), strict=True):

@@ -10,7 +10,7 @@ namespace k2 {
 namespace {
 
 constexpr int kNumScales = kMaxByte - kMinNormalByte + 1;
-// NUM_WINDOW_SCALES of rules/search_bf16.py, and the same padded to whole vectors of float64.
+// NUM_WINDOW_SCALES of rules/mse.py, and the same padded to whole vectors of float64.
 constexpr int kWindowScales = 25;
 constexpr int kPaddedWindow = 28;
 constexpr int kScratch = kNumScales + kPaddedWindow;
@@ -53,7 +53,7 @@ int last_least(const double* errors, int count) {
     return best;
 }
 
-// The index of the best normal scale, as rules/search_bf16.py finds it; amax is not zero.
+// The index of the best normal scale, as rules/mse.py finds it; amax is not zero.
 int best_scale(const float* weights, double amax, const double* steps) {
     double errors[kScratch];
     const double* low = std::lower_bound(steps, steps + kNumScales, amax / 14.0);

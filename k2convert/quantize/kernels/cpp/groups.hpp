@@ -6,7 +6,7 @@
 //     search    histogram x error table [8, 16] -> the best of 16 candidates (see cpu.py)
 //     encode    byte shuffle by the candidate's map, block scale, tally
 //
-// Some blocks are settled one by one with the full table, as rules/search_int4.py defines it: blocks of zeros, zero scales,
+// Some blocks are settled one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
 // a best scale outside the normal range, and a capped error in the least sum (capped sums are at most too small). Under
 // `max` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
 // and so does every code. Both are computed once for each such pair, as rules/max.py defines them.
