@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # importing this package takes no time: the command has to ca
     from typing import Literal, TypeAlias
 
     from k2convert.check.results import ValidationReport
-    from k2convert.deploy.search import Holder
+    from k2convert.deploy.memory import Fit
     from k2convert.errors import K2ConvertError as K2ConvertError
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
@@ -275,7 +275,7 @@ def inspect(source: AnyPath) -> Inspection:
         return inspect_source(read_path("source", source), hub=Hub(outages_pass=False))
 
 
-def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Holder]:
+def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Fit]:
     """Return which GPUs hold a checkpoint, and with how much KV cache, from its headers: `k2convert fit`.
 
     `checkpoint` is a folder or hf://owner/name; a source is weighed as it would be converted. Of each kind, or of
@@ -284,9 +284,8 @@ def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, req
     CheckpointError, PlanError, HubError and ArgumentError.
     """
     from k2convert.deploy.gpus import GPUS, find_gpu
-    from k2convert.deploy.memory import Settings
+    from k2convert.deploy.memory import Settings, find_holders
     from k2convert.deploy.model import read_model
-    from k2convert.deploy.search import find_holders
     from k2convert.errors import check_number
     from k2convert.hub.client import Hub
     from k2convert.job.host_process import host_process, read_path

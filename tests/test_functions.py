@@ -31,7 +31,7 @@ SIGNATURES = {
     f"out: {PATH} | None = None, any_text: bool = False, "
     "events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
-    "fit": f"(checkpoint: {PATH}, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Holder]",
+    "fit": f"(checkpoint: {PATH}, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Fit]",
 }
 
 
@@ -168,7 +168,7 @@ def test_layers_are_computed_as_by_the_command(local_result: Path, tiny: Path) -
 def test_fit_names_the_gpus_of_the_command() -> None:
     fits = json.loads(run_here("fit", TINY, "--gpu", "NVIDIA H200", "--json", code=0).stdout)["fits"]
     holders = k2convert.fit(os.fsencode(TINY), gpu="h200")
-    assert [(h.gpu.name, h.fit.layout.num_gpus, h.fit.tokens) for h in holders] == [
+    assert [(h.gpu.name, h.layout.num_gpus, h.tokens) for h in holders] == [
         (fit["gpu"], fit["count"], fit["kv_tokens"]) for fit in fits
     ]
     assert len({holder.gpu.name for holder in k2convert.fit(TINY)}) > 5

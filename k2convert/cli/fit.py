@@ -63,9 +63,8 @@ def fit(
     from k2convert.cli import console
     from k2convert.cli.fit_view import Question, answer_all, answer_one
     from k2convert.deploy.layouts import complete_layout
-    from k2convert.deploy.memory import CONTEXT, Settings
+    from k2convert.deploy.memory import CONTEXT, Settings, find_fit
     from k2convert.deploy.model import read_model
-    from k2convert.deploy.search import find_fit
     from k2convert.hub.client import Hub
     from k2convert.job.locations import open_checkpoint_at
 

@@ -11,9 +11,19 @@ from k2convert.cli import console
 from k2convert.cli.console import print_line, print_note, print_table
 from k2convert.deploy.gpus import GPUS, Gpu
 from k2convert.deploy.layouts import Parallelism
-from k2convert.deploy.memory import KV_BYTES, UTILIZATION, Fit, Settings, bytes_per_token, fit_layout
+from k2convert.deploy.memory import (
+    KV_BYTES,
+    UTILIZATION,
+    Fit,
+    Settings,
+    bytes_per_token,
+    find_holders,
+    fit_layout,
+    gigabytes,
+    most_experts,
+    ways_out,
+)
 from k2convert.deploy.model import Model
-from k2convert.deploy.search import Holder, find_holders, fp8_and_bf16_tokens, gigabytes, most_experts, ways_out
 from k2convert.deploy.serving import (
     ENGINE_NAMES,
     FP8_NOTE,
@@ -63,9 +73,9 @@ class Question:
             "recipe": None if model.recipe is None else model.recipe.name,
             "experts_per_layer": model.shape.num_experts,
             "weights": {
-                "bytes": model.weights.num_bytes,
-                "by_role": {role.value: count for role, count in model.weights.by_role.items()},
-                "bytes_per_token": bytes_per_token(model.weights, model.shape, Parallelism()),
+                "bytes": model.num_bytes,
+                "by_role": {role.value: count for role, count in model.bytes_by_role.items()},
+                "bytes_per_token": bytes_per_token(model, Parallelism()),
             },
             "kv_bytes_per_token": {kv: model.kv_values * size for kv, size in KV_BYTES.items()},
             "state_bytes_per_request": model.state_bytes,
@@ -93,15 +103,12 @@ class Question:
 
 def answer_all(asked: Question, gpu: Gpu | None) -> bool:
     """Show which GPUs, or which counts of one, hold the model. Return whether any do."""
-    model = asked.model
-    settings = asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
-    holders = find_holders(model, settings=settings, gpus=gpus)
-    document = asked.document([holder_document(h, model, settings) for h in holders])
-    console.show(document, partial(show_holders, asked.place, model, settings, holders))
-    if holders:
+    fits = find_holders(asked.model, settings=asked.settings, gpus=gpus)
+    console.show(asked.document([fit_document(fit) for fit in fits]), partial(show_holders, asked, fits))
+    if fits:
         asked.print_next()
-    return bool(holders)
+    return bool(fits)
 
 
 def answer_one(asked: Question, gpu: Gpu, layout: Parallelism, *, fewer_experts: bool) -> bool:
@@ -109,40 +116,39 @@ def answer_one(asked: Question, gpu: Gpu, layout: Parallelism, *, fewer_experts:
 
     With `fewer_experts` the model has the most experts that fit.
     """
-    settings = asked.settings
-    model = asked.model
-    fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
-    holder = Holder(gpu, fit)
-    if fewer_experts and (most := most_experts(asked.whole, holder, settings=settings)) is not None:
-        asked = replace(asked, model=asked.whole.with_experts(most[0]))
-        holder = Holder(gpu, most[1])
-    model = asked.model
-    commands = _serve_commands(asked, holder)
-    one = holder_document(holder, model, settings)
-    read = bytes_per_token(model.weights, model.shape, layout)
+    fit = fit_layout(asked.model, gpu, layout, asked.settings)
+    if fewer_experts and (most := most_experts(asked.whole, fit, asked.settings)) is not None:
+        fit = most
+        asked = replace(asked, model=fit.model)
+    commands = _serve_commands(asked, fit)
+    one = fit_document(fit)
+    read = bytes_per_token(fit.model, layout)
     one["each"]["bytes_per_token"] = read
     one["bound_tokens_per_second"] = None if gpu.bandwidth is None else gpu.bandwidth / read
     one["serve"] = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
     views: list[Callable[[], None]] = [
-        partial(show_fit, asked.place, model, settings, holder),
-        partial(show_serving, commands, known=fit_notes(holder, settings)),
+        partial(show_fit, asked.place, fit),
+        partial(show_serving, commands, known=fit_notes(fit)),
     ]
-    if holder.fit.holds:
+    if fit.holds:
         console.show(asked.document([one]), *views)
         asked.print_next()
         return True
-    experts, gpus = ways_out(asked.whole, holder, settings=settings)
-    fewer = [{"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in experts]
-    one["ways_out"] = {"experts": fewer, "count": gpus}
-    console.show(asked.document([one]), *views, partial(show_ways_out, experts, gpus, holder, whole=asked.whole))
-    if experts:
-        asked.print_next(experts=experts[0][0])
+    pruned, count = ways_out(asked.whole, fit)
+    fewer = [
+        {"experts_per_layer": way.model.shape.num_experts, "context": way.settings.context, "kv_tokens": way.tokens}
+        for way in pruned
+    ]
+    one["ways_out"] = {"experts": fewer, "count": count}
+    console.show(asked.document([one]), *views, partial(show_ways_out, pruned, count, fit, whole=asked.whole))
+    if pruned:
+        asked.print_next(experts=pruned[0].model.shape.num_experts)
     return False
 
 
-def _serve_commands(asked: Question, holder: Holder) -> ServeCommands:
+def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
     """Return the command of each engine, of DEST for a source; none if the GPUs do not hold the model."""
-    if not holder.fit.holds:
+    if not fit.holds:
         return {}
     model = asked.model
     config = asked.checkpoint.config
@@ -152,15 +158,15 @@ def _serve_commands(asked: Question, holder: Holder) -> ServeCommands:
     place = asked.place if repo is None else repo.repo
     context = asked.context
     longest = max_positions(config)
-    if context is None and longest is not None and holder.fit.longest < longest:
-        context = holder.fit.longest
+    if context is None and longest is not None and fit.longest < longest:
+        context = fit.longest
     deployment = Deployment(
         model=place if recipe is None else "DEST",
         layout=scheme[0],
         activations=scheme[1],
         family=model.family.card,
-        parallelism=holder.fit.layout,
-        gpu=holder.gpu,
+        parallelism=fit.layout,
+        gpu=fit.gpu,
         context=context,
         kv_cache=asked.kv,
         utilization=None if asked.settings.utilization == UTILIZATION else asked.settings.utilization,
@@ -178,65 +184,66 @@ def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
     show_notes(dict.fromkeys(note for command in served for note in command.notes if note not in known))
 
 
-def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, Any]:
+def fit_document(fit: Fit) -> dict[str, Any]:
     """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
-    fit = holder.fit
-    fp8, bf16 = fp8_and_bf16_tokens(model, holder, settings=settings)
+    longest = fit.model.shape.max_context
     return {
-        "gpu": holder.gpu.name,
+        "gpu": fit.gpu.name,
         "count": fit.layout.num_gpus,
         "layout": asdict(fit.layout),
         "holds": fit.holds,
         "kv_tokens": fit.tokens,
-        "kv_tokens_fp8": fp8,
-        "kv_tokens_bf16": bf16,
+        "kv_tokens_fp8": fit.tokens_in("fp8"),
+        "kv_tokens_bf16": fit.tokens_in("bf16"),
         "longest_request": fit.longest,
-        "requests": fit.request_slots,
-        "max_context": model.shape.max_context,
-        "requests_of_max_context": None if (longest := model.shape.max_context) is None else fit.slots_of(longest),
+        "requests": fit.slots_of(fit.settings.context),
+        "max_context": longest,
+        "requests_of_max_context": None if longest is None else fit.slots_of(longest),
         "each": {
-            "memory": fit.memory_bytes,
-            "usable": fit.usable_bytes,
+            "memory": fit.gpu.memory_bytes,
+            "usable": fit.settings.usable_bytes(fit.gpu),
             "weights": fit.weight_bytes,
             "weights_by_role": {role.value: count for role, count in fit.weights.items()},
-            "overhead": fit.overhead_bytes,
-            "kv_pool": fit.pool_bytes,
-            "kv_bytes_per_token": fit.kv_bytes_per_token,
-            "state_bytes_per_request": fit.state_bytes,
+            "overhead": fit.settings.overhead_bytes,
+            "kv_pool": fit.pool.num_bytes,
+            "kv_bytes_per_token": fit.pool.kv_bytes_per_token,
+            "state_bytes_per_request": fit.pool.state_bytes,
         },
-        "nvfp4": holder.gpu.nvfp4,
-        "notes": fit_notes(holder, settings),
+        "nvfp4": fit.gpu.nvfp4,
+        "notes": fit_notes(fit),
     }
 
 
-def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[Holder]) -> None:
+def show_holders(asked: Question, fits: Sequence[Fit]) -> None:
     """Print the GPUs that hold a model, the smallest first."""
-    _show_model(name, model)
+    model = asked.model
+    settings = asked.settings
+    _show_model(asked.place, model)
     wanted = f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
-    if not holders:
+    if not fits:
         print_line(f"no known GPUs hold it with {wanted}")
         print_line("with --gpu and --count, `fit` computes how many experts would fit")
         return
     lengths = _lengths(model, settings)
     rows = [
         (
-            f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
-            str(holder.fit.layout),
-            gigabytes(holder.memory_bytes),
-            gigabytes(holder.fit.weight_bytes),
-            f"{holder.fit.tokens:,}",
-            *(f"{holder.fit.slots_of(length):,}" for length in lengths),
+            f"{fit.layout.num_gpus} x {fit.gpu.title}",
+            str(fit.layout),
+            gigabytes(fit.memory_bytes),
+            gigabytes(fit.weight_bytes),
+            f"{fit.tokens:,}",
+            *(f"{fit.slots_of(length):,}" for length in lengths),
         )
-        for holder in holders
+        for fit in fits
     ]
     columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens", *(f"requests of {n:,}" for n in lengths))
     print_table(f"GPUs that hold it with {wanted}", columns, rows, left=(0, 1))
     if (longest := model.shape.max_context) in lengths:
         print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
     names: dict[str, dict[str, None]] = {}
-    for holder in holders:
-        if holder.gpu.nvfp4 != "native":
-            names.setdefault(NVFP4_NOTES[holder.gpu.nvfp4], {})[holder.gpu.title] = None
+    for gpu in (fit.gpu for fit in fits):
+        if gpu.nvfp4 != "native":
+            names.setdefault(NVFP4_NOTES[gpu.nvfp4], {})[gpu.title] = None
     show_notes([*(f"{', '.join(titles)}: {note}" for note, titles in names.items()), *_general_notes(settings)])
 
 
@@ -247,46 +254,48 @@ def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
     return (settings.context, longest)
 
 
-def show_fit(name: str, model: Model, settings: Settings, holder: Holder) -> None:
+def show_fit(name: str, fit: Fit) -> None:
     """Print what some GPUs hold, by role, and how fast one request can be at most."""
-    _show_model(name, model)
-    fit = holder.fit
-    verdict = f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
-    if fit.pool_bytes > 0:
-        lengths = _lengths(model, settings)
+    _show_model(name, fit.model)
+    settings = fit.settings
+    free = fit.pool.num_bytes
+    verdict = f"does not fit: {format_bytes(-free)} too much on a GPU"
+    if free > 0:
+        lengths = _lengths(fit.model, settings)
         slots = " or ".join(f"{counted(fit.slots_of(length), 'request')} of {length:,} tokens" for length in lengths)
         fits = "fits" if fit.holds else "does not fit"
         verdict = f"{fits}: {fit.tokens:,} tokens of {settings.kv} KV cache, {slots}"
-    print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {verdict}")
+    print_line(f"{fit.layout.num_gpus} x {fit.gpu.title}, {fit.layout}: {verdict}")
+    memory = fit.gpu.memory_bytes
     rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
     rows += [
         ("all weights", format_bytes(fit.weight_bytes)),
-        ("overhead (assumed)", format_bytes(fit.overhead_bytes)),
-        ("KV cache" if fit.pool_bytes >= 0 else "MISSING", format_bytes(abs(fit.pool_bytes))),
-        (f"left free ({1 - settings.utilization:.0%})", format_bytes(fit.memory_bytes - fit.usable_bytes)),
-        ("memory", format_bytes(fit.memory_bytes)),
+        ("overhead (assumed)", format_bytes(settings.overhead_bytes)),
+        ("KV cache" if free >= 0 else "MISSING", format_bytes(abs(free))),
+        (f"left free ({1 - settings.utilization:.0%})", format_bytes(memory - settings.usable_bytes(fit.gpu))),
+        ("memory", format_bytes(memory)),
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
-    if (bandwidth := holder.gpu.bandwidth) is not None:
-        read = bytes_per_token(model.weights, model.shape, fit.layout)
+    if (bandwidth := fit.gpu.bandwidth) is not None:
+        read = bytes_per_token(fit.model, fit.layout)
         print_line(
             f"upper bound: {bandwidth / read:,.0f} tok/s for one request, if each GPU did nothing but read its "
             f"{format_bytes(read)} of weights for a token"
         )
-    show_notes(fit_notes(holder, settings))
+    show_notes(fit_notes(fit))
 
 
-def show_ways_out(experts: Sequence[tuple[int, Fit]], gpus: int | None, holder: Holder, *, whole: Model) -> None:
-    layout = holder.fit.layout
-    for count, fit in experts:
-        slots = f"{counted(fit.request_slots, 'request')} of {fit.context:,} tokens"
-        kept = f"{count:,} of {whole.shape.num_experts:,} experts per layer"
-        print_line(f"fits with {kept}: {fit.tokens:,} tokens of KV cache, {slots}")
-    if not experts:
-        gpus_named = f"{layout.num_gpus} x {holder.gpu.title} as {layout}"
+def show_ways_out(pruned: Sequence[Fit], gpus: int | None, fit: Fit, *, whole: Model) -> None:
+    for way in pruned:
+        context = way.settings.context
+        slots = f"{counted(way.slots_of(context), 'request')} of {context:,} tokens"
+        kept = f"{way.model.shape.num_experts:,} of {whole.shape.num_experts:,} experts per layer"
+        print_line(f"fits with {kept}: {way.tokens:,} tokens of KV cache, {slots}")
+    if not pruned:
+        gpus_named = f"{fit.layout.num_gpus} x {fit.gpu.title} as {fit.layout}"
         print_line(f"not even half of the experts fit on {gpus_named}, and keeping fewer is not proposed")
     if gpus is not None:
-        print_line(f"fits with all experts on {gpus} x {holder.gpu.title}")
+        print_line(f"fits with all experts on {gpus} x {fit.gpu.title}")
 
 
 def _show_model(name: str, model: Model) -> None:
@@ -294,7 +303,7 @@ def _show_model(name: str, model: Model) -> None:
     if model.recipe is not None:
         how = f", as `run` would convert it (recipe {model.recipe.name})"
     print_line(
-        f"{name} ({model.family.name}){how}: {format_bytes(model.weights.num_bytes)} of weights, "
+        f"{name} ({model.family.name}){how}: {format_bytes(model.num_bytes)} of weights, "
         f"{model.shape.num_experts} experts per layer"
     )
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
@@ -306,10 +315,10 @@ def _show_model(name: str, model: Model) -> None:
         )
 
 
-def fit_notes(holder: Holder, settings: Settings) -> list[str]:
-    notes = [f"{holder.gpu.title}: {NVFP4_NOTES[holder.gpu.nvfp4]}"]
-    notes += [_DP_NOTE] if holder.fit.layout.data_attention else []
-    return notes + _general_notes(settings)
+def fit_notes(fit: Fit) -> list[str]:
+    notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"]
+    notes += [_DP_NOTE] if fit.layout.data_attention else []
+    return notes + _general_notes(fit.settings)
 
 
 def _general_notes(settings: Settings) -> list[str]:

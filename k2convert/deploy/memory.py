@@ -16,16 +16,20 @@ and no expert parallelism, experts need 4/3 of their bytes.
 
 SGLang keeps kv_b_proj a second time for absorbed attention (models/deepseek_v2.py, w_kc and w_vc), 1.0 GB of K2 over
 the GPUs of tensor parallelism. vLLM keeps views of it. It counts as overhead.
+
+Also here: which of the known GPUs hold a model, and in which layout.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from k2convert.choices import ServedKvCache
-from k2convert.deploy.layouts import Parallelism, stage_layers
-from k2convert.deploy.model import ModelShape, WeightGroup, Weights
+from k2convert.deploy.gpus import GPUS, Gpu
+from k2convert.deploy.layouts import Parallelism, check_layout, possible_layouts, stage_layers
+from k2convert.deploy.model import Model, WeightGroup
+from k2convert.errors import FitError
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
@@ -54,6 +58,10 @@ class Settings:
     requests: int = 1
     utilization: float = UTILIZATION
     overhead_bytes: int = OVERHEAD_BYTES
+
+    def usable_bytes(self, gpu: Gpu) -> int:
+        """Return the memory of a GPU that the engine may use."""
+        return int(self.utilization * gpu.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +93,40 @@ _NO_LIMIT: Final = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One layout on GPUs of `memory_bytes` each. Figures are of the fullest GPU: the one with the fewest tokens.
+    """A model on GPUs of one kind in one layout. Figures are of the fullest GPU: the one with the fewest tokens.
 
-    `pools` has one GPU of each pipeline stage, the fullest first. `tokens` is the KV cache of all GPUs next to the
-    states of the requests asked for, `longest` the part that one request alone can have (a GPU's own with DP
-    attention). `request_slots` is how many requests of the wanted length fit.
+    `pools` has one GPU of each pipeline stage, the fullest first.
     """
 
+    model: Model
+    gpu: Gpu
     layout: Parallelism
-    memory_bytes: int
-    usable_bytes: int
+    settings: Settings
     weights: Mapping[Role, int]
-    overhead_bytes: int
     pools: tuple[Pool, ...]
-    context: int
-    requests: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of all GPUs together."""
+        return self.gpu.memory_bytes * self.layout.num_gpus
 
     @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
     @property
-    def pool_bytes(self) -> int:
-        return self.pools[0].num_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.pools[0].kv_bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        return self.pools[0].state_bytes
+    def pool(self) -> Pool:
+        """The pool of the fullest GPU."""
+        return self.pools[0]
 
     @property
     def tokens(self) -> int:
-        return self._tokens(-(-self.requests // self._groups)) * self._groups
+        """The KV cache of all GPUs next to the states of the requests asked for."""
+        return self._tokens(-(-self.settings.requests // self._groups)) * self._groups
 
     @property
     def longest(self) -> int:
+        """The part of it that one request alone can have: with DP attention that of its own GPU."""
         return self._tokens(1)
 
     def _tokens(self, requests: int) -> int:
@@ -135,11 +139,6 @@ class Fit:
             return self.layout.tensor
         return 1
 
-    @property
-    def request_slots(self) -> int:
-        """Requests of `context` tokens that the cache holds at once."""
-        return self.slots_of(self.context)
-
     def slots_of(self, length: int) -> int:
         """Return how many requests of this length the cache holds at once."""
         return min(pool.slots(length) for pool in self.pools) * self._groups
@@ -147,7 +146,11 @@ class Fit:
     @property
     def holds(self) -> bool:
         """Return whether the requests asked for fit together."""
-        return self.request_slots >= self.requests
+        return self.slots_of(self.settings.context) >= self.settings.requests
+
+    def tokens_in(self, kv: ServedKvCache) -> int:
+        """Return `tokens` for a KV cache of another type."""
+        return fit_layout(self.model, self.gpu, self.layout, replace(self.settings, kv=kv)).tokens
 
 
 _NOT_READ: Final = frozenset((Role.EMBEDDINGS, Role.VISION_TOWER, Role.MM_PROJECTOR))
@@ -157,18 +160,16 @@ _LAST_STAGE: Final = frozenset((Role.LM_HEAD, Role.NORM, Role.RESIDUAL))
 """Roles outside the layers that are on the last stage; all others are on the first."""
 
 
-def fit_layout(
-    weights: Weights, shape: ModelShape, layout: Parallelism, *, memory_bytes: int, settings: Settings
-) -> Fit:
+def fit_layout(model: Model, gpu: Gpu, layout: Parallelism, settings: Settings) -> Fit:
     """Return the memory of the fullest GPU of a layout that `check_layout` accepts."""
-    usable = int(settings.utilization * memory_bytes)
+    shape = model.shape
     stages = stage_layers(shape.num_layers, layout.pipeline)
     pieces = layout.tensor // layout.expert
     padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
     gpus: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         sums: dict[Role, int] = defaultdict(int)
-        for group, num_bytes in weights.groups.items():
+        for group, num_bytes in model.groups.items():
             if group.layer is None:
                 is_here = i == (len(stages) - 1 if group.role in _LAST_STAGE else 0)
             else:
@@ -181,25 +182,16 @@ def fit_layout(
         kv_layers = shape.kv_layers(layers)
         states = shape.state_bytes * (len(layers) - kv_layers)
         pool = Pool(
-            num_bytes=usable - sum(by_role.values()) - settings.overhead_bytes,
+            num_bytes=settings.usable_bytes(gpu) - sum(by_role.values()) - settings.overhead_bytes,
             kv_bytes_per_token=shape.kv_values * kv_layers * KV_BYTES[settings.kv],
             state_bytes=states if layout.data_attention else -(-states // layout.tensor),
         )
         gpus.append((pool, by_role))
     gpus.sort(key=lambda entry: (entry[0].tokens(1), entry[0].num_bytes))
-    return Fit(
-        layout=layout,
-        memory_bytes=memory_bytes,
-        usable_bytes=usable,
-        weights=gpus[0][1],
-        overhead_bytes=settings.overhead_bytes,
-        pools=tuple(pool for pool, _ in gpus),
-        context=settings.context,
-        requests=settings.requests,
-    )
+    return Fit(model, gpu, layout, settings, weights=gpus[0][1], pools=tuple(pool for pool, _ in gpus))
 
 
-def bytes_per_token(weights: Weights, shape: ModelShape, layout: Parallelism) -> int:
+def bytes_per_token(model: Model, layout: Parallelism) -> int:
     """Return the weight bytes that a GPU reads for a token of one request.
 
     These are its share of the experts that the token uses, its share of what is divided, and everything that each GPU
@@ -207,10 +199,10 @@ def bytes_per_token(weights: Weights, shape: ModelShape, layout: Parallelism) ->
     engine has: caches, activations, kernels and all-reduces take no time in it.
     """
     total = 0.0
-    for group, num_bytes in weights.groups.items():
+    for group, num_bytes in model.groups.items():
         if group.role in _NOT_READ:
             continue
-        used = shape.experts_per_token / shape.num_experts if group.role == Role.EXPERTS else 1
+        used = model.shape.experts_per_token / model.shape.num_experts if group.role == Role.EXPERTS else 1
         total += num_bytes * used / _divisor(group, layout)
     return round(total)
 
@@ -220,3 +212,87 @@ def _divisor(group: WeightGroup, layout: Parallelism) -> int:
     if group.role == Role.EXPERTS or (group.is_split and not layout.data_attention):
         return layout.tensor
     return 1
+
+
+MOST_GPUS: Final = 16
+_USUAL_COUNTS: Final = (1, 2, 4, 8, 16)
+_EXPERT_STEPS: Final = 48
+
+
+def find_holders(model: Model, *, settings: Settings, gpus: Iterable[Gpu] = GPUS.values()) -> list[Fit]:
+    """Return the least number of each GPU that holds the model, and the usual numbers above it, up to MOST_GPUS.
+
+    The smallest memory is first.
+    """
+    found: list[Fit] = []
+    for gpu in gpus:
+        is_held = False
+        for count in range(1, MOST_GPUS + 1):
+            if is_held and count not in _USUAL_COUNTS:
+                continue
+            fit = find_fit(model, gpu, count, settings=settings)
+            if fit is not None:
+                is_held = True
+                found.append(fit)
+    return sorted(found, key=lambda fit: (fit.memory_bytes, fit.gpu.name))
+
+
+def find_fit(model: Model, gpu: Gpu, count: int, *, settings: Settings) -> Fit | None:
+    """Return the usual layout of so many GPUs if it holds the model, or else the first other one that does."""
+    if count * gpu.memory_bytes < model.num_bytes:
+        return None
+    fits = (fit_layout(model, gpu, layout, settings) for layout in possible_layouts(count, model.shape))
+    return next((fit for fit in fits if fit.holds), None)
+
+
+def fewest_holders(model: Model) -> list[Fit]:
+    """Return the fewest GPUs of each kind that hold a model and 8,192 tokens of KV cache in BF16."""
+    fewest: dict[str, Fit] = {}
+    for fit in find_holders(model, settings=Settings(kv="bf16")):
+        fewest.setdefault(fit.gpu.name, fit)
+    return list(fewest.values())
+
+
+def most_experts(whole: Model, fit: Fit, settings: Settings) -> Fit | None:
+    """Return a fit with the most experts per layer that its GPUs hold in its layout; None if they hold no number.
+
+    Numbers are round ones: multiples of 8 for K2's 384 experts.
+    """
+    total = whole.shape.num_experts
+    step = max(total // _EXPERT_STEPS, 1)
+    for count in range(total // step * step, 0, -step):
+        try:
+            pruned = whole.with_experts(count)
+            check_layout(fit.layout, pruned.shape)
+        except FitError:  # expert parallelism and routing groups divide experts evenly
+            continue
+        found = fit_layout(pruned, fit.gpu, fit.layout, settings)
+        if found.holds:
+            return found
+    return None
+
+
+def ways_out(whole: Model, fit: Fit) -> tuple[list[Fit], int | None]:
+    """Return what fits with fewer experts per layer, and how many of the same GPUs hold the whole model.
+
+    These are the most experts for the requests asked for, then the most for one request of the model's maximum. Fewer
+    than half of them are no way out: pruning costs too much.
+    """
+    wanted = [fit.settings]
+    if (longest := whole.shape.max_context) is not None and longest > fit.settings.context:
+        wanted.append(replace(fit.settings, context=longest, requests=1))
+    pruned: dict[int, Fit] = {}
+    for settings in wanted:
+        most = most_experts(whole, fit, settings)
+        if most is not None and 2 * most.model.shape.num_experts >= whole.shape.num_experts:
+            pruned[most.model.shape.num_experts] = most
+    counts = [found.layout.num_gpus for found in find_holders(whole, settings=fit.settings, gpus=(fit.gpu,))]
+    larger = min((count for count in counts if count > fit.layout.num_gpus), default=None)
+    return list(pruned.values()), larger
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Format bytes as GB, with the digits that matter; MB below one."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.1f} GB"
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -14,17 +14,18 @@ Kimi-K2.5 (`scripts/fixtures k2.5-headers`) that takes a third of the time of fi
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.config import find_quantization_config, key_of, max_positions, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
+from k2convert.plan.plan import OutputTensor, projection_tensors
 from k2convert.plan.recipe import Recipe, load_recipe
 
 
@@ -110,17 +111,8 @@ _CONVOLUTIONS = 3
 _DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # the bytes of a source's projection count for its codes
 
 
-class Tensor(Protocol):
-    """A tensor that takes memory: an entry of a header, or a tensor that a plan will write."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def num_bytes(self) -> int: ...
+Tensor = TensorInfo | OutputTensor
+"""A tensor that takes memory: an entry of a header, or a tensor that a plan will write."""
 
 
 class WeightGroup(NamedTuple):
@@ -131,32 +123,13 @@ class WeightGroup(NamedTuple):
     is_split: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The bytes of a model's weights."""
-
-    groups: Mapping[WeightGroup, int]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.groups.values())
-
-    @property
-    def by_role(self) -> dict[Role, int]:
-        """Bytes of each role, the largest first."""
-        sums: dict[Role, int] = defaultdict(int)
-        for group, num_bytes in self.groups.items():
-            sums[group.role] += num_bytes
-        return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
-
-
 _SPLIT_ROLES: Final = frozenset(
     (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.EMBEDDINGS, Role.LM_HEAD)
 )
 
 
-def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = None) -> Weights:
-    """Add up the bytes of tensors; raises PlanError naming a tensor that no model of the family has.
+def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None) -> dict[WeightGroup, int]:
+    """Add up the bytes of tensors by group; raises PlanError naming a tensor that no model of the family has.
 
     With a `recipe`, packed projections, and BF16 ones of its roles, count with the bytes that they will have converted.
     """
@@ -181,27 +154,37 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
             raise PlanError(f"tensor {name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
         rows, columns = tensor.shape
         columns *= family.source_format.columns_per_element if is_packed else 1
-        sums[group] += _projection_bytes(recipe.layout, rows, columns, recipe.activations)
-    return Weights(dict(sums))
-
-
-@lru_cache(maxsize=64)
-def _projection_bytes(layout: str, num_rows: int, num_columns: int, activations: str) -> int:
-    has_input_scale = activations == "w4a4"
-    tensors = LAYOUTS[layout].tensors(num_rows=num_rows, num_columns=num_columns, has_input_scale=has_input_scale)
-    return sum(tensor[3] for tensor in tensors)
+        stored = projection_tensors(recipe.target, recipe.layout, recipe.activations, rows, columns)
+        sums[group] += sum(tensor[3] for tensor in stored)
+    return dict(sums)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and its weights. `recipe` is the one a source is weighed by; None for weights as they are."""
+    """A model and the bytes of its weights.
+
+    `recipe` is the one a source is weighed by; None for weights as they are.
+    """
 
     family: Family
     shape: ModelShape
-    weights: Weights
+    groups: Mapping[WeightGroup, int]
     recipe: Recipe | None
     kv: ServedKvCache
     """The KV cache of engines without an option: FP8 if config.json declares it, else BF16."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights."""
+        return sum(self.groups.values())
+
+    @property
+    def bytes_by_role(self) -> dict[Role, int]:
+        """The bytes of each role, the largest first."""
+        sums: dict[Role, int] = defaultdict(int)
+        for group, num_bytes in self.groups.items():
+            sums[group.role] += num_bytes
+        return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
     @property
     def kv_values(self) -> int:
@@ -222,14 +205,15 @@ class Model:
                 f"{shape.experts_per_token}. Pass {shape.experts_per_token} to {shape.num_experts}."
             )
         if count % shape.num_groups:
-            groups = shape.num_groups
-            raise FitError(f"--experts {count}: the router splits experts into {groups} groups. Pass a multiple.")
+            raise FitError(
+                f"--experts {count}: the router splits experts into {shape.num_groups} groups. Pass a multiple."
+            )
         pruned = (Role.EXPERTS, Role.ROUTER)  # experts of a layer, and their rows of the router, have the same bytes
         groups = {
             group: num_bytes * count // shape.num_experts if group.role in pruned else num_bytes
-            for group, num_bytes in self.weights.groups.items()
+            for group, num_bytes in self.groups.items()
         }
-        return replace(self, shape=replace(shape, num_experts=count), weights=Weights(groups))
+        return replace(self, shape=replace(shape, num_experts=count), groups=groups)
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
@@ -249,7 +233,7 @@ def read_result(
 ) -> Model:
     """Weigh a result by the tensors of its shards, which need not be here; raises as `read_model` does."""
     shape = read_shape(config, family=family, where=where)
-    weights = weigh(tensors, family=family, recipe=recipe)
+    groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
     kv: ServedKvCache = "fp8" if quantization.get("kv_cache_scheme") else "bf16"
-    return Model(family, shape, weights, recipe, kv)
+    return Model(family, shape, groups, recipe, kv)

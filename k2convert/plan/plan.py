@@ -70,13 +70,14 @@ class ConvertStep:
     def _tensors(self, projection: Projection) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
         recipe = self.recipe
         shape = (projection.num_rows, projection.num_columns)
-        return _projection_tensors(recipe.target, recipe.layout, recipe.activations, *shape)
+        return projection_tensors(recipe.target, recipe.layout, recipe.activations, *shape)
 
 
 @lru_cache(maxsize=64)
-def _projection_tensors(
+def projection_tensors(
     target: Target, layout: Layout, activations: Activations, rows: int, columns: int
 ) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+    """Return (parameter, dtype, shape, num_bytes) of what a projection [rows, columns] becomes."""
     if target == "bf16":
         return ((WEIGHT, "BF16", (rows, columns), rows * columns * 2),)
     has_input_scale = activations == "w4a4"

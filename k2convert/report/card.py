@@ -7,7 +7,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.deploy.search import gigabytes
+from k2convert.deploy.memory import gigabytes
 from k2convert.deploy.serving import ENGINE_NAMES, result_deployment, serve_command
 from k2convert.hub.own_card import marked
 from k2convert.hub.source_card import SourceCard, front_matter

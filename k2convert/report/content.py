@@ -11,8 +11,7 @@ from statistics import median_low
 from typing import Final
 
 from k2convert.check.results import ValidationReport, Verdict, WeightsReport
-from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
-from k2convert.deploy.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
+from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, fewest_holders, gigabytes
 from k2convert.errors import counted, quoted, shortened
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
@@ -389,19 +388,20 @@ def needs_section(report: Report) -> Section | None:
     fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
     states = f" Linear attention: {gigabytes(model.state_bytes)} of states per request." if model.state_bytes else ""
     sentences = (
-        f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
+        f"Weights: {gigabytes(model.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
         f"tensor parallelism does not divide it.{states}",
         f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and {gigabytes(OVERHEAD_BYTES)} "
         "assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes other GPUs, layouts and lengths.",
     )
     rows = [
         (
-            f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
-            str(holder.fit.layout),
-            gigabytes(holder.fit.weight_bytes),
-            *(f"{count:,}" for count in fp8_and_bf16_tokens(model, holder, settings=Settings())),
+            f"{fit.layout.num_gpus} x {fit.gpu.title}",
+            str(fit.layout),
+            gigabytes(fit.weight_bytes),
+            f"{fit.tokens_in('fp8'):,}",
+            f"{fit.tokens_in('bf16'):,}",
         )
-        for holder in fewest_holders(model)
+        for fit in fewest_holders(model)
     ]
     columns = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
     return Section("Needs", sentences, (Table(columns, rows, words=(0, 1)),) if rows else ())

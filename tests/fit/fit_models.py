@@ -27,8 +27,8 @@ def k3_shape() -> ModelShape:
 
 def _model(family: Family, shape: ModelShape, parts: Callable[[], Iterable[Any]], *, is_converted: bool) -> Model:
     recipe = load_recipe(family.recipe) if is_converted else None
-    weights = weigh((spec for part in parts() for spec in part), family=family, recipe=recipe)
-    return Model(family, shape, weights, recipe, "bf16")
+    groups = weigh((spec for part in parts() for spec in part), family=family, recipe=recipe)
+    return Model(family, shape, groups, recipe, "bf16")
 
 
 @cache
@@ -55,4 +55,4 @@ def k3() -> Model:
 def fit_on(count: int, model: Model, gpu: Gpu, settings: Settings, **layout: Any) -> Fit:
     """Fit a model on a count of GPUs, in their usual layout or another."""
     chosen = complete_layout(count, model.shape, **layout)
-    return fit_layout(model.weights, model.shape, chosen, memory_bytes=gpu.memory_bytes, settings=settings)
+    return fit_layout(model, gpu, chosen, settings)

@@ -14,9 +14,8 @@ from fit_models import fit_on, k3, k3_shape, k3_source, k25, thinking
 from k2convert.choices import ServedKvCache
 from k2convert.deploy.gpus import GIB, GPUS, MIB, Gpu
 from k2convert.deploy.layouts import Parallelism, check_layout
-from k2convert.deploy.memory import Fit, Settings, bytes_per_token, fit_layout
+from k2convert.deploy.memory import Fit, Settings, bytes_per_token, find_holders, fit_layout
 from k2convert.deploy.model import Model
-from k2convert.deploy.search import find_holders
 from k2convert.errors import FitError
 from k2convert.models.names import Role
 
@@ -34,14 +33,14 @@ def on_rtx(count: int, experts: int = 384, utilization: float = 0.93, kv: Served
 def used_on_b200() -> int:
     """What a GPU of 8 B200 uses with 2,000 tokens in its cache."""
     fit = fit_on(8, k25(), GPUS["b200"], Settings(kv="fp8"), expert=8)
-    return fit.weight_bytes + fit.overhead_bytes + 2000 * fit.kv_bytes_per_token
+    return fit.weight_bytes + fit.settings.overhead_bytes + 2000 * fit.pool.kv_bytes_per_token
 
 
 def tokens_of_pool(gib: float) -> int:
     """The tokens in BF16 of a KV cache of that size on 8 H200."""
     gpu = replace(GPUS["h200"], memory_bytes=143_771 * MIB)
     fit = fit_on(8, thinking(), gpu, Settings(kv="bf16"))
-    overhead = fit.usable_bytes - fit.weight_bytes - int(gib * GIB)
+    overhead = fit.settings.usable_bytes(gpu) - fit.weight_bytes - int(gib * GIB)
     return fit_on(8, thinking(), gpu, Settings(kv="bf16", overhead_bytes=overhead)).tokens
 
 
@@ -51,24 +50,24 @@ def k3_on_8() -> Fit:
 
 def read_for_a_token(layout: Parallelism) -> int:
     """The bytes of Kimi-K2-Thinking that a GPU reads."""
-    return bytes_per_token(thinking().weights, thinking().shape, layout)
+    return bytes_per_token(thinking(), layout)
 
 
 def holders(model: Model, settings: Settings) -> set[tuple[str, int]]:
-    return {(holder.gpu.name, holder.fit.layout.num_gpus) for holder in find_holders(model, settings=settings)}
+    return {(fit.gpu.name, fit.layout.num_gpus) for fit in find_holders(model, settings=settings)}
 
 
 RTX6KPRO = "github.com/local-inference-lab/rtx6kpro, vLLM, TP8, FP8 KV cache, 8 x 97,887 MiB, models/"
 CONFIGURATOR = "NVIDIA Dynamo's configurator 0.12.0, "
 PUBLISHED: dict[str, tuple[Callable[[], float], float, float]] = {
     # source: (computed, published, tolerance)
-    "nvidia/Kimi-K2.6-NVFP4, shard headers": (lambda: k25().weights.num_bytes, 595_148_192_736, 0),
+    "nvidia/Kimi-K2.6-NVFP4, shard headers": (lambda: k25().num_bytes, 595_148_192_736, 0),
     f"{RTX6KPRO}kimi-k25.md: 0.93": (lambda: on_rtx(8).tokens, 449_600, 0.06),
     f"{RTX6KPRO}kimi-k26-v2.md: no MTP, 0.94": (lambda: on_rtx(8, utilization=0.94).tokens, 491_200, 0.06),
     f"{RTX6KPRO}kimi-k26-v4.md: MTP off, 0.94": (lambda: on_rtx(8, utilization=0.94).tokens, 478_992, 0.06),
     f"{RTX6KPRO}, one user: 380K tokens in FP8, 190K in BF16": (
         lambda: on_rtx(8).tokens / on_rtx(8, kv="bf16").tokens, 380 / 190, 0.06),
-    "0xSero/Kimi-K2.6-519B-NVFP4: 192 experts": (lambda: k25().with_experts(192).weights.num_bytes, 310e9, 0.06),
+    "0xSero/Kimi-K2.6-519B-NVFP4: 192 experts": (lambda: k25().with_experts(192).num_bytes, 310e9, 0.06),
     "0xSero/Kimi-K2.6-519B-NVFP4: served on 4 x RTX PRO 6000": (lambda: on_rtx(4, 192).tokens, 384_000, 0.06),
     # It has 61 MoE layers (K2 has 60), the embedding whole on each GPU (vLLM divides it) and no vision tower.
     f"{CONFIGURATOR}nvidia/Kimi-K2.6-NVFP4, TP8 EP8": (used_on_b200, 79.6e9, 0.06),
@@ -84,17 +83,17 @@ PUBLISHED: dict[str, tuple[Callable[[], float], float, float]] = {
     # llama.cpp keeps the inputs of the convolutions in FP32 too
     "unslothai/unsloth, pull request 7616: 443.11 MiB of states per sequence in llama.cpp": (
         lambda: KDA_LAYERS * (k3_shape().state_bytes + CONVOLUTIONS * 2), 443.11 * MIB, 1e-4),
-    "a census of K3's 96 headers": (lambda: k3_source().weights.num_bytes, 1_560_860_324_864, 0),
+    "a census of K3's 96 headers": (lambda: k3_source().num_bytes, 1_560_860_324_864, 0),
     "vllm-project/recipes, pull request 744 (2026-08-04): RedHatAI/Kimi-K3-NVFP4": (
-        lambda: k3().weights.num_bytes, 1645.9e9, 1e-4),
+        lambda: k3().num_bytes, 1645.9e9, 1e-4),
     "vllm-project/vllm, pull request 50855 (2026-08-03): 0.75 MiB of state per layer with TP8": (
-        lambda: fit_on(8, k3(), B300, Settings()).state_bytes,
+        lambda: fit_on(8, k3(), B300, Settings()).pool.state_bytes,
         KDA_LAYERS * (0.75 * MIB + CONVOLUTIONS * 2 // 8), 0),
     "SemiAnalysisAI/InferenceX, pull request 2351 (2026-07-27): 195 GB on each of 8": (
         lambda: k3_on_8().weight_bytes, 195e9, 0.06),
     f"{CONFIGURATOR}moonshotai/Kimi-K3, TP8: one slot of states": (
-        lambda: k3_on_8().state_bytes, 56_171_520, 0),
-    f"{CONFIGURATOR}moonshotai/Kimi-K3: a token": (lambda: k3_on_8().kv_bytes_per_token, 13_824, 0),
+        lambda: k3_on_8().pool.state_bytes, 56_171_520, 0),
+    f"{CONFIGURATOR}moonshotai/Kimi-K3: a token": (lambda: k3_on_8().pool.kv_bytes_per_token, 13_824, 0),
     f"{CONFIGURATOR}moonshotai/Kimi-K3: latent": (lambda: k3_on_8().weights[Role.LATENT], 2 * 4_726_980_608, 0),
     f"{CONFIGURATOR}moonshotai/Kimi-K3: shared experts": (
         lambda: k3_on_8().weights[Role.SHARED_EXPERTS], 2_025_848_832 + 1_012_924_416, 0),
@@ -150,7 +149,7 @@ def test_what_every_gpu_reads_bounds_the_tokens_a_second(gpu: str, layout: Paral
 def test_five_sparks_have_the_bytes_and_six_hold_the_model() -> None:
     """5 x 121.7 GiB is 653 GB for 595 GB, but 61 layers in five stages give one of them 13: 127.5 GB of 130.7 GB."""
     spark = GPUS["dgx-spark"]
-    assert 5 * spark.memory_bytes > k25().weights.num_bytes
+    assert 5 * spark.memory_bytes > k25().num_bytes
     five, six = (fit_on(count, k25(), spark, Settings(kv="fp8")) for count in (5, 6))
     assert (str(five.layout), five.holds) == ("PP5", False)
     assert five.weight_bytes < spark.memory_bytes
@@ -162,7 +161,7 @@ def _holds(model: Model, gpu: Gpu, layout: Parallelism, settings: Settings) -> b
         check_layout(layout, model.shape)
     except FitError:
         return False
-    return fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings).holds
+    return fit_layout(model, gpu, layout, settings).holds
 
 
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
@@ -179,8 +178,8 @@ def test_the_least_number_of_each_gpu_is_that_of_all_layouts(model: Callable[[],
         if any(_holds(model(), gpu, Parallelism(tensor, expert, pipeline), settings) for expert in sizes):
             least[gpu.name] = count
     found = find_holders(model(), settings=settings)
-    assert {name: min(h.fit.layout.num_gpus for h in found if h.gpu.name == name) for name in least} == least
-    assert {holder.gpu.name for holder in found} == least.keys()
+    assert {name: min(fit.layout.num_gpus for fit in found if fit.gpu.name == name) for name in least} == least
+    assert {fit.gpu.name for fit in found} == least.keys()
 
 
 def test_24_layers_of_k3_have_a_kv_cache_and_69_have_states() -> None:
@@ -199,10 +198,7 @@ def test_gpus_that_vllm_names_hold_k3() -> None:
     experts, and fits on 8 B200.
     """
     for model in (k3_source(), k3()):
-        found = {
-            (holder.gpu.name, holder.fit.layout.num_gpus)
-            for holder in find_holders(model, settings=Settings(kv="bf16"))
-        }
+        found = holders(model, Settings(kv="bf16"))
         assert found >= {("b300", 8), ("gb300", 8), ("b200", 16), ("gb200", 16)}
         assert found.isdisjoint((("b200", 8), ("gb200", 8)))
     assert ("b200", 8) in holders(k3().with_experts(448), Settings())
@@ -215,7 +211,7 @@ def test_gpus_that_vllm_names_hold_k3() -> None:
 def test_narrow_pieces_of_experts_are_padded(tensor: int, expert: int, factor: float) -> None:
     """vLLM: 3072 columns become 4096 with TP16, and stay whole with expert parallelism."""
     fit = fit_on(tensor, k3(), B300, Settings(), tensor=tensor, expert=expert)
-    split = k3().weights.by_role[Role.EXPERTS] / tensor
+    split = k3().bytes_by_role[Role.EXPERTS] / tensor
     assert fit.weights[Role.EXPERTS] == pytest.approx(split * factor, rel=1e-9)
 
 
@@ -224,23 +220,21 @@ def test_requests_share_the_pool_with_their_states() -> None:
     def fit(**changed: Any) -> Fit:
         return fit_on(8, k3(), B300, Settings(requests=changed.pop("requests", 1)), **changed)
 
-    pool, states = fit().pool_bytes, fit().state_bytes
-    assert fit(data_attention=True).state_bytes == 8 * states
-    assert fit().tokens == fit().longest == (pool - states) // fit().kv_bytes_per_token
-    assert fit(requests=100).tokens == (pool - 100 * states) // fit().kv_bytes_per_token
+    pool, states = fit().pool.num_bytes, fit().pool.state_bytes
+    assert fit(data_attention=True).pool.state_bytes == 8 * states
+    assert fit().tokens == fit().longest == (pool - states) // fit().pool.kv_bytes_per_token
+    assert fit(requests=100).tokens == (pool - 100 * states) // fit().pool.kv_bytes_per_token
     slots = fit().slots_of(8192)
-    assert slots == pool // (8192 * fit().kv_bytes_per_token + states)
+    assert slots == pool // (8192 * fit().pool.kv_bytes_per_token + states)
     assert fit(requests=slots).holds
     assert not fit(requests=slots + 1).holds
 
 
 def test_a_pipeline_stage_without_kv_cache_is_limited_by_its_states() -> None:
     """31 stages of 3 layers: some have KDA layers only, and hold the fewest short requests."""
-    fit = fit_layout(
-        k3().weights, k3().shape, Parallelism(pipeline=31), memory_bytes=180 * GIB, settings=Settings(kv="fp8")
-    )
+    fit = fit_layout(k3(), GPUS["b200"], Parallelism(pipeline=31), Settings(kv="fp8"))
     without = [pool for pool in fit.pools if pool.kv_bytes_per_token == 0]
     assert len(without) == 8
     assert fit.slots_of(1) == min(pool.num_bytes // pool.state_bytes for pool in without)
     assert fit.longest < 1 << 31
-    assert fit.kv_bytes_per_token > 0, "the fullest one has a cache"
+    assert fit.pool.kv_bytes_per_token > 0, "the fullest one has a cache"
