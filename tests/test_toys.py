@@ -67,7 +67,6 @@ TOY: Final = SourceFormat(
     scale_dtypes=("BF16",),
     columns_per_element=1,
     bits=16.5,
-    usual_scale=INT4.usual_scale,
     known_config={"quant_method": "toy"},
     known_group={},
     known_weights={},
@@ -84,7 +83,7 @@ import re
 from functools import partial
 
 from k2convert.models.config import read_architecture
-from k2convert.models.names import WEIGHT, Family, ModelCardFacts, ModulePlace, Role
+from k2convert.models.names import Family, ModelCardFacts, ModulePlace, Role
 from k2convert.models.source_formats import TOY as INT8
 
 _BLOCK = re.compile(r"toy\\.blocks\\.(\\d+)\\.(.+)")
@@ -129,7 +128,6 @@ TOY = Family(
     model_types=("toy",),
     unconverted=_unconverted,
     card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
-    router_parameters=(WEIGHT, "e_score_correction_bias"),
     source_format=INT8,
 )
 '''

@@ -7,7 +7,7 @@ the language model's own, in text_config, is kimi_k2 or deepseek_v3.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, cast
 
@@ -25,42 +25,52 @@ _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 UNSPLIT_MLA: Final = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 """Parts of multi-head latent attention that every GPU of tensor parallelism keeps whole."""
 
-NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
-_LAYER: Final = re.compile(rf"layers\.{NUMBER}\.(.+)")
-_EXPERT: Final = re.compile(rf"mlp\.experts\.{NUMBER}\.(gate|up|down)_proj")
-_MLP: Final = re.compile(r"(mlp|mlp\.shared_experts)\.(gate|up|down)_proj")
-_MLP_ROLES: Final = {"mlp": Role.DENSE_MLP, "mlp.shared_experts": Role.SHARED_EXPERTS}
+_PROJECTIONS: Final = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
 
 
-@lru_cache(maxsize=4096)  # the three or four tensors of a module follow one another
-def _classify(prefix: str, module: str) -> ModulePlace | None:
-    if module.startswith("vision_tower."):
-        return ModulePlace(Role.VISION_TOWER)
-    if module.startswith("mm_projector."):
-        return ModulePlace(Role.MM_PROJECTOR)
-    if module == prefix.removesuffix(_TEXT_PREFIX) + "lm_head":
-        return ModulePlace(Role.LM_HEAD)
-    if not module.startswith(prefix):
-        return None
-    rest = module[len(prefix) :]
-    if rest in ("embed_tokens", "norm"):
-        return ModulePlace(Role.EMBEDDINGS if rest == "embed_tokens" else Role.NORM)
-    matched = _LAYER.fullmatch(rest)
-    if matched is None:
-        return None
-    layer = int(matched[1])
-    inner = matched[2]
-    if expert := _EXPERT.fullmatch(inner):
-        return ModulePlace(Role.EXPERTS, layer, int(expert[1]), expert[2])
-    if mlp := _MLP.fullmatch(inner):
-        return ModulePlace(_MLP_ROLES[mlp[1]], layer, None, mlp[2])
-    if inner == "mlp.gate":
-        return ModulePlace(Role.ROUTER, layer)
-    if inner in ("input_layernorm", "post_attention_layernorm"):
-        return ModulePlace(Role.NORM, layer)
-    if inner == "self_attn" or inner.startswith("self_attn."):  # the first has scales of a KV cache
-        return ModulePlace(Role.ATTENTION, layer)
-    return None
+def classifier(
+    prefix: str, moe: str, projections: Mapping[str, str], *, inner: Mapping[str, Role], outer: Mapping[str, Role]
+) -> Callable[[str], ModulePlace | None]:
+    """Return the function that finds the place of a module of a family: `Family.classify`.
+
+    prefix        of the language model
+    moe           the MoE block in a layer
+    projections   gate, up and down by the last part of an expert's modules
+    inner         roles of other modules in a layer
+    outer         roles of other modules below the prefix
+    """
+    layers = re.compile(rf"{re.escape(prefix)}layers\.{_NUMBER}\.(.+)")
+    experts = re.compile(rf"{moe}\.experts\.{_NUMBER}\.({'|'.join(projections)})")
+    mlps = re.compile(rf"(mlp|{moe}\.shared_experts)\.(gate|up|down)_proj")
+    inside = {**inner, f"{moe}.gate": Role.ROUTER, "self_attn": Role.ATTENTION}  # scales of a KV cache are in the last
+    inside |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), Role.NORM)
+    outside = {f"{prefix}{name}": role for name, role in outer.items()}
+    outside |= {f"{prefix}embed_tokens": Role.EMBEDDINGS, f"{prefix}norm": Role.NORM}
+    outside[f"{prefix.removesuffix(_TEXT_PREFIX)}lm_head"] = Role.LM_HEAD
+
+    @lru_cache(maxsize=4096)  # the three or four tensors of a module follow one another
+    def classify(module: str) -> ModulePlace | None:
+        if module in outside:
+            return ModulePlace(outside[module])
+        if module.startswith("vision_tower."):
+            return ModulePlace(Role.VISION_TOWER)
+        if module.startswith("mm_projector."):
+            return ModulePlace(Role.MM_PROJECTOR)
+        matched = layers.fullmatch(module)
+        if matched is None:
+            return None
+        layer = int(matched[1])
+        name = matched[2]
+        if expert := experts.fullmatch(name):
+            return ModulePlace(Role.EXPERTS, layer, int(expert[1]), projections[expert[2]])
+        if mlp := mlps.fullmatch(name):
+            return ModulePlace(Role.DENSE_MLP if mlp[1] == "mlp" else Role.SHARED_EXPERTS, layer, None, mlp[2])
+        if name in inside:
+            return ModulePlace(inside[name], layer)
+        return ModulePlace(Role.ATTENTION, layer) if name.startswith("self_attn.") else None
+
+    return classify
 
 
 def expected_name(prefix: str, name: str) -> str:
@@ -184,16 +194,18 @@ def _projector_tensors(vision: Mapping[str, Any]) -> dict[str, str]:
     return weights(linears | {"pre_norm": "vision_config.mm_hidden_size"}, has_bias=True)
 
 
-def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
-    names: list[tuple[str, bool]] = [("self_attn", True)]
+def unconverted(
+    whole: Sequence[str], has_vision: bool, roles: Sequence[str], architecture: Architecture
+) -> list[tuple[str, bool]]:
+    """Return what stays in BF16 (`Family.unconverted`); `whole` are names, of routers first, that nothing follows."""
+    names = ["self_attn"]
     if Role.SHARED_EXPERTS not in roles:
-        names.append(("shared_experts", True))
+        names.append("shared_experts")
     if Role.DENSE_MLP not in roles:
-        names += [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
-    names += [("lm_head", True), ("mlp.gate", False)]
-    if has_vision:
-        return [*names, ("vision_tower", True), ("mm_projector", True)]
-    return names
+        names += [f"layers.{layer}.mlp" for layer in range(architecture.num_dense_layers)]
+    vision = ("vision_tower", "mm_projector") if has_vision else ()
+    entries = [(name, True) for name in (*names, "lm_head")] + [(name, False) for name in whole]
+    return entries + [(name, True) for name in vision]
 
 
 def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:
@@ -209,10 +221,12 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         router=prefix + "layers.{layer}.mlp.gate",
         experts=prefix + "layers.{layer}.mlp.experts",
         mlp_norm=prefix + "layers.{layer}.post_attention_layernorm",
-        classify=partial(_classify, prefix),
+        classify=classifier(
+            prefix, "mlp", {f"{kind}_proj": kind for kind in ("gate", "up", "down")}, inner={}, outer={}
+        ),
         expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
-        unconverted=partial(_unconverted, has_vision),
+        unconverted=partial(unconverted, ("mlp.gate",), has_vision),
         model_types=(model_type,),
         source_format=INT4,
         card=ModelCardFacts(
@@ -229,7 +243,6 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
                 "Kimi-K2.7-Code": ("nvidia/Kimi-K2.7-Code-DFlash",),
             },
         ),
-        router_parameters=(WEIGHT, "e_score_correction_bias"),
         unsplit_attention=UNSPLIT_MLA,
         usual_num_experts=384,
         naming=naming,

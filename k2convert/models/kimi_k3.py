@@ -6,91 +6,47 @@ the experts' format from `quantized_layers` alone, and each engine asks for a la
 each bank is listed six times.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.errors import FitError
 from k2convert.models.config import EXPERTS_KEY, LATENT_KEY, read_architecture, text_config
 from k2convert.models.kimi import (
-    NUMBER,
     UNSPLIT_MLA,
     below,
+    classifier,
     expected_name,
     mla_tensors,
     mlp_tensors,
     outer_tensors,
+    unconverted,
     vision_tensors,
     weights,
 )
-from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
+from k2convert.models.names import EngineNaming, Family, ModelCardFacts, Role
 from k2convert.models.source_formats import MXFP4
 
 _WRAPPER: Final = "language_model."
 _PREFIX: Final = "language_model.model."
-_EXPERT: Final = re.compile(rf"block_sparse_moe\.experts\.{NUMBER}\.(w[123])")
-_MLP: Final = re.compile(r"(block_sparse_moe\.shared_experts|mlp)\.(gate|up|down)_proj")
-_LAYER: Final = re.compile(rf"{re.escape(_PREFIX)}layers\.{NUMBER}\.(.+)")
-_PROJECTIONS: Final = {"w1": "gate", "w3": "up", "w2": "down"}
 _ROLES: Final = {
-    "block_sparse_moe.gate": Role.ROUTER,
     "block_sparse_moe.routed_expert_down_proj": Role.LATENT,
     "block_sparse_moe.routed_expert_up_proj": Role.LATENT,
     "block_sparse_moe.routed_expert_norm": Role.NORM,
-    "input_layernorm": Role.NORM,
-    "post_attention_layernorm": Role.NORM,
     "self_attention_res_norm": Role.NORM,
     "mlp_res_norm": Role.NORM,
     "self_attention_res_proj": Role.RESIDUAL,
     "mlp_res_proj": Role.RESIDUAL,
-    "self_attn": Role.ATTENTION,  # A_log, dt_bias, scales of a KV cache
 }
-_OUTER: Final = {
-    f"{_PREFIX}embed_tokens": Role.EMBEDDINGS,
-    f"{_PREFIX}norm": Role.NORM,
-    f"{_PREFIX}output_attn_res_norm": Role.NORM,
-    f"{_PREFIX}output_attn_res_proj": Role.RESIDUAL,
-    f"{_WRAPPER}lm_head": Role.LM_HEAD,
-}
-
-
-@lru_cache(maxsize=4096)
-def _classify(module: str) -> ModulePlace | None:
-    if module in _OUTER:
-        return ModulePlace(_OUTER[module])
-    for start, role in (("vision_tower.", Role.VISION_TOWER), ("mm_projector.", Role.MM_PROJECTOR)):
-        if module.startswith(start):
-            return ModulePlace(role)
-    matched = _LAYER.fullmatch(module)
-    if matched is None:
-        return None
-    layer = int(matched[1])
-    inner = matched[2]
-    if expert := _EXPERT.fullmatch(inner):
-        return ModulePlace(Role.EXPERTS, layer, int(expert[1]), _PROJECTIONS[expert[2]])
-    if mlp := _MLP.fullmatch(inner):
-        return ModulePlace(Role.DENSE_MLP if mlp[1] == "mlp" else Role.SHARED_EXPERTS, layer, None, mlp[2])
-    if inner in _ROLES:
-        return ModulePlace(_ROLES[inner], layer)
-    if inner.startswith("self_attn."):
-        return ModulePlace(Role.ATTENTION, layer)
-    return None
-
-
-def _unconverted(_roles: Sequence[str], architecture: Architecture) -> list[tuple[str, bool]]:
-    dense = [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
-    whole = ("block_sparse_moe.gate", "mlp.gate", "routed_expert_down_proj", "routed_expert_up_proj", "_res_proj")
-    return [
-        ("self_attn", True),
-        ("shared_experts", True),
-        *dense,
-        ("lm_head", True),
-        *((part, False) for part in whole),
-        ("vision_tower", True),
-        ("mm_projector", True),
-    ]
+_OUTER: Final = {"output_attn_res_norm": Role.NORM, "output_attn_res_proj": Role.RESIDUAL}
+_WHOLE: Final = (
+    "block_sparse_moe.gate",
+    "mlp.gate",
+    "routed_expert_down_proj",
+    "routed_expert_up_proj",
+    "_res_proj",
+)
 
 
 def _linear_layers(config: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
@@ -169,10 +125,12 @@ K3: Final = Family(
     router=_PREFIX + "layers.{layer}.block_sparse_moe.gate",
     experts=_PREFIX + "layers.{layer}.block_sparse_moe.experts",
     mlp_norm=_PREFIX + "layers.{layer}.post_attention_layernorm",
-    classify=_classify,
+    classify=classifier(
+        _PREFIX, "block_sparse_moe", {"w1": "gate", "w3": "up", "w2": "down"}, inner=_ROLES, outer=_OUTER
+    ),
     expected_name=partial(expected_name, _PREFIX),
     read_architecture=read_architecture,
-    unconverted=_unconverted,
+    unconverted=partial(unconverted, _WHOLE, True),
     refused_configs={
         ("kimi_linear", LATENT_KEY): "this is the language model of Kimi K3 alone, without the model around it"
     },
@@ -202,7 +160,6 @@ K3: Final = Family(
     source_format=MXFP4,
     roles=(Role.EXPERTS,),
     projections={"gate": "w1", "up": "w3", "down": "w2"},
-    router_parameters=(WEIGHT, "e_score_correction_bias"),
     unsplit_attention=(*UNSPLIT_MLA, "f_a_proj", "o_norm"),
     usual_num_experts=896,
     naming=EngineNaming(

@@ -143,7 +143,6 @@ class SourceFormat:
     scale_dtypes: tuple[str, ...]  # of `weight_scale` [N, K / 32]
     columns_per_element: int
     bits: float  # of a weight, with its share of a scale
-    usual_scale: bytes  # the bytes of one scale, to measure how fast a made-up weight is converted
     known_config: Mapping[str, object]  # what config.json may say of the quantization, its groups, their weights
     known_group: Mapping[str, object]
     known_weights: Mapping[str, object]
@@ -179,7 +178,6 @@ class Family:
     refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda _, __, ___: frozenset()
     model_types: tuple[str, ...] = ()  # what model_type in config.json may be; empty: anything
-    router_parameters: tuple[str, ...] = (WEIGHT,)  # every router has these, one row an expert
     unsplit_attention: tuple[str, ...] = ()  # what every GPU of tensor parallelism keeps whole
     usual_num_experts: int = 0  # of the unpruned models
     source_format: SourceFormat  # of the weights to convert

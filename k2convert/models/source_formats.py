@@ -13,7 +13,6 @@ from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 NVFP4: Final = "NVFP4"
 NVFP4_BITS: Final = 4.5
 
-
 INT4: Final = SourceFormat(
     title="INT4",
     parameters=(WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE),
@@ -21,7 +20,6 @@ INT4: Final = SourceFormat(
     scale_dtypes=("BF16",),
     columns_per_element=8,
     bits=4.5,
-    usual_scale=b"\x00\x3c",  # 2**-7
     known_config={"quant_method": "compressed-tensors", "format": "pack-quantized"},
     known_group={"format": "pack-quantized"},
     known_weights={"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE},
@@ -36,7 +34,6 @@ MXFP4: Final = SourceFormat(
     scale_dtypes=("U8", "F8_E8M0"),
     columns_per_element=2,
     bits=4.25,
-    usual_scale=b"\x78",
     known_config={"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     known_group={"format": "mxfp4-pack-quantized", "input_activations": None},
     known_weights={**INT4.known_weights, "type": "float", "zp_dtype": None},
