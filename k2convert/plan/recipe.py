@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, cast
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from k2convert.checkpoint.files import read_small_file
+from k2convert.checkpoint.files import DuplicateKeyError, read_small_file
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import ArgumentError, MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
@@ -176,19 +176,30 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without a key twice in a mapping, of which YAML itself would take the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise DuplicateKeyError(f"duplicate key {quoted(str(key.value))}")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
 def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Load a recipe by shipped name or by path. `overrides` replace its keys, or keys of its sections."""
     path = _find_recipe(name_or_path)
     try:
         text = read_small_file(path, limit=MAX_RECIPE_BYTES).decode("utf-8")
-        repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
-        document: Any = yaml.safe_load(text)
+        document: Any = _Loader(text).get_single_data()
     except MalformedFileError as error:
         raise RecipeError(f"{error} Start from a shipped recipe.") from None
+    except DuplicateKeyError as error:
+        raise RecipeError(f"{path}: {error}. Remove one.") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # values too: a date, a number of digits
         raise RecipeError(f"{path}: not YAML ({cut(str(error))}). Start from a shipped recipe.") from None
-    if repeated is not None:
-        raise RecipeError(f"{path}: duplicate key {quoted(repeated)}. Remove one.")
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
     return build_recipe(cast(dict[str, Any], document), where=str(path), overrides=overrides)
@@ -199,14 +210,12 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for text in settings:
         name, equals, raw = text.partition("=")
-        section, dot, key = name.partition(".")
-        if not (equals and section and (key or not dot)):
+        if not equals or "" in name.split(".", 1):
             raise RecipeError(f"--set {shortened(text)}: not a setting. Use key=value or section.key=value.")
         try:
-            value: Any = yaml.safe_load(raw)
+            overrides[name] = yaml.safe_load(raw)
         except (yaml.YAMLError, ValueError, TypeError, RecursionError):
             raise RecipeError(f"--set {shortened(text)}: the value is not YAML. Use for example {name}=1.") from None
-        _merge(overrides, _nested({name: value}))
     return overrides
 
 
@@ -286,24 +295,3 @@ def _explain(error: ValidationError) -> str:
                 reason = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
             problems.append(f"{shortened(key)}: {reason}" if key else reason)
     return "; ".join(problems[:MAX_PROBLEMS])
-
-
-def _repeated_key(node: yaml.Node | None) -> str | None:
-    """Return the first key that appears twice in one mapping, or None. YAML itself would take the last value."""
-    waiting = [node]
-    visited = set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in visited:  # an alias: walking it again could take forever
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            seen = set[str]()
-            for key, value in node.value:
-                if str(key.value) in seen:
-                    return str(key.value)
-                seen.add(str(key.value))
-                waiting.append(value)
-    return None
