@@ -36,7 +36,7 @@ OWNERS = {
     "tiktoken": {"text/tokenizers.py"},
     "compressed_tensors": {"quantize/libraries.py"},
     "modelopt": {"quantize/libraries.py"},
-    "transformers": {"forward/attention.py", "text/chat.py"},
+    "transformers": {"forward/attention.py", "text/tokenizers.py"},
     "torch": {
         "quantize/gptq",
         "quantize/libraries.py",

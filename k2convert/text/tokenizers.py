@@ -1,4 +1,4 @@
-"""The tokenizer of a source folder, without running the folder's code.
+"""The tokenizer of a source folder, and its chat template, without running the folder's code.
 
 tokenizer.json is read by tokenizers. Kimi's checkpoints have tiktoken.model instead, and a Python file that says how it
 is to be used; what that file does is written here: its pattern, its special tokens, its limits on one call.
@@ -8,6 +8,9 @@ chat is encoded with its special tokens, as transformers does. No token is added
 
 tokenizers and tiktoken run in this process. A tokenizer file is a small program: its normalizer, added tokens and
 patterns can make any amount of text of a letter. The size of the file is bounded; its time and memory are not.
+
+A chat template is a program too. It is rendered as transformers does: in jinja2's immutable sandbox, which lets it
+reach no file and no object of Python's. The sandbox bounds neither time nor memory.
 """
 
 from __future__ import annotations
@@ -17,14 +20,22 @@ import binascii
 import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import check_plain_file, is_there, mapping_or_empty, read_json_file, read_small_file
-from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
+from k2convert.checkpoint.files import (
+    check_plain_file,
+    is_there,
+    mapping_or_empty,
+    read_json_file,
+    read_small_file,
+    read_text_file,
+)
+from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy, require_extra
 
 if TYPE_CHECKING:
@@ -254,3 +265,95 @@ def _in_one_line(path: Path) -> Generator[None]:
             raise
         what = cut(str(cast(Any, error)) or type(error).__name__, 200)
         raise CalibrationError(f"{path}: the tokenizer failed ({what}). {BAD_FILE}") from None
+
+
+_MAX_CHARACTERS: Final = 64 << 20
+_DATE: Final = datetime(2026, 1, 1)
+_NAMED_TOKENS: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_KIMI_TOKENIZER: Final = "TikTokenTokenizer"
+"""The class of Kimi's tokenizers. Their code sorts the keys of tools before the template gets them."""
+_TYPESCRIPT: Final = "tools_ts_str"
+"""The variable in which the code of K2.5's tokenizer, 480 lines that are not run, gives its template the tools."""
+_NO_CHAT: Final = 'Use lines with "text", or a checkpoint with a working chat template.'
+
+
+class ChatTemplate:
+    """The chat template of a folder, which is read with the first conversation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._templates: dict[str, str] = {}
+        self._variables: dict[str, str] = {}
+        self._sorts_tools = False
+
+    def render(self, messages: list[Any], tools: list[Any] | None) -> str:
+        """Return a conversation as the model sees it, as transformers' apply_chat_template does.
+
+        Raises CalibrationError if there is no template, or it fails.
+        """
+        if not self._templates:
+            self._templates, self._variables, tokenizer = read_templates(self._folder)
+            self._sorts_tools = tokenizer == _KIMI_TOKENIZER
+        if tools and any(_TYPESCRIPT in template for template in self._templates.values()):
+            raise CalibrationError(
+                "this checkpoint declares tools in TypeScript, which only its own code writes, and that is not run. "
+                "Leave out conversations with tools, or pass token ids (.npy)."
+            )
+        if tools and self._sorts_tools:
+            tools = json.loads(json.dumps(tools, sort_keys=True))
+        name = "default" if tools is None or "tool_use" not in self._templates else "tool_use"
+        from transformers.utils.chat_template_utils import (  # which loads torch
+            render_jinja_template,  # pyright: ignore[reportUnknownVariableType]
+        )
+
+        variables: dict[str, Any] = {**self._variables, "strftime_now": _DATE.strftime}
+        try:
+            [text], _ = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._templates[name],
+                **variables,
+            )
+        except Exception as error:  # a template can raise anything
+            reason = cut(f"{type(error).__name__}: {error}", 200)
+            raise CalibrationError(f"the chat template failed ({reason}). {_NO_CHAT}") from None
+        if len(text) > _MAX_CHARACTERS:
+            raise CalibrationError(f"the chat template makes more than {_MAX_CHARACTERS:,} characters. {_NO_CHAT}")
+        return text
+
+
+def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object]:
+    """Return a folder's chat templates by name, the named special tokens they may use, and the tokenizer's class.
+
+    Raises CalibrationError.
+
+    chat_template.jinja comes before tokenizer_config.json's chat_template, which is one template or a list of named
+    ones: `tool_use` is for conversations with tools, `default` for all others.
+    """
+    config_path = folder / TOKENIZER_CONFIG_NAME
+    path = folder / CHAT_TEMPLATE_NAME
+    with remedy(_NO_CHAT):
+        config = read_json_file(config_path) if is_there(config_path) else {}
+        found = (read_text_file(path) if is_there(path) else "") or config.get("chat_template")
+    entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates: dict[str, str] = {}
+    for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):
+        if not isinstance(name, str):
+            raise CalibrationError(
+                f"{config_path}: chat_template has a template with the name {quoted(name)}, expected text. {_NO_CHAT}"
+            )
+        if isinstance(template, str):
+            templates[name] = template
+    if "default" not in templates:
+        raise CalibrationError(
+            f"{folder}: has no chat template, neither {CHAT_TEMPLATE_NAME} nor a chat_template in "
+            f'{TOKENIZER_CONFIG_NAME}. Use lines with "text" instead of "messages".'
+        )
+    variables = {key: _content(config.get(key)) for key in _NAMED_TOKENS}
+    return templates, {key: value for key, value in variables.items() if value}, config.get("tokenizer_class")
+
+
+def _content(token: object) -> str:
+    """A named token is a string, or an object with a content."""
+    value = mapping_or_empty(token).get("content", token)
+    return value if isinstance(value, str) else ""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
+from typing import Any, Final, TypeGuard, cast
 
 import numpy as np
 from blake3 import blake3
@@ -35,10 +35,7 @@ from k2convert.errors import CalibrationError, MalformedFileError, SourceReadErr
 from k2convert.models import read_architecture
 from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
-from k2convert.text.tokenizers import Tokenizer, open_tokenizer
-
-if TYPE_CHECKING:
-    from k2convert.text.chat import ChatTemplate
+from k2convert.text.tokenizers import ChatTemplate, Tokenizer, open_tokenizer
 
 MAX_LINE_BYTES: Final = 16 << 20
 
@@ -310,8 +307,6 @@ def read_windows(
                 f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
                 "the checkpoint, or token ids (.npy) instead of text."
             )
-        from k2convert.text.chat import ChatTemplate  # whose jinja2 comes with the extra for texts
-
         model = open_tokenizer(tokenizer)
         if model.num_ids > vocab_size:
             raise CalibrationError(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from k2convert.errors import CalibrationError
-from k2convert.text.chat import ChatTemplate
-from k2convert.text.tokenizers import open_tokenizer
+from k2convert.text.tokenizers import ChatTemplate, open_tokenizer
 from k2convert.text.windows import text_of_line
 
 TEMPLATE = """{%- macro say(message) -%}
