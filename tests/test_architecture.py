@@ -29,7 +29,7 @@ OWNERS = {
     "yaml": {"plan", "hub"},
     "triton": {"quantize/gptq/panel_kernels.py"},
     "pydantic": {"plan", "records"},
-    "PIL": {"report/drawing.py"},
+    "PIL": {"report/charts.py"},
     "markdown_it": {"report/render.py"},
     "jinja2": set(),
     "tokenizers": {"text/tokenizers.py"},

@@ -2,7 +2,7 @@
 
     figures          journal, ledger and validation -> Report, and what is missing
     content          headline, sections and provenance, the same in every form; wording: numbers as text, tables
-    charts, drawing  the four charts -> SVG in the page's colors, or pixels
+    charts           the four charts -> SVG in the page's colors, or pixels
     render, card     one Markdown text -> report.md, report.html and report.png; README.md
 
 Apart from the day of the report, nothing here depends on time, host or path: on one day, the same folder always gives

@@ -320,9 +320,7 @@ def _weight_errors(report: Report) -> Section:
     )
     if (steps := report.total.max_error_steps) is not None:
         sentence += f" The largest error of a weight is {steps:.2f} steps of its INT4 grid."
-    return Section(
-        "Error of the weights", (sentence,), (Table((*columns, *(["lossless"] if has_proof else [])), rows),)
-    )
+    return Section("Error of the weights", (sentence,), (Table(columns, rows),))
 
 
 def _worst_tensors(report: Report) -> Section:

@@ -19,9 +19,8 @@ from markdown_it.token import Token
 
 from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
 from k2convert.errors import visible
-from k2convert.report.charts import draw_charts
+from k2convert.report.charts import Drawing, Words, css_palette, draw_charts, to_png, to_svg
 from k2convert.report.content import caution, headline, provenance, sections
-from k2convert.report.drawing import Drawing, Words, css_palette, to_png, to_svg
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table
 
@@ -153,7 +152,7 @@ _RENDER_RULES: Final[Mapping[str, Callable[..., str]]] = {
     "table_open": lambda *_: '<div class="scroll"><table>\n',
     "table_close": lambda *_: "</table></div>\n",
 }
-"""What becomes HTML in another way than markdown-it's."""
+"""Tokens that become HTML in another way than markdown-it's."""
 
 
 def render_picture(report: Report, charts: Sequence[Drawing]) -> bytes:

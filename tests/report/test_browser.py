@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from k2convert.report import ReportFiles
-from k2convert.report.drawing import PALETTE, Color
+from k2convert.report.charts import PALETTE, Color
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (

@@ -15,9 +15,18 @@ from report_makers import TOKENS
 
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles
-from k2convert.report.charts import color_scale, draw_heat_maps, draw_positions, draw_tokens, ticks
+from k2convert.report.charts import (
+    Drawing,
+    Line,
+    Picture,
+    color_scale,
+    draw_heat_maps,
+    draw_positions,
+    draw_tokens,
+    ticks,
+    to_svg,
+)
 from k2convert.report.content import mode_rows
-from k2convert.report.drawing import Drawing, Line, Picture, to_svg
 from k2convert.report.figures import HeatMap, collect_report, heat_maps
 from k2convert.report.render import render_report
 
