@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -47,19 +46,6 @@ class _Linear(nn.Module):
         return result + self._bias.float()
 
 
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """The KV cache of an attention: rounds what it holds to E4M3 if its two parts have scales."""
-
-    scales: tuple[float, float] | None
-
-    def hold(self, part: int, values: Tensor) -> Tensor:
-        """Return the values of a part as later tokens read them."""
-        if self.scales is None:
-            return values
-        return round_to_e4m3(values, self.scales[part])
-
-
 class Attention:
     """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device."""
 
@@ -72,14 +58,13 @@ class Attention:
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
         keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
         is_mla = hasattr(modules.self_attn, "kv_a_layernorm")
-        cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
-        modules.self_attn.cache = cache
+        modules.self_attn.cache_scales = (keys, keys if is_mla else values) if fp8_cache else None
 
-        def held(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
-            return cache.hold(0, latent)
+        def cached(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
+            return round_to_e4m3(latent, keys)
 
-        if is_mla:  # the rest goes through the cache in `_causal_attention`
-            modules.self_attn.kv_a_layernorm.register_forward_hook(held)
+        if is_mla and fp8_cache:  # the rest goes through the cache in `_causal_attention`
+            modules.self_attn.kv_a_layernorm.register_forward_hook(cached)
         self._modules: Any = modules.eval()
         self._rotary = rotary.to(device)
         self._device = device
@@ -184,14 +169,18 @@ def _cache_scale(reader: WeightReader, stem: str, which: str) -> float:
 
 
 def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values as they come out of the cache: MLA has its rotary key there, which all heads share."""
-    cache: _Cache = attention.cache
+    """Return keys and values as they come out of the cache, rounded to E4M3 if it has scales.
+
+    MLA has its rotary key there, which all heads share.
+    """
+    if attention.cache_scales is None:
+        return key, value
+    first, second = attention.cache_scales
     if not hasattr(attention, "kv_a_layernorm"):
-        return cache.hold(0, key), cache.hold(1, value)
+        return round_to_e4m3(key, first), round_to_e4m3(value, second)
     width: int = attention.qk_nope_head_dim
-    rotary = key[:, :1, :, width:]
-    held = cache.hold(1, rotary)
-    return key if held is rotary else torch.cat((key[..., :width], held.expand_as(key[..., width:])), dim=-1), value
+    rotary = round_to_e4m3(key[:, :1, :, width:], second)
+    return torch.cat((key[..., :width], rotary.expand_as(key[..., width:])), dim=-1), value
 
 
 def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from io import BytesIO
 from typing import Final, Literal
@@ -203,15 +203,8 @@ _MODE_STYLES: Final[tuple[tuple[Color, float], ...]] = (("ours", 3.0), ("max", 2
 MIN_SPAN_DB: Final = 0.2  # of a color scale; a narrower one would show noise as differences
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line of a chart, with its points in the units of the axes and the words that explain it."""
-
-    label: str
-    points: Sequence[Point]
-    color: Color
-    width: float = 1.3
-    is_filled: bool = False
+Curve = tuple[str, Line]
+"""A line of a chart, with its points in the units of the axes, after the words that explain it."""
 
 
 def draw_charts(report: Report) -> list[Drawing]:
@@ -245,8 +238,8 @@ def _plot(
     bottom = drawing.height - _BELOW
     end = WIDTH - _RIGHT
     low, high = x_range
-    y_max = 1.08 * max((height for curve in curves for _, height in curve.points), default=0.0) or 1.0
-    if any(curve.is_filled for curve in curves):
+    y_max = 1.08 * max((height for _, line in curves for _, height in line.points), default=0.0) or 1.0
+    if any(line.is_filled for _, line in curves):
         y_max = max(y_max, 4.0)  # counts have whole numbers beside them
 
     def across(value: float) -> float:
@@ -262,12 +255,11 @@ def _plot(
         drawing.add(Line([(across(value), bottom), (across(value), bottom + 4)], "muted"))
         drawing.add(Words(across(value), bottom + 16, text, anchor="middle"))
     drawing.add(Words((_LEFT + end) / 2, bottom + 32, x, anchor="middle"), Words(4, top - 8, y))
-    for i, curve in enumerate(curves):
+    for i, (label, line) in enumerate(curves):
         level = _ROW * (i + 1) + SIZE + 2
-        drawing.add(Line([(4, level - 4), (30, level - 4)], curve.color, curve.width))
-        drawing.add(Words(36, level, curve.label, curve.color))
-        points = [(across(value), up(height)) for value, height in curve.points]
-        drawing.add(Line(points, curve.color, curve.width, curve.is_filled))
+        drawing.add(Line([(4, level - 4), (30, level - 4)], line.color, line.width))
+        drawing.add(Words(36, level, label, line.color))
+        drawing.add(replace(line, points=[(across(value), up(height)) for value, height in line.points]))
     return drawing
 
 
@@ -275,7 +267,7 @@ def _histogram(label: str, values: NDArray[np.float64], edges: NDArray[np.float6
     """Return the outline of the counts between edges; values beyond the ends are in the first or last count."""
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
     heights = [0, *np.repeat(counts, 2).tolist(), 0]
-    return Curve(label, list(zip(np.repeat(edges, 2).tolist(), heights, strict=True)), color, is_filled=True)
+    return label, Line(list(zip(np.repeat(edges, 2).tolist(), heights, strict=True)), color, 1.3, is_filled=True)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -355,8 +347,8 @@ def draw_positions(rows: Sequence[tuple[str, EvaluationRow]]) -> Drawing:
         means = row.figures.divergence.by_position
         middles = [math.log2(max((1.0 + part.first) * max(part.stop, 1), 1.0)) / 2 for part in means]
         heights = [min(part.mean, _LARGEST_DRAWN) for part in means]
-        curves.append(Curve(mode, list(zip(middles, heights, strict=True)), color, width))
-    logs = [log for curve in curves for log, _ in curve.points] or [0.0]
+        curves.append((mode, Line(list(zip(middles, heights, strict=True)), color, width)))
+    logs = [log for _, line in curves for log, _ in line.points] or [0.0]
     low = math.floor(min(logs))
     high = max(math.ceil(max(logs)), low + 1)
     return _plot(
