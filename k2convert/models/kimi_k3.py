@@ -171,13 +171,10 @@ K3: Final = Family(
             "SGLang": "model.layers.{layer}.mlp.experts",
         },
     ),
-    banks=(
-        "language_model.model.layers.{layer}.block_sparse_moe.experts",
-        "language_model.model.layers.{layer}.mlp.experts",
-        "model.layers.{layer}.block_sparse_moe.experts",
-        "model.layers.{layer}.mlp.experts",
-        "layers.{layer}.block_sparse_moe.experts",
-        "layers.{layer}.mlp.experts",
+    banks=tuple(
+        f"{prefix}layers.{{layer}}.{block}.experts"
+        for prefix in (_PREFIX, "model.", "")
+        for block in ("block_sparse_moe", "mlp")
     ),
     tensor_parallel_sizes=(1, 2, 4, 8, 16, 32),
     least_expert_piece=256,
