@@ -167,7 +167,6 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         num_experts=num_experts,
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
-        expert_columns=count(LATENT_KEY, text.get("hidden_size")),
     )
 
 

@@ -81,8 +81,6 @@ class Architecture:
     num_experts: int
     hidden_size: int
     moe_intermediate_size: int
-    expert_columns: int
-    """Width that a routed expert reads and writes: hidden_size, or fewer latent columns."""
 
 
 _FOREIGN: Final = (
