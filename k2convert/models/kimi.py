@@ -197,7 +197,7 @@ def _projector_tensors(vision: Mapping[str, Any]) -> dict[str, str]:
 def unconverted(
     whole: Sequence[str], has_vision: bool, roles: Sequence[str], architecture: Architecture
 ) -> list[tuple[str, bool]]:
-    """Return what stays in BF16 (`Family.unconverted`); `whole` are names, of routers first, that nothing follows."""
+    """Return the modules left in BF16: `Family.unconverted`. Nothing may follow after the name parts in `whole`."""
     names = ["self_attn"]
     if Role.SHARED_EXPERTS not in roles:
         names.append("shared_experts")
