@@ -165,7 +165,7 @@ def fit_layout(model: Model, gpu: Gpu, layout: Parallelism, settings: Settings) 
     shape = model.shape
     stages = stage_layers(shape.num_layers, layout.pipeline)
     pieces = layout.tensor // layout.expert
-    padded = max(shape.expert_width, pieces * shape.least_expert_piece if pieces > 1 else 0)
+    padded = max(shape.expert_width, pieces * model.family.least_expert_piece if pieces > 1 else 0)
     gpus: list[tuple[Pool, dict[Role, int]]] = []
     for i, layers in enumerate(stages):
         sums: dict[Role, int] = defaultdict(int)

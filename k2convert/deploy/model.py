@@ -37,7 +37,6 @@ class ModelShape:
     `max_context` is None if config.json does not say.
     `linear_layers` are layers of linear attention, which have no KV cache. A request keeps `state_bytes` in each.
     `tensor_sizes` are the sizes of tensor parallelism that engines accept; empty: all that divide the heads.
-    `least_expert_piece` are columns to which the pieces of a split expert are padded; 0: they are not.
     """
 
     num_layers: int
@@ -51,7 +50,6 @@ class ModelShape:
     linear_layers: frozenset[int] = frozenset()
     state_bytes: int = 0
     tensor_sizes: tuple[int, ...] = ()
-    least_expert_piece: int = 0
 
     def kv_layers(self, layers: Container[int] | None = None) -> int:
         """Return how many of some layers (None: of all) have a KV cache."""
@@ -91,7 +89,6 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
         linear_layers=layers,
         state_bytes=state_bytes,
         tensor_sizes=family.tensor_parallel_sizes,
-        least_expert_piece=family.least_expert_piece,
     )
 
 

@@ -19,9 +19,10 @@ from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAM
 from k2convert.choices import Activations, AskedActivations
 from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError, SourceReadError
-from k2convert.models import check_computed, check_whole, detect_family, read_architecture, vocabulary_size
+from k2convert.models import check_computed, detect_family, parse_tensor_names, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied, network_fields
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.models.projections import check_model
 from k2convert.records.fingerprint import Source, fingerprint_digest
 from k2convert.records.ledger import Ledger
 
@@ -116,9 +117,12 @@ def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint)
 
 
 def check_computable(found: EvaluatedCheckpoint) -> None:
-    """Refuse a checkpoint with a part that is missing or in a form that cannot be computed (CheckpointError)."""
+    """Refuse a checkpoint with a part in a form that cannot be computed, or other tensors than config.json describes.
+
+    Raises CheckpointError, PlanError.
+    """
     checkpoint = found.checkpoint
-    family = detect_family(found.checkpoint)
+    family = detect_family(checkpoint)
     check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
     for name, tensor in checkpoint.tensors.items():
@@ -139,7 +143,7 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
                 raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
         check_source_config(checkpoint.config, family=family, where=found.place)
-    check_whole(checkpoint)
+    check_model(checkpoint, parse_tensor_names(checkpoint, family=family), architecture, family)
 
 
 def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:

@@ -17,7 +17,6 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models import kimi, kimi_k3
 from k2convert.models.names import Architecture, Family, ModulePlace, TensorName, why_foreign
-from k2convert.models.projections import check_model
 
 FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
 """Every family; `family_of` says which one a checkpoint belongs to."""
@@ -96,13 +95,6 @@ def check_computed(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
             "by rule mse or max, without smoothing or text, and check it with `validate`."
         )
-
-
-def check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is not the model that its config.json describes (PlanError)."""
-    family = detect_family(checkpoint)
-    names = parse_tensor_names(checkpoint, family=family)
-    check_model(checkpoint, names, read_architecture(checkpoint), family)
 
 
 def read_architecture(checkpoint: Checkpoint) -> Architecture:
