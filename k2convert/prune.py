@@ -7,17 +7,25 @@
 Nothing else differs. Shards keep their names and the order of their tensors. src/reap/prune.py of CerebrasResearch/reap
 and REAPPruningModifier of llm-compressor change the same parts of a loaded model.
 
+The file of --keep has one of three forms. Layers and experts have the numbers of the source:
+
+    list            {"experts": {"1": [0, 5, ..], ..}, "of": 384}; `of`, the source's experts per layer, is optional
+    ledger          k2convert.json of a result that version 0.3 pruned: its `pruning` is such a list
+    REAP's report   {"model.layers.1.mlp": [0, 5, ..], ..}: report_path of llm-compressor's REAPPruningModifier
+
 DEST/.k2convert/prune.json says which source and which experts DEST is made from; command.json is what `status` shows to
-resume. A shard that has its final name is
-finished: it was synced before it was renamed. config.json comes last.
+resume. A shard that has its final name is finished: it was synced before it was renamed. config.json comes last.
 """
 
-import shutil
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from k2convert.checkpoint.files import (
     Content,
@@ -25,7 +33,10 @@ from k2convert.checkpoint.files import (
     holds_exactly,
     is_there,
     list_folder,
+    mapping_or_empty,
     num_bytes_of,
+    parse_json_object,
+    read_text_file,
     write_atomically,
 )
 from k2convert.checkpoint.folders import make_folder
@@ -42,21 +53,46 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import DestinationError, ResumeError, check_disk, remedy
+from k2convert.errors import (
+    DestinationError,
+    MalformedFileError,
+    PlanError,
+    ResumeError,
+    check_disk,
+    counted,
+    quoted,
+    remedy,
+)
 from k2convert.job.locations import check_destination, refuse_symlinks
-from k2convert.job.resources import existing_parent
+from k2convert.job.resources import free_bytes
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
-from k2convert.models.names import Family, Role, TensorName
+from k2convert.models.names import Architecture, Family, Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, check_model, check_source_form
 from k2convert.records.command import JobCommand, keep_command
-from k2convert.records.document import Count, LayerNumber, encode, read_document
+from k2convert.records.document import Count, LayerNumber, encode, parse, read_document
 from k2convert.records.events import SILENT, Events
-from k2convert.records.experts import KeptExperts, read_list
 from k2convert.records.fingerprint import changed_shards, local_identity, source_digest
-from k2convert.records.lock import lock_destination
+from k2convert.records.work_log import lock_destination
+
+_REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
+_NOTES: Final = ("chosen_by", "left_out")  # keys of lists that version 0.3 wrote or read, about the scores
+_LIST_REMEDY: Final = (
+    'Pass {"experts": {"1": [0, 5], ...}} or a REAP report of llm-compressor; `k2convert guide prune` shows the forms.'
+)
+
+KeptExperts = Mapping[int, tuple[int, ...]]
+"""For each MoE layer the numbers of the kept experts in the source, ascending, equally many in each layer."""
 
 PIECE_BYTES: Final = 16 << 20  # of a tensor, in memory at once; routers are read whole: 15 MB in K3
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list of experts to keep."""
+
+    experts: dict[LayerNumber, tuple[int, ...]]
+    num_source_experts: Annotated[Count | None, Field(alias="of")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +183,10 @@ def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
     refuse_symlinks(destination, [*(Path(shard.name) for shard in shards), *sidecars], finished=finished)
     pruning = Pruning(source, destination, kept, architecture.num_experts, shards, finished)
     small = sum(num_bytes_of(source.folder / path) for path in sidecars) + len(_encode_index(pruning))
-    free = shutil.disk_usage(existing_parent(destination)).free
     check_disk(
         f"{destination}: the copy",
         needed=pruning.num_bytes - pruning.finished_bytes + small,
-        allowed=free,
+        allowed=free_bytes(destination),
         remedy="Free some space, or choose a folder on a different disk.",
     )
     return pruning
@@ -293,3 +328,102 @@ def _is_written(path: Path, shard: PrunedShard) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(shard.header)) == shard.header
+
+
+def read_list(path: Path, architecture: Architecture, config: Mapping[str, Any]) -> KeptExperts:
+    """Return the experts that a file lists; raises CheckpointError, and PlanError if they do not fit the model."""
+    with remedy(_LIST_REMEDY):
+        text = read_text_file(path)
+        document = parse_json_object(text, where=str(path))
+        if document and all(_REAP_MODULE.fullmatch(name) for name in document):
+            modules = parse(dict[str, tuple[int, ...]], text, where=str(path))
+            experts = {int(module.rsplit(".", 2)[1]): numbers for module, numbers in modules.items()}
+            if len(experts) < len(modules):
+                raise MalformedFileError(f"{path}: has a layer twice.")
+            listed = _List(experts)
+        else:
+            stated = mapping_or_empty(document.get("pruning", document))
+            stated = {key: value for key, value in stated.items() if key not in _NOTES}
+            listed = parse(_List, dump_json(stated).decode(), where=str(path))
+    total = architecture.num_experts
+    if listed.num_source_experts not in (None, total):
+        raise PlanError(
+            f"{path}: is for a model with {listed.num_source_experts} experts per layer, but this model has {total}. "
+            "Use a file made for this model."
+        )
+    kept = {layer: tuple(sorted(numbers)) for layer, numbers in sorted(listed.experts.items())}
+    try:
+        check_kept(kept, architecture, config)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return kept
+
+
+def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuse a list that does not fit the model, or with which its router could not choose (PlanError)."""
+    total = architecture.num_experts
+    layers = architecture.moe_layers
+    if not layers:
+        raise PlanError("the model has no MoE layers, so it has no experts to choose from.")
+    if wrong := sorted(set(kept) ^ set(layers)):
+        where = "has no layer" if wrong[0] in layers else "has the layer"
+        raise PlanError(
+            f"{where} {wrong[0]}, but the model's MoE layers are {layers[0]}..{layers[-1]} ({len(layers)}). Use a file "
+            "made for this model."
+        )
+    count = len(kept[layers[0]])
+    for layer, experts in kept.items():
+        if outside := [expert for expert in experts if not 0 <= expert < total]:
+            raise PlanError(
+                f"layer {layer}: expert {quoted(outside[0])} is not in the model, which has 0..{total - 1}. "
+                "Use a list made for this model."
+            )
+        if twice := [expert for expert, following in pairwise(experts) if expert == following]:
+            raise PlanError(f"layer {layer}: expert {twice[0]} is in the list twice. Name each expert once.")
+        if len(experts) != count:
+            raise PlanError(
+                f"layer {layer} keeps {len(experts)} experts, but layer {layers[0]} keeps {count}. Keep the same "
+                "number in every layer: engines need that."
+            )
+    top_k = _count(config, "num_experts_per_tok")
+    if count < top_k:
+        raise PlanError(
+            f"keeps {counted(count, 'expert')} per layer, but each token uses {top_k} "
+            f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
+        )
+    _check_groups(kept, count, total, config)
+
+
+def _check_groups(kept: KeptExperts, count: int, total: int, config: Mapping[str, Any]) -> None:
+    """Refuse groups that would not be the source's, or that hold fewer experts than a token uses (PlanError)."""
+    top_k = _count(config, "num_experts_per_tok")
+    num_groups = _count(config, "n_group")
+    used_groups = _count(config, "topk_group")
+    if num_groups == 1:
+        return
+    if total % num_groups or count % num_groups:
+        raise PlanError(
+            f"{count} of {total} experts cannot form {num_groups} equal groups ({key_of(config, 'n_group')}). "
+            f"Keep a multiple of {num_groups}."
+        )
+    size = total // num_groups
+    new_size = count // num_groups
+    for layer, experts in kept.items():
+        for group in range(num_groups):
+            if (members := sum(expert // size == group for expert in experts)) != new_size:
+                raise PlanError(
+                    f"layer {layer}: {members} experts of group {group} are kept, but the router needs {new_size} of "
+                    f"each of its {num_groups} groups (n_group). Keep equally many of each group."
+                )
+    if used_groups * new_size < top_k:
+        raise PlanError(
+            f"{new_size} experts of each group are kept, so {used_groups} groups (topk_group) hold fewer than the "
+            f"{top_k} that each token uses. Keep more."
+        )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = text_config(config).get(key_of(config, key))
+    if isinstance(value, int) and value > 0:
+        return value
+    return 1

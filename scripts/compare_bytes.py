@@ -71,7 +71,7 @@ def cases() -> list[Case]:
         for source, rule, layout in product(("tiny", "k25", "cut", "shaped"), ("max", "mse"), LAYOUTS)
     ]
     result += [Case(s, ("--layout", layout, "--activations", a)) for s, layout, a in product(K3, LAYOUTS, ACTIVATIONS)]
-    result += [Case(source, ("--to", "bf16")) for source in (*INT4, *K3)]
+    result += [Case(source, ("--set", "target=bf16")) for source in (*INT4, *K3)]
     result += [Case(source, ("--set", "kv_cache=fp8")) for source in ("tiny", "k25", "k3-tiny")]
     result += [
         Case(source, ("--set", "quantizer=reference", "--rule", "max", "--layout", layout))

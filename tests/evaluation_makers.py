@@ -1,13 +1,9 @@
 """Evaluations of a result, with figures of real arrays: scores of tokens that are drawn from two real distributions."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from k2convert.errors import DiskFullError
 from k2convert.evaluation.scores import TokenScores, summarize, worst_tokens
 from k2convert.records.document import encode
 from k2convert.records.evaluation import (
@@ -99,15 +95,3 @@ def of_servers() -> Evaluation:
 def write_evaluation(folder: Path, found: Evaluation) -> None:
     """Write RESULT/evaluation.json."""
     (folder / "evaluation.json").write_bytes(encode(found))
-
-
-@contextmanager
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """Let the disk be full during the block, when an evaluation has computed its last layer."""
-
-    def fail(*_arguments: object) -> None:
-        raise DiskFullError("evaluation.json: the disk is full. Free some space.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("k2convert.evaluation.streamed._score", fail)
-        yield

@@ -16,7 +16,7 @@ from job.results import contents, files_of, raw_tensors, read_json
 import k2convert
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import read_architecture
-from k2convert.records.experts import read_list
+from k2convert.prune import read_list
 from scripts.fixture_maker.damage import edit_config, edit_json
 from scripts.fixture_maker.layouts import reap_survivors
 

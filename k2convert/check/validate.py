@@ -92,7 +92,7 @@ def _check_operands(result: Result) -> None:
     folder = result.folder
     if result.ledger is not None and result.ledger.recipe.target == "bf16":
         raise CheckpointError(
-            f"{folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
+            f"{folder}: holds a BF16 copy (target bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
     source = result.source

@@ -40,7 +40,7 @@ _SAME_THING: Final[dict[str, str]] = {
 }
 """Words that other tools have for a command, where the spelling does not give it away."""
 
-_MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
+_MANY_OPTIONS: Final = 15  # from here on, help shows them in panels
 
 _VERBS: Final[dict[Callable[..., None], tuple[str, str]]] = {
     inspect: ("inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,8 +23,6 @@ from k2convert.cli.needs import (
     Needs,
     calibration_document,
     calibration_needs,
-    final_evaluation,
-    final_line,
     layers_left,
     memory_line,
     show_outputs,
@@ -41,12 +39,11 @@ from k2convert.job.prepare import Job, check_job_memory, check_room, memory_byte
 from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, Part, execute
 from k2convert.machine import available_memory
-from k2convert.models import find_family, read_architecture
+from k2convert.models import find_family
 from k2convert.models.config import find_quantization_config
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
-from k2convert.records.document import plain
 from k2convert.records.events import Extent
 from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document
 
@@ -99,8 +96,7 @@ class JobPlan:
     memory_needed: int | None = None  # on this machine; None for a cluster
     memory_available: int | None = None
     calibration: dict[str, object] | None = None
-    evaluation: dict[str, object] | None = None
-    cluster: dict[str, Any] | None = None
+    cluster: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,6 @@ class JobResult:
     repo: str | None
     commit: str | None
     contract: dict[str, Any] | None
-    evaluation: dict[str, Any] | None
 
 
 def show_notices(job: Job, source: str) -> None:
@@ -143,11 +138,9 @@ def show_plan_of(job: Job, source: str, cluster: "AbstractContextManager[Cluster
     if cluster is not None:
         with waiting("looking at the cluster"), cluster as connected:
             capacity = connected.capacity
-        plan = replace(plan, cluster=asdict(capacity))
-        left = f"{capacity.shards_at_a_time:,} shards at a time; the time is not estimated"
-        if capacity.lack:
-            left = f"{capacity.lack}, or wait until the cluster grows"
-        views.append(f"cluster: {counted(capacity.nodes, 'node')}, {counted(capacity.cpus, 'CPU')}; {left}")
+        plan = replace(plan, cluster=capacity)
+        left = f"{capacity['shards_at_a_time']:,} shards at a time; the time is not estimated"
+        views.append(f"cluster: {counted(capacity['nodes'], 'node')}, {counted(capacity['cpus'], 'CPU')}; {left}")
     elif job.gptq is not None:
         needs.append(calibration_needs(job.gptq, job))
         plan = replace(plan, calibration=calibration_document(job, job.gptq) | needs[0].document())
@@ -158,11 +151,6 @@ def show_plan_of(job: Job, source: str, cluster: "AbstractContextManager[Cluster
         views += [memory_line(memory_bytes(job)), _left_line(plan)]
     if job.uses_hub and cluster is None:
         views.append(partial(_show_network, job, plan))
-    if job.evaluation is not None:
-        last = final_evaluation(job, job.evaluation)
-        plan = replace(plan, evaluation=last.document())
-        views.append(final_line(last, job.evaluation))
-        needs.append(last)
     if cluster is None:
         memory = max([memory_bytes(job), *(need.memory for need in needs)])
         plan = replace(plan, memory_needed=memory, memory_available=available_memory())
@@ -202,8 +190,6 @@ def show_published_before(job: Job, target: "Target") -> None:
 
     settle_published(job, target)
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
-    if job.evaluation is not None:
-        console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
     console.show({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
@@ -217,17 +203,13 @@ def convert(
     display = Display("transfer" if job.uses_hub else "convert", extent)
     if job.gptq is not None:
         _start_pass(job, job.gptq, command.source)
-    if job.evaluation is not None:
-        last = final_evaluation(job, job.evaluation)
-        last.check(command.source)
-        console.print_event(final_line(last, job.evaluation))
     own_process()
     start = time.monotonic()
     say_when_interrupted(partial(_how_far, job, display), command.line(here=command.folder))
     try:
         with nullcontext() if cluster is None else cluster as connected, display as events:
-            if connected is not None and (lack := connected.capacity.lack):
-                console.print_event(f"waiting for a node: {lack}, or wait until the cluster grows")
+            if connected is not None and not connected.capacity["shards_at_a_time"]:
+                console.print_event("no node has CPUs: start one with `ray start`, or wait until the cluster grows")
             outcome = execute(replace(job, command=command), events=events, cluster=connected, verify=verify)
     except UnservableError as error:
         from k2convert.cli.validation_view import show_validation
@@ -239,18 +221,11 @@ def convert(
 
 
 def _how_far(job: Job, display: Display) -> str:
-    if "evaluate" in display.meters:
-        from k2convert.job.evaluation import evaluation_works
-
-        layers = read_architecture(job.source.checkpoint).num_layers
-        done = min(evaluation_works(job.destination.folder)[1].num_finished(), layers)
-        what = f"all shards are converted; the evaluation has {done} of {layers} layers"
-    else:
-        done = display.shards if display.num_shards else len(job.finished)
-        what = f"{done} of {len(job.plan.jobs)} shards are converted"
-        if job.gptq is not None and "calibrate" in display.meters:
-            layer_pass = job.gptq.layer_pass
-            what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
+    done = display.shards if display.num_shards else len(job.finished)
+    what = f"{done} of {len(job.plan.jobs)} shards are converted"
+    if job.gptq is not None and "calibrate" in display.meters:
+        layer_pass = job.gptq.layer_pass
+        what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
     return f"{what}. The same command resumes"
 
 
@@ -281,19 +256,16 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
         contract=None
         if contract is None
         else {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed},
-        evaluation=None if outcome.evaluation is None else plain(outcome.evaluation),
     )
     views: list[str | Callable[[], None]] = []
     if outcome.calibrated is not None:
         views.append(partial(show_outputs, outcome.calibrated, job.gptq))
     views.append(partial(_show_run, job, totals, seconds))
     views += [partial(console.print_note, f"warning: {warning}") for warning in result.warnings]
-    if outcome.evaluation is not None:
-        from k2convert.cli.evaluation_view import show_evaluation
-
-        views.append(partial(show_evaluation, outcome.evaluation))
     if contract is not None:
         views.append(contract.summary)
+    if recipe.target == "nvfp4" and not find_family(job.plan.family).not_computed:
+        views.append(partial(console.print_note, f"`{_evaluation_command(job, source)}` measures the whole model"))
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
     console.show(result, *views)
@@ -301,6 +273,12 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
         given = () if job.uses_hub else ("--source", source)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
     check_budget(job.destination.folder, recipe, missed)
+
+
+def _evaluation_command(job: Job, source: str) -> str:
+    """Return the command that compares a result with its source on a text. One on the Hub has no folder to write to."""
+    out = ("--out", "evaluation.json") if job.destination.repo is not None else ()
+    return console.command("k2convert", "evaluate", source, job.destination, "--text", "FILE", *out)
 
 
 def _plan(job: Job, source: str) -> JobPlan:

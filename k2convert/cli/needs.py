@@ -13,7 +13,6 @@ from k2convert.errors import format_estimate
 from k2convert.job.prepare import Job, memory_bytes
 from k2convert.job.resources import check_memory, gpu_memory
 from k2convert.machine import available_memory, peak_bytes
-from k2convert.models import read_architecture
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
@@ -70,17 +69,6 @@ def evaluation_needs(source: Checkpoint, text: PassText, *, layers: int, models:
 
     memory = evaluation_memory(read_sizes(source), text, layers, models=models)
     return Needs(text.devices, peak_bytes() + memory.main, memory.gpu)
-
-
-def final_evaluation(job: Job, text: PassText) -> Needs:
-    """Count what the evaluation at the end of a job needs."""
-    source = job.source.checkpoint
-    return evaluation_needs(source, text, layers=read_architecture(source).num_layers, models=2)
-
-
-def final_line(needs: Needs, text: PassText) -> str:
-    """Return what the evaluation at the end of a job needs, in a line."""
-    return f"evaluation at the end, on {text.windows}; {needs.lines()[0]}"
 
 
 def layers_left(job: Job, plan: CalibrationPlan) -> int:

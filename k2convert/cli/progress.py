@@ -288,7 +288,7 @@ class Display(Events):
         if len(self.meters) > 1:
             parts = [f"{meter.phase} {part}" for meter, part in zip(meters, parts, strict=True)]
         parts += [self._shards_text(), self._eta_text()]
-        return f"{'evaluate' if 'evaluate' in self.meters else self._what}: {', '.join(filter(None, parts))}"
+        return f"{self._what}: {', '.join(filter(None, parts))}"
 
     def _shards_text(self) -> str:
         return f"{self.shards} of {counted(self.num_shards, 'shard')}" if self.num_shards else ""

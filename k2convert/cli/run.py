@@ -6,11 +6,10 @@ from typing import Annotated, Final
 
 import typer
 
-from k2convert.choices import Activations, Layout, Rule, Target
+from k2convert.choices import Activations, Layout, Rule
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import (
     CHECKS,
-    HUB,
     MACHINE,
     RESUMES,
     TEXT_FORMS,
@@ -22,7 +21,6 @@ from k2convert.cli.options import (
     SourceArgument,
     Yes,
     argument,
-    check_folder,
     check_new_place,
     flag,
     option,
@@ -33,9 +31,7 @@ from k2convert.errors import read_size, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 
 RESULT: Final = "Result"
-_GPU_UNUSED: Final = (
-    "note: --device cuda: the conversion runs on the CPU. A GPU computes the text of --calibrate or --evaluate."
-)
+_GPU_UNUSED: Final = "note: --device cuda: the conversion runs on the CPU. A GPU computes the text of --calibrate."
 
 Destination = Annotated[
     str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", check_new_place)
@@ -46,24 +42,15 @@ Calibrate = Annotated[
 ]
 RuleOption = Annotated[Rule | None, option("How weights are rounded [default: by recipe; gptq with --calibrate].")]
 Recipe = Annotated[str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", RESULT)]
-SETTINGS_HELP: Final = (
-    "Change a key of the recipe: smoothing=false, kv_cache=fp8, calibration.tokens=65536. May be repeated."
-)
+SETTINGS_HELP: Final = "Change a key of the recipe: smoothing=false, kv_cache=fp8, target=bf16. May be repeated."
 Settings = Annotated[list[str] | None, option(SETTINGS_HELP, "KEY=VALUE", RESULT, name="--set")]
-To = Annotated[Target | None, option("What the result holds: NVFP4, or a copy of the weights in BF16.", panel=RESULT)]
 LayoutOption = Annotated[Layout | None, option("Tensor names and config of the result.", panel=RESULT)]
 ActivationsOption = Annotated[Activations | None, option("4-bit activations, or weight-only.", panel=RESULT)]
-Evaluate = Annotated[
-    list[Path] | None, option(f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CHECKS)
-]
 Verify = Annotated[bool, flag("--verify", "Hash every finished shard, and convert damaged ones again.", CHECKS)]
 Workers = Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)]
 PartOption = Annotated[str | None, option("Convert part I of N. Run without it at the end.", "I/N", MACHINE)]
 RAY_HELP: Final = "Convert on a Ray cluster: its address, or auto for the one here."
 Ray = Annotated[str | None, option(RAY_HELP, "ADDRESS", MACHINE)]
-CpusPerShard = Annotated[int, option("CPUs of each task with --ray.", "N", MACHINE, min=1)]
-WORK_HELP: Final = "Folder for a job that publishes to the Hub [default: k2convert-work/REPO]."
-WorkDir = Annotated[Path | None, option(WORK_HELP, "FOLDER", HUB, check=check_folder)]
 
 
 def run(
@@ -74,10 +61,8 @@ def run(
     rule: RuleOption = None,
     recipe: Recipe = None,
     settings: Settings = None,
-    to: To = None,
     layout: LayoutOption = None,
     activations: ActivationsOption = None,
-    evaluate: Evaluate = None,
     verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -86,9 +71,7 @@ def run(
     max_disk: MaxDisk = None,
     part: PartOption = None,
     ray: Ray = None,
-    cpus_per_shard: CpusPerShard = 4,
     public: Public = False,
-    work_dir: WorkDir = None,
     yes: Yes = False,
 ) -> None:
     """Convert an INT4 or MXFP4 checkpoint to NVFP4. Running it again resumes."""
@@ -111,18 +94,16 @@ def run(
         (part and verify, "--verify is for the run that ends the job: leave out --part"),
         (ray and calibrate, f"{in_order} --ray"),
         (ray and max_disk, "--max-disk bounds this machine, and the nodes of --ray have their own: leave it out"),
-        (evaluate and part, "--evaluate is for the run that ends the job: leave out --part"),
-        (evaluate and ray, "--evaluate computes on this machine: leave out --ray, or --evaluate"),
-        ((public or work_dir) and not to_hub, "--public and --work-dir only apply to a destination hf://owner/name"),
+        (public and not to_hub, "--public only applies to a destination hf://owner/name"),
         (max_disk and not uses_hub, "--max-disk only applies to hf:// sources or destinations: leave it out"),
     )
     array_part = None if part is None else read_part(part)
-    require_extras(calibrate=calibrate, evaluate=evaluate, ray=ray)
+    require_extras(calibrate=calibrate, ray=ray)
     options = JobOptions(
         source=source,
-        destination=read_destination(destination, work_folder=work_dir),
+        destination=read_destination(destination),
         recipe=recipe,
-        settings=_recipe_settings(settings or (), rule=rule, target=to, layout=layout, activations=activations),
+        settings=_recipe_settings(settings or (), rule=rule, layout=layout, activations=activations),
         text=text_files(calibrate, device=device, rounds=True) if calibrate else None,
         workers=workers,
         max_disk=read_size("--max-disk", max_disk),
@@ -134,19 +115,15 @@ def run(
         waiting(f"reading the headers of {source}") as waits,
         open_job(options, hub=Hub(notify=console.notifier())) as job,
     ):
-        if evaluate:
-            from k2convert.job.evaluation import with_evaluation
-
-            job = with_evaluation(job, text_files(evaluate, device=device))
         waits.close()
-        if device == "cuda" and not (calibrate or evaluate):
+        if device == "cuda" and not calibrate:
             console.print_note(_GPU_UNUSED)
         command = typed_command(source=source)
         cluster = None
         if ray is not None:
             from k2convert.job.ray import connect
 
-            cluster = connect(ray, cpus=cpus_per_shard)
+            cluster = connect(ray)
         job_view.show_notices(job, source)
         if dry_run:
             job_view.show_plan_of(job, source, cluster)

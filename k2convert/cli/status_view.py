@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from k2convert.calibration.layer_files import conversion_work
-from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.index import check_level, open_checkpoint
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
-    EVALUATION_NAME,
     INDEX_NAME,
     LEDGER_NAME,
     PRUNE_NAME,
@@ -22,16 +21,17 @@ from k2convert.cli import console
 from k2convert.cli.progress import format_layer_rate
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, counted, format_bytes, remedy
 from k2convert.forward.work import WorkFolder
-from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
-from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.hub.client import SCHEME, Hub, RepoRef
+from k2convert.hub.source import resolve_source
 from k2convert.job.evaluation import evaluation_works
+from k2convert.job.locations import fetch_ledger, repo_at
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.evaluation import find_evaluation
-from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION, earlier_result
-from k2convert.records.journal import JobState, Journal, find_published, has_left
-from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
-from k2convert.records.lock import read_lock
+from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION, JobDescription, earlier_result
+from k2convert.records.journal import Journal, find_published, has_left
+from k2convert.records.ledger import TOTAL
+from k2convert.records.work_log import read_lock
 
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
@@ -54,14 +54,6 @@ class EvaluationStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationStatus:
-    """How many layers of a conversion by rule gptq are done; `layers` is None if the record lacks it."""
-
-    layers: Any
-    finished_layers: int
-
-
-@dataclass(frozen=True, slots=True)
 class JobStatus:
     """A conversion, and the evaluation and the publication of its result."""
 
@@ -74,11 +66,12 @@ class JobStatus:
     finished_bytes: int
     pending: list[str]
     progress: dict[str, Any] | None
-    progress_age: int | None
-    resume: str | None
+    progress_age: int | None  # seconds since the running process wrote `progress`
+    resumable: bool  # by this version
+    resume: str | None  # the command, if it is known and there is anything left to do
     recipe: dict[str, Any]
     fingerprint: dict[str, Any]
-    calibration: CalibrationStatus | None
+    calibration: dict[str, Any] | None  # how many layers of rule gptq are done
     evaluation: EvaluationStatus | None
     published: dict[str, str] | None
 
@@ -173,19 +166,22 @@ def _show_job(folder: Path) -> None:
     if (folder / WORK_FOLDER / PRUNE_NAME).is_file():
         _show_copy(folder)
         return
-    journal = Journal(folder)
+    job = Journal(folder).job()
     evaluation = _evaluation_status(folder, evaluation_works(folder)[1])
-    if journal.job() is None:
+    if job is None:
         if evaluation is not None:  # of a checkpoint that `run` did not write
             console.show(evaluation, partial(_show_evaluation, evaluation))
             return
         if other := _other_contents(folder):
             raise DestinationError(other)
-    state = journal.state()
-    if earlier := earlier_result(state.job.version, folder):
+        check_level(folder)
+        begin = console.command("k2convert", "run", "SOURCE", folder)
+        raise DestinationError(f"{folder}: no conversion. `{begin}` begins one.")
+    if earlier := earlier_result(job.version, folder):
         raise DestinationError(earlier)
-    status = _job_status(folder, state, evaluation)
-    console.show(status, partial(_show_state, status, state))
+    command = read_command(folder)
+    status = _job_status(folder, job, command, evaluation)
+    console.show(status, partial(_show_state, status, command))
 
 
 def _show_copy(folder: Path) -> None:
@@ -216,28 +212,32 @@ def _show_copy(folder: Path) -> None:
         _show_resume(command, "prune", is_resumable=True)
 
 
-def _job_status(folder: Path, state: JobState, evaluation: EvaluationStatus | None) -> JobStatus:
-    job = state.job
-    resume = None
-    if _lacks_evaluation(folder, state) or (state.is_resumable and not state.is_complete):
-        resume = _line(state.command)
+def _job_status(
+    folder: Path, job: JobDescription, command: JobCommand | None, evaluation: EvaluationStatus | None
+) -> JobStatus:
+    finished = Journal(folder).finished_or_sent(job)
+    is_assembled = all((folder / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
+    is_complete = is_assembled and finished.keys() >= job.shards.keys()
+    is_running, progress, age = read_lock(folder)
+    is_resumable = job.version == IDENTITY_VERSION
     calibration = None
     work = conversion_work(folder)
     if (begun := work.job()) is not None:
-        calibration = CalibrationStatus(begun.identity.get("layers"), work.num_finished())
+        calibration = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
     published = find_published(folder)
     return JobStatus(
         destination=str(folder),
-        complete=state.is_complete,
-        running=state.is_running,
+        complete=is_complete,
+        running=is_running,
         shards=len(job.shards),
-        finished_shards=len(state.finished),
+        finished_shards=len(finished),
         bytes=sum(job.shards.values()),
-        finished_bytes=sum(job.shards[name] for name in state.finished if name in job.shards),
-        pending=[name for name in job.shards if name not in state.finished],
-        progress=state.progress,
-        progress_age=round(state.progress_age) if state.progress is not None else None,
-        resume=resume,
+        finished_bytes=sum(job.shards[name] for name in finished if name in job.shards),
+        pending=[name for name in job.shards if name not in finished],
+        progress=progress,
+        progress_age=None if progress is None else round(age),
+        resumable=is_resumable,
+        resume=_line(command) if is_resumable and not is_complete else None,
         recipe=job.recipe.document(),
         fingerprint=job.fingerprint,
         calibration=calibration,
@@ -246,11 +246,9 @@ def _job_status(folder: Path, state: JobState, evaluation: EvaluationStatus | No
     )
 
 
-def _show_state(status: JobStatus, state: JobState) -> None:
+def _show_state(status: JobStatus, command: JobCommand | None) -> None:
     folder = Path(status.destination)
-    evaluation = status.evaluation
-    is_evaluating = evaluation is not None and evaluation.running
-    progress = None if is_evaluating else status.progress
+    progress = status.progress
     word = "not finished"
     if status.complete:
         word = "complete"
@@ -261,25 +259,16 @@ def _show_state(status: JobStatus, state: JobState) -> None:
         shards += f", {format_bytes(status.finished_bytes)} of {format_bytes(status.bytes)}"
     console.print_line(shards)
     if progress is not None:
-        show_progress(progress, state.progress_age)
+        show_progress(progress, status.progress_age or 0)
     recipe = status.recipe
     console.print_line(f"recipe {recipe['name']}: rule {recipe['rule']}, layout {recipe['layout']}")
     if status.calibration is not None and progress is None:
-        done = f"{status.calibration.finished_layers} of {status.calibration.layers}"
+        done = f"{status.calibration['finished_layers']} of {status.calibration['layers']}"
         console.print_line(f"calibrate: {done} layers are done")
-    if evaluation is not None and (is_evaluating or evaluation.command is not None):
-        _show_evaluation(evaluation)
-        return
-    if evaluation is not None:
-        console.print_line(f"evaluate: {evaluation.finished_layers} of {evaluation.layers} layers are done")
-    if not _show_published(folder):
-        _show_next(folder, state)
-
-
-def _lacks_evaluation(folder: Path, state: JobState) -> bool:
-    command = state.command
-    is_wanted = command is not None and "--evaluate" in command.words
-    return is_wanted and state.is_resumable and not has_left(folder) and not (folder / EVALUATION_NAME).is_file()
+    if status.evaluation is not None:
+        _show_evaluation(status.evaluation)
+    elif not _show_published(folder):
+        _show_next(status, command)
 
 
 def _other_contents(folder: Path) -> str:
@@ -304,16 +293,15 @@ def _other_contents(folder: Path) -> str:
     return ""
 
 
-def _show_next(folder: Path, state: JobState) -> None:
-    command = state.command
-    if not state.is_complete or _lacks_evaluation(folder, state):
-        if not state.is_running:
-            _show_resume(_line(command), "run", is_resumable=state.is_resumable)
-    elif state.job.recipe.target == "nvfp4":
+def _show_next(status: JobStatus, command: JobCommand | None) -> None:
+    if not status.complete:
+        if not status.running:
+            _show_resume(status.resume, "run", is_resumable=status.resumable)
+    elif status.recipe["target"] == "nvfp4":
         words: tuple[str, ...] = ()
         if command is not None and command.source:
             words = ("--source", command.place(command.source, here=str(Path.cwd())))
-        console.print_next(console.command("k2convert", "validate", folder, *words))
+        console.print_next(console.command("k2convert", "validate", status.destination, *words))
 
 
 def show_progress(progress: Mapping[str, Any], age: float) -> None:
@@ -337,10 +325,16 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
 def show_repository(text: str) -> None:
     """Show the result at hf://owner/name[@revision]; raises HubError if it is not a result of k2convert."""
     hub = Hub(notify=console.print_note, outages_pass=False)
-    ref = parse_repo(text)
+    ref = repo_at(text)
     assert ref is not None  # with the scheme it is a repository or an error
     repo = resolve_source(hub, ref)
-    ledger = _read_ledger(hub, repo, text)
+    with remedy("Choose a different revision, or publish the result again."):
+        ledger = fetch_ledger(hub, repo.repo, repo.commit, repo.files, where=f"{text}: {LEDGER_NAME}")
+    if ledger is None:
+        raise HubError(
+            f"{text}: has no {LEDGER_NAME} at commit {repo.commit[:12]}, so it holds no result of k2convert. Check the "
+            "name and the revision. A job that is not finished leaves main as it is: ask its work folder."
+        )
     missing = [n for n, s in ledger.shards.items() if n not in repo.files or repo.files[n].num_bytes != s.num_bytes]
     is_complete = bool(ledger.shards) and not missing
     document = {
@@ -371,18 +365,6 @@ def show_repository(text: str) -> None:
         lines.append(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
     console.show(document, *lines)
     console.print_next(console.command("k2convert", "validate", text, *origin))
-
-
-def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
-    file = repo.files.get(LEDGER_NAME)
-    if file is None:
-        raise HubError(
-            f"{text}: has no {LEDGER_NAME} at commit {repo.commit[:12]}, so it holds no result of k2convert. Check the "
-            "name and the revision. A job that is not finished leaves main as it is: ask its work folder."
-        )
-    data = read_file(hub, repo.repo, repo.commit, file)
-    with remedy("Choose a different revision, or publish the result again."):
-        return parse_ledger(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}")
 
 
 def _show_published(folder: Path) -> bool:

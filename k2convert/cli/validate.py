@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from k2convert.checkpoint.index import Checkpoint
     from k2convert.records.command import JobCommand
 
-TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
+_SYNTHETIC_TOKENS: Final = 256
+_TEXT_TOKENS: Final = 2048  # one window
 
 
 def validate(
@@ -40,9 +41,8 @@ def validate(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        option(f"Text for --layers ({TEXT_FORMS}) [default: synthetic hidden states].", "FILE"),
+        option(f"Text for --layers ({TEXT_FORMS}): its 2,048 tokens [default: synthetic hidden states].", "FILE"),
     ] = None,
-    tokens: Annotated[int, option("Tokens to compute layers on.", "N", min=1)] = 256,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,7 +71,7 @@ def validate(
     with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
         request = None
         if layers is not None and opened.source is not None:
-            request = _layers_request(opened.source, layers, text, tokens)
+            request = _layers_request(opened.source, layers, text)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.num_bytes
@@ -91,7 +91,7 @@ def validate(
             print_serve(ref.repo, folder=opened.folder, family=report.contract.family, revision=ref.revision)
 
 
-def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None, tokens: int) -> "LayersRequest":
+def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None) -> "LayersRequest":
     """Check a request now: it is used after the pass over the shards, which may take hours. Reads the text, if any."""
     from k2convert.check.results import LayersRequest
     from k2convert.cli import console
@@ -112,8 +112,10 @@ def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None,
         check_layers_exist(source, numbers)
     windows = None
     num_below = 0
+    tokens = _SYNTHETIC_TOKENS
     if files:
-        windows = read_windows_of(source, files, TextUse(tokens=tokens, window=TEXT_WINDOW, seed=0))
+        tokens = _TEXT_TOKENS
+        windows = read_windows_of(source, files, TextUse(tokens=tokens, window=tokens, seed=0))
         num_below = len([layer for layer in known if layer < max(numbers)])
         for note in windows.notes:
             console.print_note(note)

@@ -1,7 +1,6 @@
 """A validation as tables: the contract, weight error, certificate, layers, and the command that serves the result."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +80,12 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
     _show_certificate(weights.certificate)
-    _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
+    mismatches = weights.journal_mismatches
+    if not weights.journal_compared:
+        print_line("journal: skipped (no records here)")
+        return
+    first = f", first {mismatches[0]}" if mismatches else ""
+    print_line(f"journal: {weights.journal_compared:,} tensors compared, {len(mismatches):,} differ{first}")
 
 
 def _show_certificate(certificate: CertificateReport) -> None:
@@ -98,14 +102,6 @@ def _show_certificate(certificate: CertificateReport) -> None:
     )
     for name, problem in list(certificate.mismatches.items())[:MAX_OFFENDERS]:
         print_line(f"certificate: {name}: {problem}")
-
-
-def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], skip_reason: str) -> None:
-    if not compared:
-        print_line(f"{what}: skipped ({skip_reason})")
-        return
-    first = f", first {mismatches[0]}" if mismatches else ""
-    print_line(f"{what}: {compared:,} tensors compared, {len(mismatches):,} differ{first}")
 
 
 def _show_layers(report: LayersReport) -> None:

@@ -182,18 +182,18 @@ def read_replaced(path: Path) -> Evaluation | None:
         ) from None
 
 
-def check_replaced(output: Output, text: EvaluationText, models: Sequence[EvaluatedModel] | None) -> None:
+def check_replaced(output: Output, text: EvaluationText, models: Sequence[EvaluatedModel]) -> None:
     """Refuse to replace an evaluation on a different text, or one of more than `models` (DestinationError).
 
-    The row of a file that is a checkpoint's own is known by its mode: the folder may have moved. None for any models.
+    The row of a file that is a checkpoint's own is known by its mode: the folder may have moved.
     """
     found = read_replaced(output.path)
     if found is None:
         return
     lost = found.rows
     if found.kind == KIND and _text_of(found.text) == _text_of(text):
-        new = {_key(output, model) for model in models or ()}
-        lost = tuple(row for row in found.rows if models is not None and _key(output, row.model) not in new)
+        new = {_key(output, model) for model in models}
+        lost = tuple(row for row in found.rows if _key(output, row.model) not in new)
     if lost or found.kind != KIND:
         modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
         texts = ", ".join(shortened(name) for name, _ in found.text.texts)

@@ -4,7 +4,7 @@
                                             The file of an evaluation is evaluation.json
     NAME.work/.k2convert/done/layer-000.json   layer 0 is done (LayerStep): the blake3 of every file that it wrote, and
                                             what was decided. The head of an evaluation comes after the last layer
-    NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
+    NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/work_log.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
     NAME.work/layer-000.safetensors         the figures of layer 0, in an evaluation (evaluation/streamed.py)
     NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
@@ -44,8 +44,7 @@ from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values
 from k2convert.records.document import Count, Digest, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.fingerprint import IDENTITY_VERSION, changed_shards, source_error
-from k2convert.records.lock import lock_destination
-from k2convert.records.work_log import WorkLog, check_same
+from k2convert.records.work_log import WorkLog, check_same, lock_destination
 
 HIDDEN_STATES: Final = "hidden_states"
 HIDDEN: Final = "hidden"

@@ -33,11 +33,14 @@ class Target:
     revision: str = MAIN
 
     @property
+    def version(self) -> str | None:
+        """The branch, if it is not main."""
+        return None if self.revision == MAIN else self.revision
+
+    @property
     def name(self) -> str:
         """The name of the result: owner/name[@branch]."""
-        if self.revision == MAIN:
-            return self.repo
-        return f"{self.repo}@{self.revision}"
+        return self.repo if self.version is None else f"{self.repo}@{self.version}"
 
     @property
     def has_weights(self) -> bool:

@@ -1,21 +1,15 @@
-"""Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package.
-
-Also the evaluation at the end of a run: the result that was just assembled, against its source. The shards of a result
-for the Hub have left the disk by then. They are read back from the work branch, layer by layer, so `main` gets result
-and evaluation in one commit. A run that is interrupted here resumes here.
-"""
+"""Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package."""
 
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import file_digest
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
-from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, AskedActivations, ComputedKvCache
+from k2convert.choices import AskedActivations, ComputedKvCache
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
 from k2convert.evaluation.checkpoints import (
     EvaluatedCheckpoint,
@@ -26,26 +20,22 @@ from k2convert.evaluation.checkpoints import (
     head_names,
     modes_of,
 )
-from k2convert.evaluation.plan import EvaluationPlan, Output, check_replaced
+from k2convert.evaluation.plan import EvaluationPlan, Output
 from k2convert.forward.layer_pass import LayerPass, PassText
-from k2convert.hub.client import SCHEME, Hub, RepoRef
+from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
-from k2convert.hub.source import resolve_source
 from k2convert.job.locations import check_output_path, commit_of, open_checkpoint_at
 from k2convert.job.opening import TextFiles, read_text
-from k2convert.job.prepare import Job
-from k2convert.job.resources import allowed_disk, device_name, output_headers
-from k2convert.models import check_computed, read_architecture
+from k2convert.job.resources import allowed_disk, device_name
+from k2convert.models import read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import JsonObject
-from k2convert.records.evaluation import MAX_ROWS, EvaluatedModel, Evaluation
-from k2convert.records.events import SILENT, Events
-from k2convert.records.fingerprint import Source, check_version, source_digest
-from k2convert.records.ledger import Ledger, find_ledger, read_ledger, weights_digest
+from k2convert.records.evaluation import MAX_ROWS, EvaluatedModel
+from k2convert.records.events import SILENT
+from k2convert.records.fingerprint import check_version, source_digest
+from k2convert.records.ledger import find_ledger, weights_digest
 
 if TYPE_CHECKING:
-    from k2convert.evaluation.checkpoints import Inputs
-    from k2convert.evaluation.plan import EvaluationPlan
     from k2convert.evaluation.scores import Decode
     from k2convert.forward.layer_pass import LayerPart
     from k2convert.forward.work import WorkFolder
@@ -116,13 +106,13 @@ def open_evaluation(
             check_comparable(one, found[0])
             check_config(one.checkpoint)
         read = read_text(text, use, found[0].source, hub)
-        check_windows(read)
+        _check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, hub=hub)
+        yield _plan(tuple(found), read, options, outputs, work_folder, hub=hub)
 
 
-def check_windows(text: PassText) -> None:
+def _check_windows(text: PassText) -> None:
     """Refuse windows in which nothing is predicted (CalibrationError)."""
     if text.windows.ids.shape[1] < 2:
         names = ", ".join(name for name, _ in text.windows.texts)
@@ -164,7 +154,7 @@ def _work(folder: Path, models: int) -> "WorkFolder":
     return WorkFolder(folder, streams=tuple(map(stream_of, range(models))), purpose="evaluation")
 
 
-def plan_evaluation(
+def _plan(
     found: tuple[EvaluatedCheckpoint, ...],
     text: PassText,
     options: EvaluationOptions,
@@ -278,85 +268,3 @@ def find_decoder(plan: EvaluationPlan) -> "Decode | None":
         return open_tokenizer(plan.checkpoints[0].checkpoint.folder).decode
     except K2ConvertError:
         return None
-
-
-def with_evaluation(job: Job, files: TextFiles) -> Job:
-    """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
-
-    Raises CalibrationError, also for a text that the job is calibrated on; PlanError for a model
-    whose forward pass is not computed; DestinationError if the destination holds an evaluation on a different text.
-    """
-    check_computed(job.source.checkpoint)
-    text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
-    check_windows(text)
-    used = [] if job.calibrated is None else list(job.calibrated.texts)
-    used += () if job.gptq is None else job.gptq.layer_pass.text.windows.texts
-    for name, digest in text.windows.texts:
-        if digest in {found for _, found in used}:
-            raise CalibrationError(
-                f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
-                "text with --evaluate."
-            )
-    from k2convert.evaluation.streamed import states_bytes
-
-    path = job.destination.folder / EVALUATION_NAME
-    check_replaced(Output(path, (), is_own=True), text.windows.described(), None)
-    hidden = read_architecture(job.source.checkpoint).hidden_size
-    states = states_bytes(text.windows.ids.size, hidden, models=2)
-    before = 0  # gone when the evaluation begins
-    if job.gptq is not None:
-        before = job.gptq.layer_pass.disk_bytes + job.limits.layer_room
-    disk_small = job.limits.disk_small + max(states - before, 0)
-    return replace(job, evaluation=text, limits=replace(job.limits, disk_small=disk_small))
-
-
-def evaluate_result(job: Job, text: PassText, *, branch: str | None, events: Events) -> Evaluation:
-    """Evaluate a job's assembled result and write its evaluation.json; `branch` is where the shards are, if not here.
-
-    Raises any K2ConvertError; what was converted stays.
-    """
-    from k2convert.evaluation.streamed import evaluate
-
-    path = job.destination.folder / EVALUATION_NAME
-    reference = _reference(job)
-    result = _result(job, branch)
-    check_computable(result)
-    plan = plan_evaluation(
-        (reference, result),
-        text,
-        EvaluationOptions(kv_cache=job.plan.recipe.kv_cache),
-        {path: result.place},
-        path.parent / WORK_FOLDER / WORK_NAME,
-        hub=job.hub,
-    )
-    allowed = min(plan.layer_pass.disk_allowed, job.limits.disk_allowed)
-    plan = replace(plan, layer_pass=replace(plan.layer_pass, disk_allowed=allowed))
-    if (finished := plan.finished()) is not None:
-        plan.remove_work()
-        return finished
-    return evaluate(plan, decode=find_decoder(plan), events=events)
-
-
-def _reference(job: Job) -> EvaluatedCheckpoint:
-    """Return the source as it is, with every expert."""
-    checkpoint = job.source.checkpoint
-    if (remote := job.source.remote) is None:
-        return _local(checkpoint.folder, None)
-    place = str(RepoRef(remote.repo, remote.commit))
-    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), None)
-
-
-def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
-    folder = job.destination.folder
-    ledger = read_ledger(folder)
-    if branch is None or job.target is None:
-        return _local(folder, ledger)
-    headers = output_headers(job.plan)
-    checkpoint = open_checkpoint(folder, read=lambda path: headers[path.name])
-    remote = resolve_source(job.hub, RepoRef(job.target.repo, branch))
-    place = str(job.destination)
-    return EvaluatedCheckpoint(place, place, Source(checkpoint, remote), ledger)
-
-
-def _local(folder: Path, ledger: Ledger | None) -> EvaluatedCheckpoint:
-    return EvaluatedCheckpoint(model_name(folder), str(folder), Source(open_checkpoint(folder)), ledger)

@@ -6,7 +6,7 @@ run can tell what was done.
 """
 
 import os
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +45,10 @@ from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
 from k2convert.records.fingerprint import Source
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import MAX_NAMED, Ledger
+from k2convert.records.ledger import MAX_NAMED, Ledger, parse_ledger
 
 if TYPE_CHECKING:
-    from k2convert.hub.source import RemoteRepo
+    from k2convert.hub.source import RemoteFile, RemoteRepo
 
 WORK_ROOT: Final = Path("k2convert-work")
 _WRITTEN: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME)
@@ -162,6 +162,17 @@ def _moved(
     )
 
 
+def fetch_ledger(
+    hub: Hub, repo: str, commit: str, files: "Mapping[str, RemoteFile]", *, where: str = LEDGER_NAME
+) -> Ledger | None:
+    """Read the ledger among a repository's files; None without one. Raises HubError, MalformedFileError."""
+    from k2convert.hub.source import read_file
+
+    if LEDGER_NAME not in files:
+        return None
+    return parse_ledger(read_file(hub, repo, commit, files[LEDGER_NAME]).decode(errors="replace"), where=where)
+
+
 def commit_of(ledger: Ledger | None, place: str) -> str | None:
     """Return the commit that a result was converted from, if `place` is an address of its source's repository."""
     ref = repo_at(place)
@@ -170,13 +181,13 @@ def commit_of(ledger: Ledger | None, place: str) -> str | None:
     return ledger.source.revision
 
 
-def read_destination(text: str, *, work_folder: Path | None = None) -> Destination:
+def read_destination(text: str) -> Destination:
     """Return a folder, or hf://owner/name[@branch] with its work folder; raises HubError if that is no branch."""
     repo = repo_at(text)
     if repo is None:
         return Destination(Path(text))
     name = str(repo).removeprefix(SCHEME).replace("/", "--")
-    return Destination(work_folder or WORK_ROOT / name, repo.repo, target_revision(repo))
+    return Destination(WORK_ROOT / name, repo.repo, target_revision(repo))
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

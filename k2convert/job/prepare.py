@@ -1,6 +1,5 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
-import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
-from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import DOWNLOADS_FOLDER, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.errors import CheckpointError, HubError, PlanError, check_disk, format_bytes, remedy, require_extra
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
@@ -18,6 +17,7 @@ from k2convert.job.locations import (
     Destination,
     check_destination,
     commit_of,
+    fetch_ledger,
     open_checkpoint_at,
     refuse_other_files,
     refuse_symlinks,
@@ -33,7 +33,7 @@ from k2convert.job.resources import (
     check_memory,
     choose_workers,
     device_name,
-    existing_parent,
+    free_bytes,
     inflight_bytes,
     least_room,
     output_items,
@@ -49,7 +49,7 @@ from k2convert.records.command import JobCommand
 from k2convert.records.document import JsonObject
 from k2convert.records.fingerprint import IDENTITY_VERSION, JobDescription, Source, check_version, job_fingerprint
 from k2convert.records.journal import Journal, PackedRecords
-from k2convert.records.ledger import Ledger, find_ledger, parse_ledger
+from k2convert.records.ledger import Ledger, find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
@@ -78,7 +78,6 @@ class Job:
     command: JobCommand | None = None  # what the user typed
     gptq: "CalibrationPlan | None" = None  # the layer pass of rule gptq
     calibrated: CalibrationRecord | None = None  # what the ledger says of it, None until it is done
-    evaluation: "PassText | None" = None  # the text on which the result is evaluated at the end
 
     @property
     def uses_hub(self) -> bool:
@@ -155,13 +154,11 @@ def _pinned(options: JobOptions, begun: JobDescription | None, hub: Hub) -> str 
         return begun.source_revision
     if options.destination.repo is None:
         return None
-    from k2convert.hub.source import read_file, resolve_source
+    from k2convert.hub.source import resolve_source
 
     with suppress(CheckpointError, HubError):  # the checks of the target name what is wrong, if anything is
         target = resolve_source(hub, RepoRef(options.destination.repo, options.destination.revision))
-        if (file := target.files.get(LEDGER_NAME)) is not None:
-            text = read_file(hub, target.repo, target.commit, file).decode(errors="replace")
-            return commit_of(parse_ledger(text, where=LEDGER_NAME), options.source)
+        return commit_of(fetch_ledger(hub, target.repo, target.commit, target.files), options.source)
     return None
 
 
@@ -268,7 +265,6 @@ def _plan_limits(
     remote = source.remote
     goes_to_hub = destination.repo is not None
     source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
-    free = shutil.disk_usage(existing_parent(destination.folder)).free
     allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=options.max_disk)
     small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
     small += sum(p.stat().st_size for p in folder.glob("*.json"))
@@ -290,7 +286,7 @@ def _plan_limits(
         disk_shards=shards,
         disk_allowed=allowed,
         disk_small=small_bytes + layer_room,
-        disk_free=free,
+        disk_free=free_bytes(destination.folder),
         inflight=inflight,
         layer_room=layer_room,
     )
@@ -339,16 +335,14 @@ def is_published(
     HubError if the branch has any other weights.
     """
     from k2convert.hub.preflight import other_weights_error
-    from k2convert.hub.source import matches, read_file
+    from k2convert.hub.source import matches
 
     there = target.files
     if target.head is None or not target.has_weights:
         return False
     ledger = None
     with suppress(CheckpointError):
-        if LEDGER_NAME in there:
-            data = read_file(hub, target.repo, target.head, there[LEDGER_NAME])
-            ledger = parse_ledger(data.decode(errors="replace"), where=LEDGER_NAME)
+        ledger = fetch_ledger(hub, target.repo, target.head, there)
     if ledger is None or not (ledger.fingerprint == fingerprint or is_same(ledger)):
         raise other_weights_error(target)
     if ledger.fingerprint != fingerprint or not ledger.shards:

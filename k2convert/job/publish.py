@@ -20,7 +20,7 @@ from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, 
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
-from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
+from k2convert.hub.client import Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.own_card import card_to_commit, card_words, check_card, find_card, published_card
 from k2convert.hub.preflight import Target, check_target
@@ -77,13 +77,13 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     files |= card_files(
         folder,
         repo=target.repo,
-        revision=None if target.revision == MAIN else target.revision,
+        revision=target.version,
         base_model=job.source.repo,
         source=job.card or SourceCard(),
         validation=validation,
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )
-    files = _with_card(job.hub, files, here=None, there=published_card(job.hub, target))
+    _complete_card(files, job.hub, here=None, there=published_card(job.hub, target))
     gone = gone_files(job.description, names) | {name for name in target.files if name.endswith(".py")}
     config = target.files.get(CONFIG_NAME)
     if not carried and config is not None and not matches(folder / CONFIG_NAME, config):
@@ -93,16 +93,13 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     return commit, validation
 
 
-def _with_card(
-    hub: Hub, files: Mapping[str, Path | bytes], *, here: str | None, there: str | None
-) -> dict[str, Path | bytes]:
-    new = files[CARD_NAME]
+def _complete_card(files: dict[str, Path | bytes], hub: Hub, *, here: str | None, there: str | None) -> None:
+    """Replace the card among the files by the one to commit, which may be the owner's; none if that is there."""
+    new = files.pop(CARD_NAME)
     assert isinstance(new, bytes)
     card = card_to_commit(hub, new, here=here, there=there)
-    others = {name: content for name, content in files.items() if name != CARD_NAME}
-    if card is None:
-        return others
-    return others | {CARD_NAME: card}
+    if card is not None:
+        files[CARD_NAME] = card
 
 
 def settle_published(job: Job, target: Target) -> str:
@@ -249,14 +246,14 @@ def publish_folder(
     files |= card_files(
         folder,
         repo=target.repo,
-        revision=None if target.revision == MAIN else target.revision,
+        revision=target.version,
         base_model=publication.base_model,
         source=publication.card,
         validation=validation,
         tensors=open_checkpoint(folder).tensors.values(),
         kept=current_report(folder),
     )
-    files = _with_card(publication.hub, files, here=publication.own_card, there=publication.their_card)
+    _complete_card(files, publication.hub, here=publication.own_card, there=publication.their_card)
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
     message = f"Add {target.repo.partition('/')[2]}"
     return branch.commit_to_main(shards=shards, files=files, gone=publication.gone, message=message)

@@ -46,7 +46,7 @@ from k2convert.records.ledger import ShardRecord
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
 _POLL_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 20
-_LAUNCHED: Final = "ray.io/node-group"  # Ray's label of nodes that a launcher or autoscaler started, not `ray start`
+_CPUS_PER_SHARD: Final = 4  # of a task, if a node has so many
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def node_folder(*, shard_bytes: int) -> Generator[Path]:
         f"{tempfile.gettempdir()}: a shard",
         needed=shard_bytes,
         allowed=shutil.disk_usage(tempfile.gettempdir()).free,
-        remedy="Set TMPDIR on the node to a larger disk, or pass more --cpus-per-shard: fewer shards at a time.",
+        remedy="Set TMPDIR on the node to a larger disk, or start it with fewer CPUs: fewer shards at a time.",
     )
     with temporary_folder() as folder:
         yield folder
@@ -111,37 +111,19 @@ def answer_on_node(data: bytes, *, cpus: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """Capacity of a cluster. `lack` says why no shard fits, `can_grow` whether more nodes may be started."""
-
-    nodes: int
-    cpus: int
-    shards_at_a_time: int
-    lack: str = ""
-    can_grow: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
-    """A connection to a Ray cluster."""
+    """A connection to a Ray cluster; a task takes `cpus` CPUs."""
 
     ray: Any
     remote_function: Any
     cpus: int
 
     @property
-    def capacity(self) -> Capacity:
-        nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        offers = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    def capacity(self) -> dict[str, int]:
+        """Return how many nodes and CPUs the cluster has, and how many shards they convert at a time."""
+        offers = _offers(self.ray)
         at_a_time = sum(offer // self.cpus for offer in offers)
-        largest = max(offers, default=0)
-        lack = ""
-        if largest == 0:
-            lack = "no node has CPUs: start one with `ray start`"
-        elif not at_a_time:
-            lack = f"no node has {self.cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
-        can_grow = largest == 0 or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
-        return Capacity(len(nodes), sum(offers), at_a_time, lack, can_grow)
+        return {"nodes": len(offers), "cpus": sum(offers), "shards_at_a_time": at_a_time}
 
     def run(self, name: str, data: bytes, *, stop: Event, events: Events) -> tuple[str, Any]:
         """Run a pickled NodeTask on some node, again if its worker dies; return the node's name and its answer."""
@@ -190,9 +172,14 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     return result
 
 
+def _offers(ray: Any) -> list[int]:
+    """Return the CPUs of every node."""
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+
+
 @contextmanager
-def connect(address: str, *, cpus: int) -> Generator[Cluster]:
-    """Connect to a running Ray cluster, where a task takes `cpus` CPUs; raises PlanError if none can do one."""
+def connect(address: str) -> Generator[Cluster]:
+    """Connect to a running Ray cluster; raises PlanError without one. No task takes more CPUs than a node has."""
     require_extra("ray", purpose="--ray")
     ray: Any = importlib.import_module("ray")  # it has no complete types
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -228,11 +215,8 @@ def connect(address: str, *, cpus: int) -> Generator[Cluster]:
         return node, answer_on_node(data, cpus=cpus)
 
     try:
+        cpus = min(_CPUS_PER_SHARD, max(_offers(ray), default=0)) or _CPUS_PER_SHARD
         remote_function = ray.remote(num_cpus=cpus, max_retries=0, scheduling_strategy="SPREAD")(on_node)
-        cluster = Cluster(ray, remote_function, cpus)
-        found = cluster.capacity
-        if found.lack and not found.can_grow:
-            raise PlanError(f"--ray {address}: {found.lack}.")
-        yield cluster
+        yield Cluster(ray, remote_function, cpus)
     finally:
         ray.shutdown()

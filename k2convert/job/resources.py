@@ -277,9 +277,10 @@ def used_bytes(folder: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the path itself or its first parent that exists."""
-    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+def free_bytes(folder: Path) -> int:
+    """Return the free disk of a folder, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
@@ -330,7 +331,7 @@ def encoded_header(job: ShardJob) -> bytes:
 
 def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
     """Return the disk that a job in a folder may use; raises DiskFullError for a `max_disk` that is not there."""
-    available = shutil.disk_usage(existing_parent(folder)).free + used_bytes(folder)
+    available = free_bytes(folder) + used_bytes(folder)
     if max_disk is None:
         if uses_hub:
             return int(available * HUB_FREE_SHARE)

@@ -2,7 +2,7 @@
 
     open    lock the destination, resume: what is recorded, what is left
     loop    fetch, convert, record and upload the shards that are left, overlapping (pipeline.py)
-    end     index, config and ledger; the evaluation, if one is asked for; for the Hub, main
+    end     index, config and ledger; for the Hub, main
 
 A local source has no fetch stage, a local destination no upload stage. A task of an array only differs in its shards
 and its lock, and it ends after the loop. On a cluster the nodes fetch, convert and send. With a text, shards wait for
@@ -39,7 +39,7 @@ from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import summarize
-from k2convert.records.lock import lock_destination, share_destination
+from k2convert.records.work_log import lock_destination, share_destination
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import PassBesideJob
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
     from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-    from k2convert.records.evaluation import Evaluation
 
 _MAX_COUNT: Final = 100_000
 
@@ -96,7 +95,6 @@ class Outcome:
     commit: str | None = None
     validation: "ValidationReport | None" = None
     calibrated: CalibrationRecord | None = None
-    evaluation: "Evaluation | None" = None
 
     @property
     def totals(self) -> "dict[str, WeightMetrics]":
@@ -149,12 +147,6 @@ def execute(
         if layer_pass is not None:
             layer_pass.plan.layer_pass.work.remove()
         outcome = replace(outcome_of(job, run.records, run.finished), calibrated=job.calibrated)
-        if job.evaluation is not None:
-            from k2convert.job.evaluation import evaluate_result
-
-            branch = None if run.uploads is None else run.uploads.branch.name
-            evaluation = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
-            outcome = replace(outcome, evaluation=evaluation)
         if run.uploads is None or job.target is None:
             return outcome
         from k2convert.job.publish import publish_result

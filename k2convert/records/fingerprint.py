@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
@@ -25,7 +25,7 @@ from k2convert.models.config import network_fields
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.command import shell_line
-from k2convert.records.document import Count, JsonObject, parse
+from k2convert.records.document import Count, JsonObject, T, parse
 
 if TYPE_CHECKING:
     from k2convert.hub.source import RemoteRepo
@@ -128,7 +128,7 @@ def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
 class JobDescription:
     """Identity of a destination's job: fingerprint, recipe, planned bytes of shards, identities of source shards.
 
-    `version` is the IDENTITY_VERSION of the release that began it; `pruning` the experts that one up to 0.3 kept.
+    `version` is the IDENTITY_VERSION of the release that began it.
 
     What may change while the weights stay: `config` is the source's config.json, `copies` the blake3 of every other
     file that the job has copied, and `begun` the fingerprint by which its work is known, if that is not `fingerprint`.
@@ -139,7 +139,6 @@ class JobDescription:
     shards: dict[str, Count]
     source: dict[str, str]
     version: Count = 1
-    pruning: JsonObject | None = None
     config: JsonObject | None = None
     copies: dict[str, str] = field(default_factory=dict[str, str])
     begun: JsonObject | None = None
@@ -201,17 +200,8 @@ def _shown(value: object) -> str:
     return "missing" if value is ABSENT else quoted(value)
 
 
-class _Described(Protocol):
-    @property
-    def recipe(self) -> Recipe: ...
-
-
-Described = TypeVar("Described", bound=_Described)
-"""What has a recipe: a ledger, or a job's description."""
-
-
-def parse_described(kind: type[Described], text: str, *, where: str) -> Described:
-    """Return a document with a recipe, of this release or an earlier one; raises MalformedFileError.
+def parse_described(kind: type[T], text: str, *, where: str) -> T:
+    """Return a ledger or the description of a job, of this release or an earlier one; raises MalformedFileError.
 
     Fields that this release does not have are left out. A rule that it does not have keeps its name.
     """

@@ -39,16 +39,14 @@ from k2convert.checkpoint.names import (
     IGNORE_NAME,
     INDEX_NAME,
     JOB_NAME,
-    LEDGER_NAME,
     PUBLISHED_NAME,
     SHARD_SUFFIX,
     WORK_FOLDER,
 )
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, counted, quoted, remedy
-from k2convert.records.command import JobCommand, read_command, say_own_command, shell_line
+from k2convert.records.command import say_own_command
 from k2convert.records.document import encode, read_document
 from k2convert.records.fingerprint import (
-    IDENTITY_VERSION,
     JobDescription,
     changed_shards,
     check_version,
@@ -58,7 +56,6 @@ from k2convert.records.fingerprint import (
     way_back,
 )
 from k2convert.records.ledger import Ledger, ShardRecord
-from k2convert.records.lock import read_lock
 from k2convert.records.work_log import WorkLog, check_same
 
 
@@ -81,24 +78,6 @@ class PackedRecords(UserDict[str, ShardRecord]):
         chosen = PackedRecords()
         chosen.data.update((shard, self.data[shard]) for shard in shards)
         return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """State that `status` shows: the job, its finished shards, and whether it is complete or running."""
-
-    job: JobDescription
-    finished: PackedRecords
-    is_complete: bool
-    is_running: bool
-    command: JobCommand | None = None  # what began or last resumed the job; None if a program did
-    progress: dict[str, Any] | None = None  # what the running process last said (Display.summary)
-    progress_age: float = 0.0  # seconds since then
-
-    @property
-    def is_resumable(self) -> bool:
-        """Return whether this version goes on with the job."""
-        return self.job.version == IDENTITY_VERSION
 
 
 class Journal:
@@ -247,31 +226,10 @@ class Journal:
         shard = self.destination / record.shard
         return shard.stat().st_mtime_ns == self.log.path(record.shard).stat().st_mtime_ns
 
-    def state(self) -> JobState:
-        """Read the whole journal for display; raises DestinationError if no job was begun here."""
-        job = self.job()
-        if job is None:
-            check_level(self.destination)
-            command = shell_line(("k2convert", "run", "SOURCE", str(self.destination)))
-            raise DestinationError(f"{self.destination}: no conversion. `{command}` begins one.")
+    def finished_or_sent(self, job: JobDescription) -> PackedRecords:
+        """Return the records of shards that are here, or whose file was removed after its upload."""
         records, _ = self.find_records(job.digest)
-        finished = records.only(
-            name
-            for name, record in records.items()
-            if self.has_file(record) or record.is_checked  # the file of a validated shard is removed after its upload
-        )
-        running, progress, age = read_lock(self.destination)
-        is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
-        command = read_command(self.destination)
-        return JobState(
-            job=job,
-            finished=finished,
-            is_complete=is_assembled and finished.keys() >= job.shards.keys(),
-            is_running=running,
-            command=command,
-            progress=progress,
-            progress_age=age,
-        )
+        return records.only(name for name, record in records.items() if self.has_file(record) or record.is_checked)
 
     def remove_temporary_files(self, job: JobDescription) -> None:
         """Remove the half-written shards, records and job descriptions of a killed run, which may not come again."""

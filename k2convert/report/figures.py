@@ -224,7 +224,7 @@ def read_finished(folder: Path) -> Ledger:
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
     if ledger.recipe.target != "nvfp4":
-        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16), which is exact: there is no error to show.")
+        raise CheckpointError(f"{folder}: holds a BF16 copy (target bf16), which is exact: there is no error to show.")
     if TOTAL not in ledger.totals:
         raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
     return ledger

@@ -46,16 +46,15 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
         shape = ["--dense-layers", "0", "--layers", str(NUM_LAYERS), "--gigabytes", str(gigabytes / NUM_LAYERS)]
         command = [PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", source, *shape, "--shards", str(shards)]
         subprocess.run(command, check=True, stdout=sys.stderr)
-    for name in ("converted", "job", "sent"):
-        shutil.rmtree(work / name, ignore_errors=True)
+    for folder in (work / "converted", Path("k2convert-work/me--upload"), Path("k2convert-work/me--whole")):
+        shutil.rmtree(folder, ignore_errors=True)
     k2convert = [PYTHON, "-m", "k2convert"]
-    whole = ["--yes", "--json", "--work-dir"]
     commands: dict[str, list[str | Path]] = {
         "fetch": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
         "convert": [*k2convert, "run", source, work / "converted", "--json"],
         "publish": [*k2convert, "publish", work / "converted", "--repo", "me/published", "--yes", "--json"],
-        "folder to Hub": [*k2convert, "run", source, "hf://me/upload", *whole, work / "sent"],
-        "Hub to Hub": [*k2convert, "run", f"hf://{REPO}", "hf://me/whole", *whole, work / "job"],
+        "folder to Hub": [*k2convert, "run", source, "hf://me/upload", "--yes", "--json"],
+        "Hub to Hub": [*k2convert, "run", f"hf://{REPO}", "hf://me/whole", "--yes", "--json"],
     }
     os.environ |= {"HF_HUB_DISABLE_XET": "0" if xet else "1", "HF_HOME": str(work / "home")}
     return {label: run_on_hub(command, work, source, line) for label, command in commands.items()}

@@ -262,7 +262,6 @@ USAGE_ERRORS = [
     ("run", "Missing argument"),
     ("run a b --fast", "No such option: --fast"),
     ("run a b --public", "--public"),
-    ("run a b --work-dir c", "--work-dir"),
     ("run a b --rule max --set rule=mse", "--set rule: there is an option"),
     ("convert a b", "No such command 'convert'. Did you mean 'run'"),
     ("verify a b", "No such command 'verify'. Did you mean 'validate'"),

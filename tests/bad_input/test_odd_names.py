@@ -102,7 +102,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: Run
     more = ("--device", "cpu", "--json")
     commands = [
         ("run", cut, out, "--calibrate", text, "--set", "calibration={tokens: 32, window: 16}", *more),
-        ("validate", out, "--source", cut, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
+        ("validate", out, "--source", cut, "--layers", "1", "--text", text, "--json"),
     ]
     for words in commands:
         done = run_cli(*words)

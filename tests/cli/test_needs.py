@@ -50,21 +50,15 @@ def test_a_dry_run_says_the_memory(ids: Path, tmp_path: Path, kind: str, request
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "shaped"])
-def test_a_dry_run_says_the_memory_and_the_disk_of_the_evaluation_at_the_end(
+def test_the_memory_that_a_dry_run_says_is_enough_for_an_evaluation(
     ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(kind)
-    words = ["run", source, tmp_path / "out", "--evaluate", ids, "--device", "cpu"]
-    alone = json.loads(run_cli(*words[:3], "--dry-run", "--json").stdout)
-    dry = json.loads(run_cli(*words, "--dry-run", "--json").stdout)
-    shown = run_cli(*words, "--dry-run").stdout
-    assert "evaluation at the end, on 1,024 tokens of ids.npy" in shown
-    assert shown.count("memory: needs about") == 2  # of the job, and of its evaluation
-    said = dry["memory_needed"]
-    assert said == max(dry["evaluation"]["memory_bytes"], said) > alone["memory_needed"]
-    assert dry["disk_needed"] > alone["disk_needed"]
+    run_here("run", source, tmp_path / "out", "--quiet", code=0)
+    words = ("evaluate", source, tmp_path / "out", "--text", ids, "--device", "cpu")
+    said = json.loads(run_cli(*words, "--dry-run", "--json").stdout)["memory_bytes"]
     peak = peak_of(*words, "--quiet")
-    assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
+    assert said > 0.75 * peak, (said / 1e9, peak / 1e9)
 
 
 def test_too_much_memory_is_refused(tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

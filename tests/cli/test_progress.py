@@ -13,7 +13,7 @@ from test_counts import Clock
 
 from k2convert.cli import progress
 from k2convert.records.events import Extent
-from k2convert.records.lock import lock_destination
+from k2convert.records.work_log import lock_destination
 from scripts.fixture_maker.damage import edit_tensor
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"

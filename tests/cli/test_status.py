@@ -94,22 +94,6 @@ def test_status_knows_evaluations(short: Path, text: Path, tmp_path: Path, monke
     assert re.fullmatch(rf"{rows}: complete evaluation: 1 model on [\d,]+ tokens of calibration\.txt\n", shown.stdout)
 
 
-@pytest.mark.slow
-def test_status_keeps_the_evaluation(short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    for step in ("job.evaluation._reference", "evaluation.streamed._score"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"k2convert.{step}", interrupted)
-            run_here("run", short, out, "--evaluate", text, code=130)
-        shown = run_here("status", out, code=0)
-        assert f"{out}: complete: " in shown.stdout
-        assert following(shown).endswith(f"run {short} {out} --evaluate {text}")
-        assert "--evaluate" in json.loads(run_here("status", out, "--json", code=0).stdout)["resume"]
-    assert "evaluate: 3 of 3 layers are done" in shown.stdout
-    run_here("run", short, out, "--evaluate", text, code=0)
-    assert "validate" in following(run_here("status", out, code=0))
-
-
 def test_status_of_a_copy_without_its_work_folder(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
     run_cli("run", cut, tmp_path / "half", "--part", "1/2", "--quiet", code=0)
     copied = Path(shutil.copytree(tmp_path / "half", tmp_path / "copied"))

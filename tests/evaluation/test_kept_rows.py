@@ -13,6 +13,7 @@ import pytest
 from command import run_here, said
 from conversions import convert
 from damaged_files import flip
+from evaluation_makers import evaluation_of, write_evaluation
 
 from k2convert.evaluation.scores import compare_models
 from k2convert.records.evaluation import Evaluation, EvaluationRow, find_evaluation
@@ -161,19 +162,37 @@ def test_a_file_that_changes_is_refused(pair: tuple[Path, Path], ids: Path, monk
     assert not (pair[1] / "evaluation.json").exists()
 
 
-@pytest.mark.slow
-def test_run_evaluates_a_changed_result_again(cut: Path, tmp_path: Path) -> None:
-    text = tmp_path / "novel.txt"
-    text.write_text("The ship sails on, and nobody knows where. " * 20)
+def test_a_source_with_an_evaluation_gives_a_result_without_one(cut: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(cut, tmp_path / "source"))
+    (source / "evaluation.json").write_text('{"of": "the source"}')
+    run_here("run", source, tmp_path / "out", code=0)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_a_shard_that_is_made_again_keeps_the_evaluation(cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("run", cut, out, "--evaluate", text)
-    run_here(*words, code=0)
-    time = (out / "evaluation.json").stat().st_mtime_ns
-    run_here(*words, code=0)
-    assert (out / "evaluation.json").stat().st_mtime_ns == time
-    weights_in_place(out)
-    run_here(*words, code=0)
-    assert (out / "evaluation.json").stat().st_mtime_ns != time
+    run_here("run", cut, out, code=0)
+    write_evaluation(out, evaluation_of(out))
+    before = (out / "evaluation.json").read_bytes()
+    next(out.glob("*.safetensors")).unlink()
+    assert "resuming" in run_here("run", cut, out, "--verify", code=0).stderr
+    assert (out / "evaluation.json").read_bytes() == before
+    assert run_here("validate", out, "--source", cut).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_pruned_result_and_a_bf16_copy_are_evaluated(tiny: Path, text: Path, tmp_path: Path) -> None:
+    kept = {str(layer): list(range(layer, layer + 10)) for layer in (1, 2, 3)}
+    (tmp_path / "kept.json").write_text(json.dumps({"experts": kept}))
+    run_here("prune", tiny, tmp_path / "source", "--keep", tmp_path / "kept.json", code=0)
+    run_here("run", tmp_path / "source", tmp_path / "pruned", "--quiet", code=0)
+    run_here("run", tiny, tmp_path / "bf16", "--set", "target=bf16", "--quiet", code=0)
+    evaluate(tiny, tmp_path / "pruned", tmp_path / "bf16", text=text)
+    [pruned], [exact] = rows(tmp_path / "pruned"), rows(tmp_path / "bf16")
+    assert pruned.figures.divergence.mean > 1e-3
+    assert all(layer.routing_agreement is not None and layer.routing_agreement < 1 for layer in pruned.layers[1:])
+    assert exact.figures.divergence.mean < 1e-3
+    assert exact.model.activations is None
 
 
 def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
@@ -213,8 +232,6 @@ def test_a_wider_evaluation_replaces_a_narrower_one_and_no_row_is_lost(
         assert "holds another evaluation (W4A16, W4A4 on ids.npy)" in done.stderr
         assert "Delete it, or name a different file with --out" in done.stderr
         assert (result / "evaluation.json").read_bytes() == before
-    assert run_here("run", source, result, "--evaluate", other, code=1).returncode == 1
-    assert (result / "evaluation.json").read_bytes() == before
     (result / "evaluation.json").unlink()
     evaluate(source, result, text=other)
     assert modes(result) == ["W4A4"]

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,11 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         running.api.token = TOKEN
         running.store.add_folder("moon/tiny", tiny)
         env = {"HF_ENDPOINT": running.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
-        arguments = ("run", "hf://moon/tiny", "hf://me/out", "--yes", "--work-dir", folder / "work")
-        done = run_here(*arguments, **env)
+        with chdir(folder):
+            done = run_here("run", "hf://moon/tiny", "hf://me/out", "--yes", **env)
         assert (done.returncode, said(done.stderr).splitlines()[-1]) == (0, f"next: {SERVE}")
-        assert list((folder / "work").glob("*.safetensors")) == []
-        yield running, folder / "work"
+        assert list((folder / WORK).glob("*.safetensors")) == []
+        yield running, folder / WORK
 
 
 @pytest.fixture

@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 from command import RunCli, start_cli
 from loopback import LoopbackHub
-from published import JOB as HUB_JOB
-from published import assert_published
+from published import JOB, assert_published
 from ray_nodes import Nodes
 
 pytest.importorskip("ray")
 
-JOB = (*HUB_JOB, "--cpus-per-shard", "1")
-FOLDER_JOB = ("run", "hf://moon/tiny", "shared", "--cpus-per-shard", "1")
+FOLDER_JOB = ("run", "hf://moon/tiny", "shared")
 
 
 @pytest.fixture

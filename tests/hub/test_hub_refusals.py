@@ -17,7 +17,7 @@ from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
 from loopback import TOKEN, LoopbackHub
-from published import JOB
+from published import JOB, WORK
 
 from scripts.fixture_maker.damage import edit_config, edit_json
 
@@ -39,7 +39,7 @@ def in_work(name: str, *, is_folder: bool) -> Callable[[Path], object]:
     """Put a file or a folder into the work folder of the job."""
 
     def arrange(cwd: Path) -> None:
-        path = cwd / "w" / ".k2convert" / name
+        path = cwd / WORK / ".k2convert" / name
         path.parent.mkdir(parents=True)
         if is_folder:
             path.mkdir()
@@ -74,15 +74,12 @@ REFUSED: list[tuple[Callable[[Path], object], str, int, str]] = [
     (nothing, RUN.removesuffix(" --yes"), 1, "needs --yes"),
     *((nothing, RUN.replace("me/out", f"me/out@{name}"), 1, f"and {name} is not one of yours") for name in NO_BRANCH),
     (nothing, f"{RUN} --max-disk 2MB", 1, "at once, but may use 2.00 MB. Allow more with --max-disk"),
+    *((in_work(name, is_folder=False), RUN, 1, f"{name}: is not a folder") for name in ("source", "download", "done")),
     *(
-        (in_work(name, is_folder=False), f"{RUN} --work-dir w", 1, f"{name}: is not a folder")
-        for name in ("source", "download", "done")
-    ),
-    *(
-        (in_work(f"download/{SHARDS[0]}{end}", is_folder=True), f"{RUN} --work-dir w", 1, "Is a directory")
+        (in_work(f"download/{SHARDS[0]}{end}", is_folder=True), RUN, 1, "Is a directory")
         for end in ("", ".part", ".part.json")
     ),
-    (lambda cwd: (cwd / "link").symlink_to("nowhere"), f"{RUN} --work-dir link/w", 1, "link/w/.k2convert: cannot be"),
+    (lambda cwd: (cwd / WORK.parent).symlink_to("nowhere"), RUN, 1, f"{WORK}/.k2convert: cannot be"),
 ]
 
 

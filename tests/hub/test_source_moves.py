@@ -282,27 +282,6 @@ def test_a_calibration_survives_what_cannot_change_it(
     assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
 
 
-@pytest.mark.slow
-def test_an_evaluated_job_takes_over_small_files_without_another_evaluation(
-    short: Path, text: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Path(shutil.copytree(short, cwd / "source"))
-    job = ("run", source, "out", "--evaluate", text, "--device", "cpu")
-    cli(*job, code=0)
-    before = find_evaluation(cwd / "out")
-    document = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(document | {"eos_token_id": 7}))
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    forbid_conversion(monkeypatch)
-    monkeypatch.setattr("k2convert.evaluation.streamed.evaluate", None)
-    cli(*job, code=0)
-    after = find_evaluation(cwd / "out")
-    assert before is not None
-    assert after is not None
-    assert [row.figures for row in after.rows] == [row.figures for row in before.rows]
-    assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
-
-
 @pytest.mark.parametrize(("field", "survives"), [("eos_token_id", True), ("rope_theta", False)])
 def test_an_evaluation_survives_what_cannot_change_it(
     field: str, survives: bool, tiny: Path, cli: RunCli, cwd: Path

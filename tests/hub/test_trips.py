@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command import RunCli, run_here, said, start_cli
 from disk import Watched
-from evaluation_makers import evaluation_of, full_disk, write_evaluation
+from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
 from loopback import TOKEN, LoopbackHub
 from loopback_store import Entry, Repo
@@ -27,7 +27,6 @@ from k2convert.records.ledger import ShardRecord
 
 Prepare = Callable[["Trip"], "Prepared"]
 CALIBRATE = ("--calibrate", "TEXT", "--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
-EVALUATE = ("--evaluate", "TEXT")
 OTHER_RULE = ("--rule", "max", "--layout", "compressed-tensors")
 K3_CARD = (
     "All 36 tensors are lossless: read back, every value is the source's.",
@@ -73,8 +72,6 @@ DIRECT = {
     "K3": Trip("k3_tiny", card=K3_CARD),
     "a version": Trip(options=OTHER_RULE, to="hf://me/out@v2"),
     "calibrated": Trip("short", CALIBRATE),
-    "evaluated": Trip("short", EVALUATE),
-    "stopped in its evaluation": Trip("short", EVALUATE, upload="LFS", stopped="evaluation"),
     "stopped before its commit": Trip(upload="LFS", stopped="commit"),
     "continued on another machine": Trip(upload="LFS", stopped="machine lost"),
     "continued there, with a damaged record": Trip(upload="LFS", stopped="machine lost, record damaged"),
@@ -85,7 +82,6 @@ THROUGH_A_FOLDER = {
     "published without a source": Trip(published_with="none"),
     "K3": Trip("k3_tiny"),
     "a version": Trip(options=OTHER_RULE, to="hf://me/out@v2"),
-    "evaluated": Trip("short", EVALUATE),
 }
 
 
@@ -141,15 +137,9 @@ def head(server: LoopbackHub, repo: str, branch: str = "main") -> str:
     return server.store.repos[repo].refs[branch]
 
 
-def stop(
-    trip: Trip, server: LoopbackHub, cli: RunCli, job: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stop(trip: Trip, server: LoopbackHub, cli: RunCli, job: tuple[object, ...]) -> None:
     """Let the first try of a job end where the trip says."""
-    if trip.stopped == "evaluation":
-        with full_disk(monkeypatch):
-            assert "the disk is full" in cli(*job, code=1).stderr
-        server.traffic.clear()
-    elif trip.stopped:
+    if trip.stopped:
         stop_before_main(server, cli, *job)
     repo = server.store.repos[trip.repo]
     assert list(repo.files()) == [".gitattributes"]
@@ -190,7 +180,7 @@ def states(folder: Path) -> list[tuple[str, int]]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("trip", quick_first(DIRECT, 2))
 def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
-    trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+    trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path
 ) -> None:
     """Within the disk that its plan says."""
     prepared = prepare(trip)
@@ -206,7 +196,7 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
         job += ("--max-disk", str(plan["disk_needed"]))
     server.traffic.requests.clear()
     if trip.stopped:
-        stop(trip, server, cli, job, monkeypatch)
+        stop(trip, server, cli, job)
     with Watched(cwd) as watched:
         done = json.loads(cli(*job, "--json", code=0).stdout)
 
@@ -216,7 +206,7 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     sent = {name: server.traffic.bytes_sent(f"moon/tiny/.*{name}$") for name in sizes}
     if trip.stopped in ("commit", "machine lost"):
         assert max(sent.values()) < 60_000, "headers alone"
-    elif "--evaluate" not in trip.options:
+    else:
         times = 2.1 if "--calibrate" in trip.options else 1.2  # for the layers, and for the shard
         assert all(sent[name] <= times * size for name, size in sizes.items())
     if trip.from_hub:
@@ -235,11 +225,6 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     assert ours.get("calibration") == theirs.get("calibration")
     if "machine lost" in trip.stopped:
         assert (cwd / "elsewhere" / WORK.name / "k2convert.json").read_bytes() == ledger
-    if "--evaluate" in trip.options:
-        evaluation = json.loads(server.store.read(trip.repo, "evaluation.json"))
-        assert done["evaluation"] == evaluation
-        assert evaluation["reference"]["name"] == f"hf://moon/tiny@{head(server, 'moon/tiny')}"
-        assert evaluation["rows"][0]["model"]["name"] == trip.to
     assert states(prepared.folder) == before
     assert not {path.suffix for path in cwd.rglob("*")} & {".safetensors", ".work"}
 

@@ -55,7 +55,7 @@ def test_other_fields_stay(name: str, how: str, text: Path, tmp_path: Path, requ
     options: dict[str, tuple[str | Path, ...]] = {
         "data-free": (),
         "calibrated": ("--calibrate", text, *SMALL),
-        "bf16": ("--to", "bf16"),
+        "bf16": ("--set", "target=bf16"),
     }
     assert run("run", source, out, *options[how]) == 0
     assert rest_of(out) == rest_of(source)

@@ -185,7 +185,7 @@ def test_a_config_that_engines_misread_is_found(change: Any, problem: str, resul
 
 
 def test_the_bf16_copy_is_exact(k3_tiny: Path, tmp_path: Path) -> None:
-    run_here("run", k3_tiny, tmp_path / "out", "--to", "bf16", code=0)
+    run_here("run", k3_tiny, tmp_path / "out", "--set", "target=bf16", code=0)
     before = tensors_of(k3_tiny)
     after = tensors_of(tmp_path / "out")
     module = f"{MOE.format(3)}.experts.2.w2"

@@ -208,7 +208,7 @@ def test_a_kv_cache_that_vllm_would_not_read_is_refused(tiny: Path, tmp_path: Pa
 
 def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> None:
     before = load(tiny)
-    after = load(convert(tiny, tmp_path / "out", "--to", "bf16"))
+    after = load(convert(tiny, tmp_path / "out", "--set", "target=bf16"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]

@@ -166,7 +166,7 @@ def test_settings_of_threads_change_no_byte(short: Path, text: Path, done: Path,
 def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> None:
     for options, says in (
         (("--calibrate", "text.txt", "--rule", "max"), "--calibrate converts by rule gptq, not max"),
-        (("--calibrate", "text.txt", "--to", "bf16"), "Leave out --calibrate"),
+        (("--calibrate", "text.txt", "--set", "target=bf16"), "Leave out --calibrate"),
         (("--set", "calibration.tokens=5"), "Add --calibrate FILE"),
     ):
         assert says in run_here("run", short, tmp_path / "out", *options, code=1).stderr

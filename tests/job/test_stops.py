@@ -27,22 +27,18 @@ MOST_TICKS = 10 / TICK * 3
 
 SHARDS = r"interrupted: \d of \d shards are converted"
 LAYERS = r"interrupted: \d of \d layers are done\. The same command resumes"
-EVALUATION = r"interrupted: all shards are converted; the evaluation has \d of \d layers\. The same command resumes"
 BEFORE = r"interrupted\.|interrupted: finished work is kept\. The same command resumes"
 SENTENCES = {
     "run": rf"{SHARDS}\. The same command resumes",
     "run --calibrate": rf"{SHARDS}, \d of \d layers are calibrated\. The same command resumes",
-    "run --evaluate": rf"{EVALUATION}|{SHARDS}\. The same command resumes",
     "evaluate": LAYERS,
     "validate": r"interrupted: nothing is kept\. The same command starts again",
 }
 DONE = ".k2convert/done/layer-000.json"
-EVALUATING = f"out/.k2convert/evaluation.work/{DONE}"
 AT_WORK = {
     "run": "out/.k2convert/job.json",
     "run --calibrate": f"out/.k2convert/calibration.work/{DONE}",
-    "run --evaluate": EVALUATING,
-    "evaluate": EVALUATING,
+    "evaluate": f"out/.k2convert/evaluation.work/{DONE}",
 }
 
 
@@ -115,7 +111,6 @@ def case_of(verb: str, folder: Path, short: Path, text: Path, result: Path) -> C
     words: dict[str, tuple[object, ...]] = {
         "run": ("run", short, out, *cpu),
         "run --calibrate": ("run", short, out, "--calibrate", text, "--set", keys, *cpu),
-        "run --evaluate": ("run", short, out, "--evaluate", text, *cpu),
         "evaluate": ("evaluate", short, out, "--text", text, *use, *cpu),
         "validate": ("validate", out, "--source", short),
     }
@@ -136,7 +131,6 @@ def finish(case: Case) -> dict[str, bytes]:
         ("run --calibrate", signal.SIGTERM),
         ("evaluate", signal.SIGINT),
         ("run", signal.SIGINT),
-        ("run --evaluate", signal.SIGINT),
     ],
 )
 def test_a_verb_interrupted_at_work_says_what_is_kept_and_resumes(
@@ -146,9 +140,6 @@ def test_a_verb_interrupted_at_work_says_what_is_kept_and_resumes(
     ended = interrupt(case, number, case.is_at_work)
     check(ended, number, verb)
     assert not list(case.folder.rglob("*.safetensors.tmp"))
-    if ended.code and verb == "run --evaluate":
-        assert re.search(EVALUATION, ended.errors)
-        assert "evaluate: " in ended.errors
     whole = finish(case_of(verb, tmp_path / "b", short, text, result))
     assert finish(case) == whole
 

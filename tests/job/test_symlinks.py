@@ -12,7 +12,7 @@ from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import DestinationError, LockedError
 from k2convert.forward.work import WorkFolder
-from k2convert.records.lock import lock_destination, read_lock, share_destination
+from k2convert.records.work_log import lock_destination, read_lock, share_destination
 
 SHARD = "model-00002-of-000003.safetensors"
 FOLDERS = [".k2convert", ".k2convert/done", ".k2convert/download", ".k2convert/source", "extra"]

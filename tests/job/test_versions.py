@@ -48,7 +48,7 @@ def test_only_a_version_with_the_same_arithmetic_continues_a_job(cut: Path, tmp_
 
 
 def test_a_conversion_on_a_cuda_device_is_said_to_run_on_the_cpu(cut: Path, text: Path, tmp_path: Path) -> None:
-    for options, is_said in (((), True), (("--calibrate", text), False), (("--evaluate", text), False)):
+    for options, is_said in (((), True), (("--calibrate", text), False)):
         shown = run_here("run", cut, tmp_path / "out", *options, "--device", "cuda", "--dry-run")
         assert ("note: --device cuda: the conversion runs on the CPU." in said(shown.stderr)) is is_said
 

@@ -228,7 +228,6 @@ def test_unusable_scales_stop_the_run_by_name(byte: int, expected: str, k3_tiny:
         ("evaluate", "SOURCE", "SOURCE", "--text", "TEXT", "--out", "OUT"),
         ("evaluate", "SOURCE", "RESULT", "--text", "TEXT", "--out", "OUT"),
         ("run", "SOURCE", "OUT", "--calibrate", "TEXT"),
-        ("run", "SOURCE", "OUT", "--evaluate", "TEXT"),
         ("run", "RESULT", "OUT", "--calibrate", "TEXT"),
     ],
 )

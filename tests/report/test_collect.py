@@ -28,7 +28,7 @@ def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
     maps = {found.projection: found for found in report.maps}
     assert list(maps) == ["gate", "up", "down"]
     num_cells = 0
-    for record in Journal(local_result).state().finished.values():
+    for record in Journal(local_result).find_records(report.ledger.digest)[0].values():
         for projection in record.projections:
             assert projection.metrics is not None
             name = locate_module(projection.module)
