@@ -275,16 +275,8 @@ class LayerResult:
     tokens: int
     num_experts: int
     num_reached: int
-    router_unchanged: bool
     errors: tuple[VariantError, ...]
     failures: tuple[str, ...]
-
-    @property
-    def router(self) -> str:
-        """The router in words."""
-        if self.router_unchanged:
-            return "unchanged"
-        return "CHANGED"
 
     def error(self, variant: Variant) -> VariantError | None:
         """The error of one variant; None for W4A4 if the checkpoint has no input scales."""
@@ -305,7 +297,7 @@ class LayersReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether every layer kept its router and stayed within the budget."""
+        """Return whether every layer stayed within the budget."""
         return not any(layer.failures for layer in self.layers)
 
     def to_dict(self) -> dict[str, object]:

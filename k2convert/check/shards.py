@@ -18,12 +18,11 @@ import numpy as np
 
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
-from k2convert.check.contract.result import Result, open_shard
+from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.check.decode import Figures, differing_totals, measure_decoded, measured_figures
 from k2convert.check.remote import LOCAL, Shards
-from k2convert.check.scaling import Scaling
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
@@ -144,6 +143,7 @@ def validate_shards(
             around=shards.plan(result),
             finished=finished,
         )
+    found.scan.misscaled = {n: p for n, p in found.certified.problems.items() if n in found.scan.scaled}
     _compare_errors(found, rtol=1e-9 if result.ledger is not None else 1e-6)  # a divisor says no exact scale
     return found
 
@@ -310,7 +310,6 @@ def check_finished_shard(
 def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
     for name, count in found.scan.different.items():
         yield name, f"{count:,} bytes are not the source's"
-    yield from found.scan.misscaled.items()
     for name in result.tensors:
         module, _, parameter = name.rpartition(".")
         is_measured = module in found.measured and parameter in result.expected_parameters

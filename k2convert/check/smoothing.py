@@ -1,18 +1,30 @@
-"""The smoothing of a result: the exponents of its norms, compared with those that the ledger states."""
+"""The smoothing of a result: exponents derived from its norms, and compared with those that the ledger states.
+
+A result with smoothing has the weight of the norm before a MoE block times 2**a, channel by channel, and the columns
+of all that read its output over 2**a: the router, and gate and up of shared and routed experts. Powers of two change no
+digit, so every scaled number is the source's times a power of two, or it is wrong. The certificate checks that.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.calibration.layer_files import digest_of_exponents
-from k2convert.check.contract.result import Result
+from k2convert.check.contract.result import NO_SCALING, Exponents, Result, Scaling
 from k2convert.check.remote import Shards
 from k2convert.check.results import Offender
-from k2convert.check.scaling import NO_SCALING, SCALED_DTYPES, Exponents, Scaling, derive_exponents
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.choices import MAX_COLUMN_EXPONENT
 from k2convert.models.names import WEIGHT, Role
+from k2convert.quantize.formats.bf16 import bf16_values
 from k2convert.records.calibration import CalibrationRecord
+
+_BITS: Final = {"BF16": np.uint16, "F32": np.uint32}
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:
@@ -43,7 +55,7 @@ def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], dict[
         name = _norm(result, layer)
         before = source.tensors.get(name)
         after = result.tensors.get(name)
-        if before is None or after is None or before.dtype not in SCALED_DTYPES:
+        if before is None or after is None or before.dtype not in _BITS:
             continue
         if (before.dtype, before.shape) == (after.dtype, after.shape):
             norms[layer] = before, after
@@ -54,10 +66,41 @@ def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], dict[
         ShardReader(lambda shard: result.folder / shard) as written,
     ):
         for layer, (before, after) in norms.items():
-            derived[layer], problem = derive_exponents(reader.read(before), written.read(after), dtype=before.dtype)
+            derived[layer], problem = _exponents_between(reader.read(before), written.read(after), dtype=before.dtype)
             if problem:
                 problems[layer] = Offender(_norm(result, layer), problem)
     return derived, problems
+
+
+def _exponents_between(before: Bytes, after: Bytes, *, dtype: str) -> tuple[Exponents, str]:
+    """Return the exponents int8 [K] by which the norm weight `after` differs from the source's, and what is wrong.
+
+    Where a channel is not the source's times 2**-4 .. 2**4, its exponent is 0, and the first one is described.
+    """
+    old = _values(before, dtype)
+    new = _values(after, dtype)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fractions, powers = np.frexp(new / old)
+    same = before.view(_BITS[dtype]) == after.view(_BITS[dtype])
+    is_power = fractions == 0.5
+    exponents = np.where(same | ~is_power, 1, powers) - 1
+    fits = same | (is_power & (np.abs(exponents) <= MAX_COLUMN_EXPONENT))
+    problem = ""
+    channel = int(np.argmin(fits))
+    if not fits.all():
+        reason = "not a power of two times it"
+        if is_power[channel]:
+            largest = MAX_COLUMN_EXPONENT
+            reason = f"2^{exponents[channel]}, but smoothing uses 2^-{largest} to 2^{largest}"
+        problem = f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: channel {channel} is "
+        problem += f"{new[channel]:g}, the source's is {old[channel]:g}: {reason}"
+    return np.where(fits, exponents, 0).astype(np.int8), problem
+
+
+def _values(data: Bytes, dtype: str) -> NDArray[np.float64]:
+    if dtype == "BF16":
+        return bf16_values(data.view(np.uint16)).astype(np.float64)
+    return data.view(np.float32).astype(np.float64)
 
 
 def _ledger_problems(

@@ -105,7 +105,7 @@ def _show_certificate(certificate: CertificateReport) -> None:
 
 
 def _show_layers(report: LayersReport) -> None:
-    """Show every layer's rows, the result's own first, and the routers, of which most have the same words."""
+    """Show every layer's rows, the result's own first."""
     found = {error.variant for layer in report.layers for error in layer.errors}
     rows = [
         (
@@ -121,12 +121,6 @@ def _show_layers(report: LayersReport) -> None:
     ]
     title = f"reference layers, error of the output against the source in FP32 ({report.hidden_states})"
     print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
-    for router in dict.fromkeys(layer.router for layer in report.layers):
-        same = [str(layer.layer) for layer in report.layers if layer.router == router]
-        where = ""
-        if len(same) != len(report.layers):
-            where = f" (layer {', '.join(same)})"
-        print_line(f"router: {router}{where}")
     for layer in report.layers:
         for failure in layer.failures:
             print_line(f"layer {layer.layer}: {failure}")

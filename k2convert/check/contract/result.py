@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from k2convert.check.results import NO_SOURCE, Findings
-from k2convert.check.scaling import NO_SCALING, Scaling
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.check.results import NO_SOURCE, Findings, Offender
 from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -31,7 +33,18 @@ from k2convert.checkpoint.names import (
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, family_of, parse_tensor_name
 from k2convert.models.config import KV_SCALES, find_quantization_config
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
+from k2convert.models.names import (
+    CONVERTIBLE_ROLES,
+    WEIGHT,
+    WEIGHT_PACKED,
+    WEIGHT_SHAPE,
+    Family,
+    ModulePlace,
+    Role,
+    TensorName,
+    column_scaling,
+    reads_norm,
+)
 from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.fingerprint import JobDescription
@@ -42,6 +55,42 @@ if TYPE_CHECKING:
     from k2convert.calibration.layer_files import Calibration
 
 T = TypeVar("T")
+
+Exponents = NDArray[np.int8]
+"""One number for each hidden channel: int8 [K]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """The exponents a of a result's MoE layers.
+
+    `problems` are norms whose exponents could not be derived, and a ledger that states others, by
+    layer: None for what is wrong with all of them.
+    """
+
+    exponents: Mapping[int, Exponents]
+    problems: Mapping[int | None, Offender]
+
+    def changes_copy(self, parts: TensorName, *, family: Family) -> bool:
+        """Return whether smoothing scales the columns of this copied tensor."""
+        change = column_scaling(parts, family=family)
+        return change is not None and self._of_layer(change.layer) is not None
+
+    def of_weight(self, parts: ModulePlace | TensorName) -> Exponents | None:
+        """Return a [K]: the weight of this module is over 2**a, whatever its format. None: unchanged."""
+        if reads_norm(parts):
+            return self._of_layer(parts.layer)
+        return None
+
+    def _of_layer(self, layer: int | None) -> Exponents | None:
+        exponents = None if layer is None else self.exponents.get(layer)
+        if exponents is not None and exponents.any():
+            return exponents
+        return None
+
+
+NO_SCALING: Final = Scaling({}, {})
+"""Every copied tensor must have the source's bytes."""
 
 
 @dataclass(frozen=True, slots=True)

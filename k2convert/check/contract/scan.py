@@ -15,7 +15,6 @@ from blake3 import blake3
 
 from k2convert.check.contract.result import Module, Result
 from k2convert.check.contract.tensors import shape_problems
-from k2convert.check.scaling import SCALED_DTYPES, Exponents, misfit
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
@@ -45,8 +44,8 @@ class ScanResult:
     """Findings of the pass, by the names that tensors should have (see Result).
 
     `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
-    `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
-    changes, `misscaled` has the problem of each of these. `scalars` are four bytes each, as hex.
+    `compared` are the copied tensors that were compared with the source. `scaled` are those of them that smoothing
+    changes: the certificate compares them, and `misscaled` has its problems. `scalars` are four bytes each, as hex.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -65,14 +64,14 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One tensor: its right name, its module if converted, its source if copied, and the exponents of smoothing."""
+    """One tensor: its right name, its module if converted, its source if copied, and whether smoothing scales it."""
 
     name: str
     parameter: str
     module: Module | None
     is_readable: bool
     source: TensorInfo | None
-    exponents: Exponents | None = None
+    is_scaled: bool = False
 
 
 def scan_shards(
@@ -128,10 +127,11 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
         if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
             before = None
         module = result.modules.get(module_name)
-        exponents = None
+        is_scaled = False
         if module is not None:
-            exponents = result.scaling.of_copy(replace(module.parts, parameter=parameter), family=result.family)
-        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before, exponents)
+            parts = replace(module.parts, parameter=parameter)
+            is_scaled = result.scaling.changes_copy(parts, family=result.family)
+        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before, is_scaled)
     return targets
 
 
@@ -228,22 +228,14 @@ class _Scan:
 
     def _compare(self, target: _Target, source: TensorInfo, begin: int, data: Bytes) -> None:
         found = self.found
-        before = self.source_reader.read(source, begin=begin, end=begin + data.size)
         found.compared.add(target.name)
-        if target.exponents is None:
-            if not same_bytes(before, data):
-                changed = int(np.count_nonzero(before != data))
-                found.different[target.name] = found.different.get(target.name, 0) + changed
+        if target.is_scaled:
+            found.scaled.add(target.name)
             return
-        found.scaled.add(target.name)
-        if target.name in found.misscaled:
-            return
-        if source.dtype not in SCALED_DTYPES or source.shape[-1:] != target.exponents.shape:
-            problem = f"{source.dtype} {list(source.shape)}, but smoothing has {target.exponents.size:,} channels"
-        else:
-            problem = misfit(before, data, dtype=source.dtype, begin=begin, exponents=target.exponents)
-        if problem:
-            found.misscaled[target.name] = problem
+        before = self.source_reader.read(source, begin=begin, end=begin + data.size)
+        if not same_bytes(before, data):
+            changed = int(np.count_nonzero(before != data))
+            found.different[target.name] = found.different.get(target.name, 0) + changed
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""

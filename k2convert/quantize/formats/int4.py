@@ -123,16 +123,8 @@ class Int4Weight:
         amax = 0.0
         for rows in row_slices(*self.shape):
             chunk = self.select(rows)
-            if self.channel_exponents is None:
-                # BF16 rounding is monotone, so the largest |q| of a group gives the group's largest rounded product.
-                codes_NGE = unpack_int4(chunk.packed).reshape(chunk.shape[0], -1, GROUP_SIZE)
-                scales = np.abs(chunk.scales)
-                largest = np.abs(codes_NGE).max(axis=-1, initial=0) * scales
-            else:
-                scales = np.abs(chunk.element_scales())
-                largest = np.abs(unpack_int4(chunk.packed)) * scales
-            scale_max = max(scale_max, float(scales.max(initial=0.0)))
-            amax = max(amax, float(round_to_bf16(largest).max(initial=0.0)))
+            scale_max = max(scale_max, float(np.abs(chunk.element_scales()).max(initial=0.0)))
+            amax = max(amax, float(round_to_bf16(np.abs(chunk.values())).max(initial=0.0)))
         return Magnitude(scale_max=scale_max, amax=amax, is_int4=True)
 
     def divide_columns(self, exponents: NDArray[np.int8], *, name: str) -> Int4Weight:

@@ -10,7 +10,6 @@ weight is also a BF16 weight, whose bits are decoded when they are asked for. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, Bf16Weight, Magnitude, bf16_bits, bf16_values, describe
-from k2convert.quantize.formats.nvfp4 import E2M1_MAX, decode_e2m1, row_slices
+from k2convert.quantize.formats.nvfp4 import decode_e2m1, row_slices
 
 SCALE_BIAS: Final = 127
 NAN_BYTE: Final = 255
@@ -29,9 +28,6 @@ MAX_EXPONENT: Final = 125
 
 GROUP_BYTES: Final = GROUP_SIZE // 2
 _MAGNITUDE_WORD: Final = np.uint64(0x7777777777777777)
-
-
-_CHUNK_GROUPS: Final = 1024
 
 
 class Mxfp4Weight(Bf16Weight):
@@ -76,34 +72,13 @@ class Mxfp4Weight(Bf16Weight):
     def magnitude(self, *, name: str = "weight") -> Magnitude:
         """The magnitude; FormatError for a scale that no BF16 number has."""
         check_mxfp4_scales(self.scale_bytes, name=name)
-        largest_byte, _ = next(self._used_bytes(), (None, None))
-        exponent = check_exponent(largest_byte, name=name)
-        amax = self._largest()
+        used = self.scale_bytes.reshape(-1)[~is_empty(self.groups())]
+        exponent = check_exponent(int(used.max()) if used.size else None, name=name)
+        amax = 0.0
+        for rows in row_slices(*self.shape):
+            largest = (self.select(rows).bits & np.uint16(MAGNITUDE_BITS)).max(initial=0)
+            amax = max(amax, float(bf16_values(largest)))
         return Magnitude(scale_max=amax, amax=amax, is_int4=False, largest_exponent=exponent)
-
-    def _largest(self) -> float:
-        """Return max |w|. Groups whose scale is too small to have it are not looked at, nor any once none is larger."""
-        largest = 0.0
-        groups = self.groups()
-        for byte, places in self._used_bytes():
-            most = E2M1_MAX * 2.0 ** (byte - SCALE_BIAS)
-            for start in range(0, places.size, _CHUNK_GROUPS):
-                if most <= largest:
-                    return largest
-                chosen = groups[places[start : start + _CHUNK_GROUPS]]
-                bits = decode_mxfp4(chosen, np.full((len(chosen), 1), byte, dtype=np.uint8))
-                largest = max(largest, float(bf16_values(bits & np.uint16(MAGNITUDE_BITS)).max()))
-        return largest
-
-    def _used_bytes(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        """Yield the scale bytes of non-empty groups, the largest first, each with the places of its groups."""
-        scales = self.scale_bytes.reshape(-1)
-        groups = self.groups()
-        for byte in reversed(np.flatnonzero(np.bincount(scales, minlength=256)).tolist()):
-            places = np.flatnonzero(scales == byte)
-            chunks = (places[start : start + _CHUNK_GROUPS] for start in range(0, places.size, _CHUNK_GROUPS))
-            if not all(is_empty(groups[chunk]).all() for chunk in chunks):
-                yield byte, places
 
     def groups(self) -> NDArray[np.uint8]:
         """The bytes of the codes by group, uint8 [N * K/32, 16]."""

@@ -42,7 +42,6 @@ def test_every_layer_of_an_mse_conversion_is_within_budget(tiny: Path, mse: Path
     for layer, other in zip(report.layers, check(tiny, by_max, layers=(1, 2, 3)).layers, strict=True):
         ours = layer.error(Variant.CONVERTED)
         usual = other.error(Variant.CONVERTED)
-        assert layer.router_unchanged
         assert layer.num_experts == layer.num_reached == 16
         assert 19.5 < ours.sqnr_db < 21.5
         assert ours.sqnr_db - usual.sqnr_db > 2.0
@@ -67,14 +66,6 @@ def poison(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def flip(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.view(torch.uint8).view(-1)[0] ^= 1
-    return tensor
-
-
-ROUTER = "model.layers.2.mlp.gate"
-
-
 @pytest.mark.parametrize(
     ("tensor", "change", "says"),
     [
@@ -82,8 +73,6 @@ ROUTER = "model.layers.2.mlp.gate"
         (expert(2, 0, "weight", "gate"), lambda codes: (codes >> 4) | (codes << 4), "expert 0: SQNR"),
         (expert(2, 3, "weight_scale"), poison, "output SQNR -inf dB"),
         (expert(2, 3, "input_scale"), lambda s: s * torch.inf, "as served (W4A4): the output is not finite"),
-        (f"{ROUTER}.weight", flip, "the router's weight or correction bias differs"),
-        (f"{ROUTER}.e_score_correction_bias", flip, "the router's weight or correction bias differs"),
     ],
 )
 def test_damage_fails_its_layer_and_is_named(
@@ -93,7 +82,6 @@ def test_damage_fails_its_layer_and_is_named(
     assert [bool(layer.failures) for layer in report.layers] == [False, True]
     layer = report.layers[1]
     assert any(says in failure for failure in layer.failures)
-    assert layer.router_unchanged == ("router" not in says)
     if says.startswith("expert"):
         number = int(says[7])
         assert layer.error(Variant.CONVERTED).worst_expert == number
