@@ -47,7 +47,7 @@ def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
     found = traced("validate", converted[0], "--source", TINY, "--quiet")
-    assert len(found["entered"]) <= 53, f"{FOLLOW}: {found['entered']}"
+    assert len(found["entered"]) <= 49, f"{FOLLOW}: {found['entered']}"
     assert "torch" not in found["loaded"]
 
 

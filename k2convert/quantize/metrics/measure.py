@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -66,8 +65,9 @@ def measure_quantized(
     outside, sums = (None, None) if converted is None else (converted.outside_normal, converted.sums)
     if sums is None:
         sums = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale)
-    counts = _CAST_COUNTS.get(type(source)) if rule is not None and RULES[rule].casts_mxfp4 else None
-    if counts is not None:
+    counts: dict[str, int | None] = {}
+    if isinstance(source, Mxfp4Weight) and rule is not None and RULES[rule].casts_mxfp4:
+        counts = _cast_counts(source, result.global_scale)
         sampled, error, error_max = 0, 0.0, 0.0
     elif rule == "max":
         sampled, error, error_max = result.block_scales.size, sums.squared_error, sums.squared_error
@@ -81,7 +81,7 @@ def measure_quantized(
         sampled_blocks=sampled,
         sampled_error_achieved=error,
         sampled_error_max=error_max,
-        **({} if counts is None else counts(source, result.global_scale)),
+        **counts,
     )
 
 
@@ -119,14 +119,6 @@ _E4M3: Final = np.concatenate([decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint
 """The number of every byte, float64 [256]; zero for those that are no block scale."""
 
 
-_Written = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]
-"""Codes, block scales, and the number of each of the 256 bytes of a scale."""
-
-
-def _flat(written: _Written) -> _Written:
-    return flat(written[0]), flat(written[1]), written[2]
-
-
 def add_up(
     source: SourceWeight,
     packed: NDArray[np.uint8],
@@ -134,30 +126,30 @@ def add_up(
     block_values: NDArray[np.float64],
 ) -> Sums:
     """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
-    return _ADD_UP.get(type(source), _add_up_bf16)(source, (packed, block_scales, block_values))
-
-
-def _add_up_bf16(source: SourceWeight, written: _Written) -> Sums:
+    if isinstance(source, Mxfp4Weight):
+        return _add_up_mxfp4(source, packed, block_scales, block_values)
+    written = (flat(packed), flat(block_scales), block_values)
     sums_N2 = np.zeros((source.shape[0], 2))
-    counts = _cpu.measure_bf16(flat(source.bits), *_flat(written), source.shape[1], sums_N2.reshape(-1))
+    if isinstance(source, Int4Weight):
+        powers = None
+        if source.channel_exponents is not None:
+            powers = np.ldexp(1.0, -source.channel_exponents.astype(np.int32))
+        codes = flat(source.packed), flat(source.scale_bits)
+        counts = _cpu.measure_int4(*codes, *written, source.shape[1], powers, sums_N2.reshape(-1))
+        energy, error = map(_sum, sums_N2.T)
+        return Sums(energy, error, *counts)
+    counts = _cpu.measure_bf16(flat(source.bits), *written, source.shape[1], sums_N2.reshape(-1))
     energy, error = map(_sum, sums_N2.T)
     return Sums(energy, error, *counts[:3])
 
 
-def _add_up_int4(source: Int4Weight, written: _Written) -> Sums:
-    sums_N2 = np.zeros((source.shape[0], 2))
-    powers = None
-    if source.channel_exponents is not None:
-        powers = np.ldexp(1.0, -source.channel_exponents.astype(np.int32))
-    codes = flat(source.packed), flat(source.scale_bits)
-    counts = _cpu.measure_int4(*codes, *_flat(written), source.shape[1], powers, sums_N2.reshape(-1))
-    energy, error = map(_sum, sums_N2.T)
-    return Sums(energy, error, *counts)
-
-
-def _add_up_mxfp4(source: Mxfp4Weight, written: _Written) -> Sums:
+def _add_up_mxfp4(
+    source: Mxfp4Weight,
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    block_values: NDArray[np.float64],
+) -> Sums:
     """The same for MXFP4. Where codes are the source's and b * g is its scale, values are equal; others are decoded."""
-    packed, block_scales, block_values = written
     counts = mxfp4_counts(source)
     groups = source.groups()
     scales = flat(source.scale_bytes)
@@ -234,8 +226,3 @@ def _sample(source: SourceWeight, result: Nvfp4Weight, *, magnitude: Magnitude, 
         weight = by_max.weight
         sums = add_up(sample, weight.packed, weight.block_scales, _E4M3 * weight.global_scale)
     return scales.size, achieved.squared_error, sums.squared_error
-
-
-# A row for each format that is not measured by the BF16 bits of its weights.
-_ADD_UP: Final[dict[type, Callable[..., Sums]]] = {Int4Weight: _add_up_int4, Mxfp4Weight: _add_up_mxfp4}
-_CAST_COUNTS: Final[dict[type, Callable[..., dict[str, int | None]]]] = {Mxfp4Weight: _cast_counts}
