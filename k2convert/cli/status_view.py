@@ -1,4 +1,4 @@
-"""What `status` shows: how far a conversion or an evaluation is, and what a path holds that is neither."""
+"""The view of `status`: how far a conversion or an evaluation is, and what else a path holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
