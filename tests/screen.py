@@ -22,7 +22,7 @@ from command import ROOT, command
 GOLDEN = Path(__file__).parent / "cli" / "golden"
 _SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 _VARIES = [
-    (re.compile(r"\d+:\d\d:\d\d"), "0:00:00"),
+    (re.compile(r"\d+:\d\d:\d\d|\d+\.\d s\b"), "0:00:00"),
     (re.compile(r"[\d.]+ (?:B|kB|MB|GB)/s"), "0 MB/s"),
     (re.compile(r"http://127\.0\.0\.1:\d+"), "http://hub"),
     (re.compile(r"commit [0-9a-f]{40}"), "commit 0"),

@@ -92,9 +92,11 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
     index_path = folder / INDEX_NAME
     index = read_json_file(index_path) if is_there(index_path) else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
+        others = [path.name for path in list_folder(folder) if path.suffix in _OTHER_FORMS]
+        found = f" (there is {shortened(others[0])})" if others else ""
         raise MalformedFileError(
             f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "
-            "or this is not a safetensors checkpoint."
+            f"or this is not a safetensors checkpoint{found}."
         )
     present = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     return build_checkpoint(
@@ -242,6 +244,7 @@ def list_sidecars(folder: Path) -> list[Path]:
     return sidecars
 
 
+_OTHER_FORMS: Final = (".gguf", ".bin", ".pt", ".pth")  # of weights
 _TOKENIZERS: Final = (TOKENIZER_NAME, TIKTOKEN_NAME, "tokenizer.model", "vocab.json")
 _WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
 
@@ -271,6 +274,9 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
     return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
 
+_FILE_NAME: Final = re.compile(r"([\w-]+/)*[\w-]+(\.\w+)+")
+
+
 def _damage_of(path: Path) -> str:
     """Return why no engine can read a tokenizer's file; empty if one may."""
     if path.stat().st_size == 0:
@@ -290,7 +296,7 @@ def _named_files(path: Path) -> dict[str, str]:
     except CheckpointError:
         return {}
     texts = {key: value for key, value in document.items() if key.endswith("file") and isinstance(value, str)}
-    files = {value: f"{key} of {path.name}" for key, value in texts.items() if re.fullmatch(r"[\w-]+(\.\w+)+", value)}
+    files = {value: f"{key} of {path.name}" for key, value in texts.items() if _FILE_NAME.fullmatch(value)}
     entries: list[Any] = list(mapping_or_empty(document.get("auto_map")).values())
     flat = [part for entry in entries for part in (cast(list[Any], entry) if isinstance(entry, list) else [entry])]
     here = (part for part in flat if isinstance(part, str) and "--" not in part)  # owner/name--module is elsewhere
@@ -299,7 +305,7 @@ def _named_files(path: Path) -> dict[str, str]:
 
 
 def _files_of_code(folder: Path, name: str) -> list[str]:
-    """Return the files that a Python file expects beside it: those that it imports, and a tokenizer's vocabulary."""
+    """Return the files that a Python file expects beside it: imports, paths of `__file__`, a tokenizer's vocabulary."""
     path = folder / name
     try:
         nodes = list(ast.walk(ast.parse(read_text_file(path)))) if path.suffix == ".py" else []
@@ -311,7 +317,25 @@ def _files_of_code(folder: Path, name: str) -> list[str]:
             home = Path(name).parents[node.level - 1]
             modules = {home / (node.module or alias.name).replace(".", "/") for alias in node.names}
             files += [f"{module}.py" for module in modules if not (folder / module).is_dir()]
-        elif isinstance(node, ast.Assign) and "VOCAB_FILES_NAMES" in [getattr(t, "id", "") for t in node.targets]:
-            constants = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
-            files += [text for text in constants if isinstance(text, str) and "." in text]
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if "vocab_files_names" in [getattr(target, "id", "").lower() for target in targets]:
+                constants = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+                files += [text for text in constants if isinstance(text, str) and "." in text]
+        elif isinstance(node, ast.BinOp | ast.Call) and (found := _path_beside(node)):
+            files.append((Path(name).parent / found).as_posix())
     return files
+
+
+def _path_beside(node: ast.BinOp | ast.Call) -> str:
+    """Return the path of a file that code finds by its own `__file__`, relative to it; "" for anything else.
+
+    Such as os.path.join(os.path.dirname(__file__), "a.json") or Path(__file__).parent / "a.json".
+    """
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") not in ("join", "joinpath", "with_name"):
+        return ""
+    text = ast.unparse(node)
+    if "__file__" not in text or ".." in text or ".parent.parent" in text:
+        return ""
+    path = "/".join(re.findall(r"'([^']+)'", text))
+    return path if _FILE_NAME.fullmatch(path) else ""

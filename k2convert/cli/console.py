@@ -253,6 +253,11 @@ def print_error(message: str) -> None:
     _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)))
 
 
+def format_duration(seconds: float) -> str:
+    """Format how long something took: 12.3 s, or h:mm:ss from a minute on."""
+    return f"{seconds:.1f} s" if seconds < 60 else format_seconds(seconds)
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration as h:mm:ss."""
     minutes, second = divmod(int(seconds), 60)

@@ -71,7 +71,7 @@ def evaluate(
     uses_hub = any(place.startswith(SCHEME) for place in places)
     refuse_contradictions((max_disk and not uses_hub, "--max-disk only applies to hf:// checkpoints"))
     with (
-        waiting(f"reading the headers of {', '.join(places)}") as waits,
+        waiting(f"loading torch, reading the headers of {', '.join(places)}") as waits,
         open_evaluation(
             reference,
             checkpoints,

@@ -38,7 +38,7 @@ def check_and_evaluate(plan: "EvaluationPlan", reference: str, *, dry_run: bool)
         console.print_next(console.own_command())
         return
     console.print_event(line)
-    display = Display("evaluate", layer_pass.extent(layer_pass.num_finished))
+    display = Display(layer_pass.extent(layer_pass.num_finished))
     say_when_interrupted(
         lambda: (
             f"{min(layer_pass.work.num_finished(), layer_pass.num_layers)} of {layer_pass.num_layers} layers are done. "
@@ -157,7 +157,7 @@ def _verdict_line(verdict: Verdict) -> str:
         error = f" +- {found.standard_error:.2g}"
     if verdict.is_clear:
         return f"{nearer} is nearer than {farther}: its KL is {found.mean:.2g}{error} less, on the same tokens"
-    return f"{nearer} and {farther} are not told apart: their KL differs by {found.mean:.2g}{error} on the same tokens"
+    return f"no measurable difference between {nearer} and {farther}: KL {found.mean:.2g}{error}, on the same tokens"
 
 
 def _called(model: EvaluatedModel) -> str:

@@ -91,8 +91,11 @@ class Question:
             console.print_note(f"note: {_PRUNING_NOTE}")
             if 2 * experts < total:
                 return
-            source = self.place if self.model.recipe is not None else "SOURCE"
+            repo = parse_repo(self.place)
+            source = self.place if self.model.recipe is not None and repo is None else "SOURCE"
             words = ("prune", source, "PRUNED", "--keep", "FILE")
+            if repo is not None:
+                console.print_note("SOURCE is a folder: `hf download` makes one of a repository")
             console.print_note(f"FILE lists {experts} experts per layer: `k2convert guide prune` shows what makes one")
         elif self.model.recipe is not None:
             words = ("run", self.place, "DEST", "--dry-run")
@@ -239,7 +242,7 @@ def show_holders(asked: Question, fits: Sequence[Fit]) -> None:
     columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens", *(f"requests of {n:,}" for n in lengths))
     print_table(f"GPUs that hold it with {wanted}", columns, rows, left=(0, 1))
     if (longest := model.shape.max_context) in lengths:
-        print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
+        print_line(f"the model's maximum context is {longest:,} tokens (max_position_embeddings)")
     names: dict[str, dict[str, None]] = {}
     for gpu in (fit.gpu for fit in fits):
         if gpu.nvfp4 != "native":

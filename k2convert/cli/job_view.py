@@ -16,7 +16,7 @@ import typer
 from k2convert.checkpoint.index import missing_sidecars
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.cli import console
-from k2convert.cli.console import format_seconds, print_line, print_table
+from k2convert.cli.console import format_duration, print_line, print_table
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.needs import (
     TIME_NOTE,
@@ -45,6 +45,7 @@ from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
+from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from k2convert.job.ray import Cluster
 
 _DISK_RATE: Final = 1e9  # bytes a second
+_NOT_BEGUN: Final = "no conversion has begun. The same command starts it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def convert_part(job: Job, part: Part, own: JobCommand) -> None:
     """Convert a part of a job, by its `own` command, and name the command that ends the job."""
     whole = typed_command(source=own.source, without="--part")
     num_shards = len(part.items(job.items))
-    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards))
+    display = Display(Extent({"convert": (job.bytes_in, 0)}, num_shards))
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
@@ -200,7 +202,7 @@ def convert(
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=yes)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
-    display = Display("transfer" if job.uses_hub else "convert", extent)
+    display = Display(extent)
     if job.gptq is not None:
         _start_pass(job, job.gptq, command.source)
     own_process()
@@ -221,6 +223,8 @@ def convert(
 
 
 def _how_far(job: Job, display: Display) -> str:
+    if not Journal(job.destination.folder).is_begun():
+        return _NOT_BEGUN
     done = display.shards if display.num_shards else len(job.finished)
     what = f"{done} of {len(job.plan.jobs)} shards are converted"
     if job.gptq is not None and "calibrate" in display.meters:
@@ -381,15 +385,15 @@ def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> 
         for role, m in totals.items()
     ]
     if rows:
-        columns = ("role", "weights", "SQNR", "relative MSE", "error / max")
+        columns = ("role", "weights", "SQNR", "relative MSE", "relative to max")
         print_table("weight error against the source", columns, rows)
     if TOTAL in totals and (words := totals[TOTAL].cast_words) is not None:
         print_line(f"cast: {words}")
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = ""
     if fresh and seconds:
-        rate = f", {format_bytes(fresh / seconds)}/s in"
-    print_line(f"{job.destination.folder}: {counted(len(job.plan.jobs), 'shard')}, {format_seconds(seconds)}{rate}")
+        rate = f", {format_bytes(fresh / seconds)}/s read"
+    print_line(f"{job.destination.folder}: {counted(len(job.plan.jobs), 'shard')}, {format_duration(seconds)}{rate}")
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:

@@ -125,8 +125,8 @@ def _default_line(plan: CalibrationPlan) -> str | None:
     tokens = plan.layer_pass.text.windows.tokens
     each = tokens * experts_per_token(plan.source) // max(plan.architecture.num_experts, 1)
     return (
-        f"{tokens:,} tokens are the default: if all experts get the same, each gets {each:,} for its "
-        f"{inputs:,} inputs, and {TOKENS_PER_INPUT} for each input are enough"
+        f"default: {tokens:,} tokens, or {each:,} per expert if spread evenly; an expert needs "
+        f"{TOKENS_PER_INPUT * inputs:,} ({TOKENS_PER_INPUT} per input)"
     )
 
 
@@ -143,7 +143,7 @@ def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int
 
     layer, got = fewest_tokens(layers)
     inputs = plan.architecture.moe_intermediate_size
-    line = f"tokens of the median expert: {got:,}, in layer {layer}, where they are fewest"
+    line = f"layer {layer} got the fewest tokens: its median expert saw {got:,}"
     if got >= TOKENS_PER_INPUT * inputs:
         return line
     windows = plan.layer_pass.text.windows
@@ -153,8 +153,7 @@ def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int
     text = ""
     if windows.ids.size < windows.tokens:
         text = ", and a longer text"
-    each = f"It needs {TOKENS_PER_INPUT} for each of its {inputs:,} inputs"
-    return f"{line}. {each}: use --set calibration.tokens={enough}{text}"
+    return f"{line}. It needs {TOKENS_PER_INPUT * inputs:,}: use --set calibration.tokens={enough}{text}"
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:

@@ -158,14 +158,12 @@ class Display(Events):
 
     def __init__(
         self,
-        what: str,
         extent: Extent,
         *,
         clock: Callable[[], float] = time.monotonic,
         screen: Console = console.ERRORS,
     ) -> None:
-        """`what` names the stage in plain lines. With --quiet it shows nothing but still counts, for `status`."""
-        self._what = what
+        """With --quiet it shows nothing but still counts, for `status`."""
         self._note = console.notifier()
         self._clock = clock
         self._is_quiet = console.Output.quiet
@@ -284,11 +282,9 @@ class Display(Events):
     def line(self) -> str:
         """Return a line of a log: every phase, shards and the ETA."""
         meters = [meter for meter in self.meters.values() if meter.total]
-        parts = [f"{meter.percent} ({meter.amount}) {meter.speed}".rstrip() for meter in meters]
-        if len(self.meters) > 1:
-            parts = [f"{meter.phase} {part}" for meter, part in zip(meters, parts, strict=True)]
+        parts = [f"{meter.phase}: {meter.percent} ({meter.amount}) {meter.speed}".rstrip() for meter in meters]
         parts += [self._shards_text(), self._eta_text()]
-        return f"{self._what}: {', '.join(filter(None, parts))}"
+        return ", ".join(filter(None, parts))
 
     def _shards_text(self) -> str:
         return f"{self.shards} of {counted(self.num_shards, 'shard')}" if self.num_shards else ""

@@ -34,7 +34,7 @@ def prune(
     num_finished = len(pruning.finished)
     if not dry_run:
         extent = Extent({"copy": (pruning.num_bytes, pruning.finished_bytes)}, num_shards, num_finished)
-        with Display("prune", extent) as events:
+        with Display(extent) as events:
             copy_pruned(pruning, command=typed_command(source=str(source)), events=events)
     lines = [
         f"{destination}: {pruning.num_experts} of {pruning.num_source_experts} experts per layer, "

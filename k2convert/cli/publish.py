@@ -124,11 +124,11 @@ def _send(publication: "Publication", source: str | None, *, yes: bool) -> str:
         for name, problem in missing_sidecars(folder):
             console.print_note(f"warning: {folder}: {name}: {problem}")
         confirm(publication.target, total_bytes=num_bytes, yes=yes)
-        with Display("validate", Extent({"check": (folder_bytes(folder), 0)})) as events:
+        with Display(Extent({"check": (folder_bytes(folder), 0)})) as events:
             validation, hashes = validate_publication(publication, opened, events=events)
         if not console.Output.quiet:
             console.print_note(validation.contract.summary)
-        with Display("publish", Extent({"upload": (num_bytes, 0)})) as events:
+        with Display(Extent({"upload": (num_bytes, 0)})) as events:
             return publish_folder(publication, validation, hashes, events=events)
 
 

@@ -88,5 +88,5 @@ def _validate(opened: "OpenResult", source: str | None) -> "ValidationReport | N
                 f"{source}. Leave out --source."
             )
         return None
-    with Display("report", Extent({"check": (opened.num_bytes, 0)})) as events:
+    with Display(Extent({"check": (opened.num_bytes, 0)})) as events:
         return opened.validate(events=events)

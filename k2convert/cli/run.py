@@ -112,7 +112,7 @@ def run(
     if to_hub:
         bound_memory()
     with (
-        waiting(f"reading the headers of {source}") as waits,
+        waiting(f"{'loading torch, ' if calibrate else ''}reading the headers of {source}") as waits,
         open_job(options, hub=Hub(notify=console.notifier())) as job,
     ):
         waits.close()

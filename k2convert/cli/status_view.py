@@ -176,7 +176,7 @@ def _show_job(folder: Path) -> None:
             raise DestinationError(other)
         check_level(folder)
         begin = console.command("k2convert", "run", "SOURCE", folder)
-        raise DestinationError(f"{folder}: no conversion. `{begin}` begins one.")
+        raise DestinationError(f"{folder}: no conversion has begun. `{begin}` starts one.")
     if earlier := earlier_result(job.version, folder):
         raise DestinationError(earlier)
     command = read_command(folder)
@@ -257,6 +257,8 @@ def _show_state(status: JobStatus, command: JobCommand | None) -> None:
     shards = f"{status.destination}: {word}: {status.finished_shards} of {counted(status.shards, 'shard')}"
     if progress is None:
         shards += f", {format_bytes(status.finished_bytes)} of {format_bytes(status.bytes)}"
+        if word == "not finished" and not status.pending:
+            shards += "; index and config.json are missing"
     console.print_line(shards)
     if progress is not None:
         show_progress(progress, status.progress_age or 0)

@@ -51,7 +51,7 @@ def validate(
     """
     from k2convert.check.results import LAYERS_OF_FOLDERS
     from k2convert.cli import console
-    from k2convert.cli.progress import Display
+    from k2convert.cli.progress import Display, waiting
     from k2convert.cli.validation_view import print_serve, show_validation
     from k2convert.job.results import open_result_at
     from k2convert.records.command import read_command
@@ -71,14 +71,15 @@ def validate(
     with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
         request = None
         if layers is not None and opened.source is not None:
-            request = _layers_request(opened.source, layers, text)
+            with waiting("loading torch"):
+                request = _layers_request(opened.source, layers, text)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.num_bytes
         if opened.shards.is_remote:
             console.print_event(f"checks {format_bytes(total)}, shard by shard; what comes from the Hub is dropped")
         num_experts = 0 if request is None else request.num_experts
-        with Display("validate", Extent({"check": (total, 0)}, num_experts=num_experts)) as events:
+        with Display(Extent({"check": (total, 0)}, num_experts=num_experts)) as events:
             report = opened.validate(layers=request, events=events)
         show_validation(report)
         if not report.passed:

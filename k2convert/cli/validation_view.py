@@ -21,6 +21,7 @@ from k2convert.cli.console import print_line, print_next, print_table, print_ver
 from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import find_ledger
+from k2convert.report.wording import percent
 
 
 def show_validation(report: ValidationReport) -> None:
@@ -51,14 +52,12 @@ def _show_contract(contract: ContractReport) -> None:
 
 
 def _error_row(label: str, error: WeightMetrics) -> tuple[str, ...]:
-    equal = ""
-    if error.num_nonzero:
-        equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %"
+    changed = percent(error.num_nonzero - error.equal_nonzero, error.num_nonzero)
     steps = ""
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
     plain = "zero" if error.is_zero else _decibels(error.sqnr_db)
-    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal
+    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, changed
 
 
 def _decibels(sqnr: float) -> str:
@@ -73,7 +72,7 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
         print_line(f"{title}: no weight could be measured")
         return
     found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
-    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
+    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero weights changed")
     rows = [_error_row(label, error) for label, error in found]
     shown = [i for i, name in enumerate(columns) if not name or any(row[i] for row in rows)]  # no steps without INT4
     print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])

@@ -35,16 +35,18 @@ class Gpu:
     per_machine: int = 8
 
 
+_RTX: Final = "rtxpro6000(?!d)|rtx6000(pro|blackwell)|^g7e|^g4standard"
+_H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|64gb|9[46]))|^p5[0-9]|^a3(high|mega|edge)gpu"  # of 80 GB
 _ALL: Final = (
     Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", "(?<!g)b200|^a4highgpu"),
     Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", "(?<!g)b300"),
     Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", "gb200|^a4xhighgpu", per_machine=4),
     Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", "gb300|^a4xmaxgpu", per_machine=4),
-    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", "rtxpro6000(?!d)|^g7e|^g4standard"),
-    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)", per_machine=1),
+    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", _RTX),
+    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)|gx10", per_machine=1),
     Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?[0-9]|^a3ultragpu"),
-    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", "(?<!g)h100(?!.*(nvl|64gb|9[46]gb))|^p5[0-9]|^a3(high|mega)gpu"),
-    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", "a100(?!.*40gb)|^p4de|^a2ultragpu"),
+    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", _H100),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", "a100(?!.*(40|64)gb)|^p4de|^a2ultragpu"),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 

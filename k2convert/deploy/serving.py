@@ -29,8 +29,8 @@ FP8_NOTE: Final = (
 
 NVFP4_NOTES: Final[dict["Nvfp4Kind", str]] = {
     "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
-    "slow": "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, one request of K2 ran at 53 to "
-    "55 tokens/s, and at 90 from the INT4 source by Marlin kernels.",
+    "slow": "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, one request of K2.5 ran at 53 "
+    "to 55 tokens/s in SGLang, and at 90 from the INT4 source (github.com/local-inference-lab/rtx6kpro).",
     "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The 4-bit source is just as good here.",
     "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it. "
     "AMD's GPUs cannot run it.",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from k2convert.hub.source import RemoteFile, RemoteRepo
 
 WORK_ROOT: Final = Path("k2convert-work")
+LOG_SUFFIXES: Final = (".log", ".out", ".err")  # of what `publish` leaves out: a log grows while it is published
 _WRITTEN: Final = (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME)
 _MOVE: Final = "Move it elsewhere, or choose a different folder."
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
@@ -208,10 +209,13 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
             raise DestinationError(f"{subject} is not a folder. Choose a folder.")
 
 
-def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars: Iterable[Path]) -> None:
-    """Refuse a folder without a job that has what the job would write or an engine would read (DestinationError)."""
+def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars: Iterable[Path]) -> list[Path]:
+    """Refuse a folder without a job that has what the job would write or an engine would read (DestinationError).
+
+    Returns the relative paths of the files of others that stay there, and that `publish` would send.
+    """
     if Journal(destination).is_begun():
-        return
+        return []
     shards = {Path(job.name): job for job in jobs}
     own = {*shards, *sidecars, *map(Path, (*_WRITTEN, REPORT_PAGE_NAME, REPORT_TEXT_NAME, REPORT_PICTURE_NAME))}
     parents = {folder for path in own for folder in path.parents}
@@ -230,6 +234,11 @@ def refuse_other_files(destination: Path, *, jobs: Iterable[ShardJob], sidecars:
         if relative in own or relative in parents:
             reason = "the job needs this name"
         raise DestinationError(f"{path}: is not from k2convert, and {reason}. {_MOVE}")
+    return [relative for path, relative in files if S_ISREG(mode_of(path)) and not _is_left_out(relative)]
+
+
+def _is_left_out(relative: Path) -> bool:
+    return relative.parts[0].startswith(".") or relative.suffix in LOG_SUFFIXES
 
 
 def _is_in_the_way(path: Path, relative: Path, own: Container[Path], parents: Container[Path]) -> bool:

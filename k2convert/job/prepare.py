@@ -216,7 +216,9 @@ def prepare(
             hub.notify(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
     finished = Journal(folder).finished(description.digest)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
-    refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
+    others = refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
+    if others and destination.repo is None:
+        hub.notify(f"{folder}: has other files, such as {others[0]}: they stay, and `k2convert publish` sends them too")
     if text is not None:
         from k2convert.calibration.conversion import plan_calibration
         from k2convert.calibration.layer_files import conversion_work

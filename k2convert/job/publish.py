@@ -27,6 +27,7 @@ from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.assemble import gone_files
+from k2convert.job.locations import LOG_SUFFIXES
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
 from k2convert.job.resources import Item, output_headers
@@ -38,7 +39,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal, Published, record_published
 from k2convert.records.ledger import Ledger, read_ledger
 
-_NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, ".log", ".out", ".err")  # a log grows while it is published
+_NOT_PUBLISHED: Final = (TEMPORARY_SUFFIX, *LOG_SUFFIXES)
 
 
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:

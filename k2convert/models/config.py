@@ -256,7 +256,7 @@ class Fault(NamedTuple):
 _NUMBERS: Final = ("BF16", "F32", "F16")
 KV_SCALES: Final = ("k_scale", "v_scale", "kv_scale", "output_scale")
 """Scales of an FP8 KV cache: ModelOpt's `k_proj.k_scale`, compressed-tensors' `self_attn.k_scale`, and older ones."""
-_OPTIONAL: Final = (*KV_SCALES, "q_scale", "inv_freq")
+_OPTIONAL: Final = (*KV_SCALES, "q_scale", "prob_scale", "inv_freq")
 """Parameters of attention that some checkpoints have beside those that config.json describes."""
 
 

@@ -90,9 +90,14 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             f"{tensor_name.module}.{parameter}" in source.tensors for parameter in _GLOBAL_SCALES
         ):
             form = packed_form(tensor, source.tensors.get(f"{tensor_name.module}.{WEIGHT_SCALE}"))
-        if form == NVFP4 or (not form and known.packed_dtype != tensor.dtype):
+        if form == NVFP4:
             raise PlanError(
                 f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. There is nothing to do."
+            )
+        if not form and known.packed_dtype != tensor.dtype:
+            raise PlanError(
+                f"{source.folder}: {name} is {tensor.dtype}, and its scales are those of neither NVFP4 nor MXFP4. "
+                f"Codes of {known.title} are {known.packed_dtype}. {family.source_hint}"
             )
         if form and form != known.title:
             raise PlanError(
@@ -105,10 +110,17 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not is_packed:
         stated = (find_quantization_config(source.config) or ("", {}))[1].get("format")
-        guess = "a BF16 copy?" if stated is None else f"config.json says {quoted(stated)}"
+        stored = sorted({name.parameter for name in names.values() if name.role is Role.EXPERTS})
+        hint = family.source_hint
+        if stated is not None:
+            guess = f"config.json says {quoted(stated)}"
+        elif stored and "weight" not in stored:
+            guess = f"experts have {', '.join(stored)}"
+        else:
+            guess = "a BF16 copy?"
+            hint += " ModelOpt and llm-compressor quantize BF16 models."
         raise PlanError(
-            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} ({guess}). "
-            f"{family.source_hint} ModelOpt and llm-compressor quantize BF16 models."
+            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is {known.title} ({guess}). {hint}"
         )
 
 

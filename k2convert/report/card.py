@@ -33,8 +33,9 @@ _SGLANG_SWITCHES: Final = (
 )
 
 _INT4_IS_FASTER: Final = (
-    "On RTX PRO 6000 and DGX Spark the NVFP4 kernels are slow today, and the INT4 source is faster: on 8 RTX PRO 6000 "
-    "one request of Kimi K2 gets 53 to 55 tokens per second with NVFP4, and 90 with INT4."
+    "On RTX PRO 6000 and DGX Spark the NVFP4 kernels are slow today, and the INT4 source is faster: on 8 RTX PRO 6000, "
+    "one request of Kimi K2.5 got 53 to 55 tokens per second with NVFP4, and 90 with INT4 "
+    "(https://github.com/local-inference-lab/rtx6kpro)."
 )
 
 

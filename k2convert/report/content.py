@@ -57,8 +57,8 @@ def headline(report: Report) -> tuple[Figure, ...]:
         figures.append(Figure(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
-        detail = "rounding to the INT4 grid restores the source's code"
-        figures.append(Figure(share, "INT4 codes recoverable", detail))
+        detail = "if the result is rounded to the source's INT4 grid"
+        figures.append(Figure(share, "of the INT4 codes come back", detail))
     return tuple(figures)
 
 
@@ -74,7 +74,7 @@ def contract_figure(validation: ValidationReport) -> Figure:
     num_skipped = len(contract.unchecked)
     rest = [f"{num_warned} with warnings"] if num_warned else []
     rest += [f"{num_skipped} not checked"] if num_skipped else []
-    detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
+    detail = ", ".join(rest) or "most are those of vLLM, SGLang and TensorRT-LLM; no engine was run"
     total = len(contract.rules)
     return Figure(f"{total - num_skipped} of {total}", "contract rules hold", detail)
 
@@ -109,10 +109,7 @@ def caution(report: Report) -> str:
     bits = f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
     if source.bits == NVFP4_BITS:
         bits = f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
-    text = (
-        f"These are errors of weights against {exact}. {change} "
-        f"It does not make {source.title} weights smaller: {bits}."
-    )
+    text = f"These are errors of weights against {exact}. {change} The result is no smaller than the source: {bits}."
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are larger than those "
@@ -301,7 +298,7 @@ def _weight_errors(report: Report) -> Section:
     totals = report.ledger.totals
     num_roles = len(totals.keys() - {TOTAL})
     has_proof = report.total.lossless_tensors is not None
-    columns = ["role", "weights", "SQNR", "relative error", "error / max", "non-zero changed"]
+    columns = ["role", "weights", "SQNR", "relative error", "relative to max", "non-zero weights changed"]
     if has_proof:
         columns.append("lossless")
     rows: list[tuple[str, ...]] = []
@@ -334,7 +331,7 @@ def _worst_tensors(report: Report) -> Section:
         )
         for t in report.worst
     ]
-    columns = ("tensor", "SQNR", "max", "largest error, steps", "non-zero changed")
+    columns = ("tensor", "SQNR", "max", "largest error, steps", "non-zero weights changed")
     return Section("Worst tensors", (), (Table(columns, rows),))
 
 

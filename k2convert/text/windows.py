@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
 from k2convert.models import read_architecture
 from k2convert.models.config import text_config
 from k2convert.records.evaluation import EvaluationText
@@ -42,6 +42,7 @@ MAX_LINE_BYTES: Final = 16 << 20
 Ids = NDArray[np.integer[Any]]
 
 _FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
+_OBJECT: Final = "python3 -c 'import json, sys; print(json.dumps(json.load(sys.stdin)))' < {} > {}.jsonl"
 _ARRAY: Final = "python3 -c 'import json, sys; [print(json.dumps(d)) for d in json.load(sys.stdin)]' < {} > {}.jsonl"
 _TABLE: Final = (
     """python3 -c 'import pandas, sys; print(pandas.read_%s(sys.argv[1]).to_json(orient="records", lines=True))' """
@@ -53,12 +54,14 @@ _CONVERSIONS: Final = {
     ".csv": _TABLE % "csv",
     ".tsv": _TABLE % "table",
     ".gz": "gunzip -k {}",
+    ".bz2": "bunzip2 -k {}",
     ".xz": "unxz -k {}",
     ".zst": "zstd -d {}",
 }
 """Commands that make a text that is read, by the suffix of one that is not; of its path, with and without suffix."""
 
 _SKIPPED: Final = "with null in place of a text: skipped"
+_MEDIA_KEYS: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA: Final = "with images or other media: their text is read, and only placeholders of the media"
 
 Read = Callable[[Path, int, int], Ids]
@@ -154,7 +157,7 @@ def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate, counts
         raise CalibrationError(f"{_other_form(document)} Write {_FORMS} on each line.")
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if _are_objects(content) for part in content]
-    if document.get("images") or any(part.get("type", "text") != "text" for part in parts):
+    if any(document.get(key) for key in _MEDIA_KEYS) or any(part.get("type", "text") != "text" for part in parts):
         counts[_MEDIA] += 1
     return tokenizer.encode(template.render(messages, tools), special=True)
 
@@ -164,25 +167,40 @@ def _other_form(document: Mapping[str, Any]) -> str:
     for keys, form in ((("conversations",), "the form of ShareGPT"), (("prompt", "completion"), "pairs")):
         if all(key in document for key in keys):
             return f"has {' and '.join(map(json.dumps, keys))} ({form}), which are not read."
-    return 'has neither "text", a string, nor "messages", a list of objects.'
+    keys = cut(", ".join(map(quoted, document)) or "nothing", 120)
+    return f'has neither "text", a string, nor "messages", a list of objects, but {keys}.'
 
 
 def _check_form(path: Path) -> None:
     """Refuse a file that a command can convert to a text that is read, and any other unknown one (CalibrationError)."""
     suffix = path.suffix.lower()
     names = [shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))]
-    if suffix in _CONVERSIONS:
-        raise CalibrationError(f"{path}: {suffix} is not read. Convert it: `{_CONVERSIONS[suffix].format(*names)}`")
-    if suffix not in (".txt", ".npy", LINES):
-        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
     try:
         with path.open("rb") as file:
             first = file.read(PIECE_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
     except OSError as error:
         raise _unreadable(path, error) from None
+    command = _CONVERSIONS.get(suffix)
+    if suffix == ".json" and first.startswith(b"{"):  # an object, or one in each line under another name
+        command = "cp {} {}.jsonl" if _is_json(first.partition(b"\n")[0]) else _OBJECT
+    if command is not None:
+        raise CalibrationError(f"{path}: {suffix} is not read. Convert it: `{command.format(*names)}`")
+    if suffix not in (".txt", ".npy", LINES):
+        raise CalibrationError(
+            f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown. Give plain text a name in "
+            ".txt."
+        )
     if suffix == LINES and first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{", b'"'):
         command = _ARRAY.format(names[0], shlex.quote(f"{path.with_suffix('')}-lines"))
         raise CalibrationError(f"{path}: is one JSON array, not a document a line. Convert it: `{command}`")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _are_objects(value: object) -> TypeGuard[list[Any]]:
@@ -332,8 +350,8 @@ def read_windows(
     texts = tuple(zip(names, map(file_digest, files), strict=True))
     notes = [f"{counted(number, 'line')} {what}" for what, number in counts.items()]
     if ids.size < tokens - tokens % min(window, tokens):
-        given = f"{counted(len(ids), 'window')} of {length:,} tokens, {ids.size:,} in all"
-        notes.append(f"the text gives {given}; {tokens:,} were asked for")
+        given = f"{ids.size:,} tokens ({counted(len(ids), 'window')} of {length:,})"
+        notes.append(f"the text has only {given}; {tokens:,} are wanted")
     return Windows(ids, texts, tuple(notes), tokens, window, seed)
 
 

@@ -23,7 +23,7 @@ class Clock:
 
 
 def begun(clock: Clock, extent: Extent) -> Display:
-    counts = Display("convert", extent, clock=clock)
+    counts = Display(extent, clock=clock)
     counts.begun(extent)
     return counts
 
@@ -125,7 +125,7 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
     kept: list[str] = []
     extent = Extent({"convert": (1000, 0), "calibrate": (400, 0)}, 5, 2, layer_tokens=100)
-    counts = Display("convert", extent)
+    counts = Display(extent)
     counts.begun(extent, keep=kept.append)
     summary = json.loads(kept[-1])
     assert summary == counts.summary()
@@ -169,5 +169,4 @@ def test_lines_of_layers_begin_without_an_eta(phase: str) -> None:
     clock.every(0.01, lambda: counts.tokens_computed(50), times=3)
     clock.now += 500
     layers = 3 if phase == "evaluate" else 4  # its head is no layer
-    what = "evaluate" if phase == "evaluate" else "convert"
-    assert counts.line() == f"{what}: 37 % (1 of {layers} layers)"
+    assert counts.line() == f"{phase}: 37 % (1 of {layers} layers)"

@@ -31,7 +31,7 @@ def test_plain_lines_have_time_percent_shards_and_names(run_cli: RunCli, tiny: P
 @pytest.mark.parametrize("more", [0, 50])
 def test_the_last_line_is_once(more: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
-    display = progress.Display("validate", Extent({"check": (100 + more, 0)}, shards=1))
+    display = progress.Display(Extent({"check": (100 + more, 0)}, shards=1))
     display.shard_finished("model-00001-of-000001.safetensors")
     display.progress(bytes_in=100)
     said = ""
@@ -50,7 +50,7 @@ def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, t
     assert re.search(f"^{STAMP} convert: 100 %", run.stderr, re.MULTILINE)
     validated = run_cli("validate", out, "--json")
     assert json.loads(validated.stdout)["passed"]
-    assert re.search(f"^{STAMP} validate: 100 %", validated.stderr, re.MULTILINE)
+    assert re.search(f"^{STAMP} check: 100 %", validated.stderr, re.MULTILINE)
     assert run_cli("validate", out, "--json", "--quiet").stderr == ""
     again = run_cli("run", tiny, out, "--json")
     assert f"{out}: already complete: 5 of 5 shards done" in again.stderr
@@ -83,7 +83,7 @@ def test_status_of_a_running_job(run_cli: RunCli, tiny: Path, tmp_path: Path, mo
     (out / "config.json").unlink()
     clock = Clock()
     extent = Extent({"convert": (10_000_000, 0)}, 5)
-    counts = progress.Display("convert", extent, clock=clock)
+    counts = progress.Display(extent, clock=clock)
     with lock_destination(out) as keep:
         counts.begun(extent, keep=keep)
         clock.every(1, lambda: counts.progress(bytes_in=500_000), times=8)
@@ -116,4 +116,4 @@ def test_layers_are_counted_by_their_experts(run_cli: RunCli, tiny: Path, tmp_pa
     assert run_cli("run", tiny, tmp_path / "out").returncode == 0
     done = run_cli("validate", tmp_path / "out", "--source", tiny, "--layers", "1,2", code=0, OMP_NUM_THREADS="1")
     lines = [line.split(" ", 1)[1] for line in done.stderr.splitlines() if re.match(STAMP, line)]
-    assert lines[-1] == "validate: check 100 % (7.45 of 7.45 MB), layers 100 % (32 of 32 experts)"
+    assert lines[-1] == "check: 100 % (7.45 of 7.45 MB), layers: 100 % (32 of 32 experts)"

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from command import RunCli, run_here, said
+from evaluation_makers import evaluation_of, write_evaluation
 
 from k2convert.cli import interrupts
 
@@ -64,6 +66,55 @@ def test_status_of_a_moved_or_copied_job_names_no_command_that_works_elsewhere(
         assert json.loads(run_cli("status", name, "--json").stdout)["resume"] is None
         assert "Its own command" not in run_cli("run", "source", name, "--rule", "max").stderr
     assert "resuming: 2 of 3 shards done" in run_cli("run", "source", "moved").stderr
+
+
+def test_status_of_a_json_file_says_what_it_is_and_never_converts_it(
+    run_cli: RunCli, tiny: Path, local_result: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(local_result, tmp_path / "out"))
+    write_evaluation(out, evaluation_of(out))
+    shown = run_cli("status", out / "evaluation.json", code=0)
+    assert re.match(rf"{out}/evaluation\.json: complete evaluation: \d models? on [\d,]+ tokens of ", shown.stdout)
+    files = {
+        "validation.json": run_cli("validate", out, "--json", "--quiet", code=0).stdout,
+        "inspection.json": run_cli("inspect", tiny, "--json", code=0).stdout,
+        "list.json": "[1, 2]",
+        "text.json": "no JSON",
+        "empty.json": "",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    for path in (
+        *(tmp_path / name for name in files),
+        out / "k2convert.json",
+        out / "config.json",
+        tmp_path / "no.json",
+    ):
+        refused = run_cli("status", path, code=1)
+        assert refused.stdout == ""
+        assert refused.stderr.startswith(f"error: {path}: ")
+        assert "Pass the DEST of `k2convert run`, or the FILE of `k2convert evaluate --out FILE`." in refused.stderr
+        assert "converts it" not in refused.stderr
+
+
+def test_status_and_an_interrupt_say_the_same_of_what_has_not_begun_or_ended(
+    run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said_at(step: str) -> str:
+        seen: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                step, lambda *_arguments, **_options: seen.append(interrupts._command.state()) or sys.exit(130)
+            )
+            run_here("run", cut, tmp_path / "out", code=130)
+        return seen[0]
+
+    assert said_at("k2convert.job.run.lock_destination") == "no conversion has begun. The same command starts it"
+    assert "no conversion has begun" in run_cli("status", tmp_path / "out", code=1).stderr
+    run_here("run", cut, tmp_path / "out", code=0)
+    (tmp_path / "out" / "config.json").unlink()
+    assert "3 of 3 shards are converted" in said_at("k2convert.job.run.assemble")
+    assert "; index and config.json are missing" in run_cli("status", tmp_path / "out", code=0).stdout
 
 
 def interrupted(*_arguments: object) -> None:

@@ -46,7 +46,7 @@ def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     extent = Extent({"download": whole, "convert": whole, "upload": whole}, 62)
     out = io.StringIO()
     console = Console(file=out, width=columns, force_terminal=False, legacy_windows=False)
-    counts = Display("transfer", extent, clock=clock, screen=console)
+    counts = Display(extent, clock=clock, screen=console)
     counts.begun(extent)
     for second in range(2000):
         clock.now += 1

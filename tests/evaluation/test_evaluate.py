@@ -138,7 +138,7 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert f"{ours / 'evaluation.json'}: already complete" in again.stderr
     other = evaluate(cut, ours, "--text", ids, *SMALL, "--activations", "w4a16", code=1)
-    assert f"{ours / 'evaluation.json'}: holds another evaluation (W4A4 on ids.npy). Delete it" in other.stderr
+    assert f"{ours / 'evaluation.json'}: holds another evaluation (ids.npy: W4A4). Delete it" in other.stderr
 
 
 def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:

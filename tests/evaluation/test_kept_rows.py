@@ -77,6 +77,7 @@ def touched_config(folder: Path) -> None:
 
 CHANGES: dict[str, Callable[[Path], None]] = {
     "theta": theta,
+    "experts of a token": lambda folder: edit_config(folder, num_experts_per_tok=2),
     "weights": weights_in_place,
     "the same weights again": other_weights,
 }
@@ -86,6 +87,36 @@ def other_words(folder: Path) -> None:
     """Change what no figure depends on, as maintainers do after a release."""
     edit_json(folder / "tokenizer_config.json", lambda document: document.update(note="new"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    (folder / "special_tokens_map.json").write_text('{"pad_token": "x"}')
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+
+
+def other_ids(folder: Path) -> None:
+    """Let two tokens change their ids, so that a text is another one for the model."""
+
+    def swap(document: dict[str, Any]) -> None:
+        vocabulary = document["model"]["vocab"]
+        vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+
+    edit_json(folder / "tokenizer.json", swap)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_not_taken_for_one_of_the_ids_of_another_tokenizer(
+    pair: tuple[Path, Path], text: Path
+) -> None:
+    evaluate(*pair, text=text)
+    for folder in pair:
+        other_words(folder)
+    assert "already complete" in evaluate(*pair, text=text).stderr
+    for folder in pair:
+        other_ids(folder)
+    refused = evaluate(*pair, text=text, code=1).stderr
+    assert "holds another evaluation (calibration.txt, of other token ids: W4A4). Delete it" in refused
+    (pair[1] / "evaluation.json").unlink()
+    assert "already complete" not in evaluate(*pair, text=text).stderr
 
 
 @pytest.mark.slow
@@ -229,7 +260,7 @@ def test_a_wider_evaluation_replaces_a_narrower_one_and_no_row_is_lost(
     np.save(other, np.load(ids)[::-1])
     for more, text in ((("--kv-cache", "fp8"), ids), ((), other)):
         done = evaluate(source, result, *more, text=text, code=1)
-        assert "holds another evaluation (W4A16, W4A4 on ids.npy)" in done.stderr
+        assert "holds another evaluation (ids.npy: W4A16, W4A4)" in done.stderr
         assert "Delete it, or name a different file with --out" in done.stderr
         assert (result / "evaluation.json").read_bytes() == before
     (result / "evaluation.json").unlink()
@@ -280,7 +311,7 @@ def test_the_verdict_is_of_paired_differences(cut: Path, made: tuple[Path, Path]
         differences = np.array(far.by_window) - np.array(near.by_window)
         assert verdict.difference.mean == pytest.approx(far.mean - near.mean, rel=1e-9)
         assert verdict.difference.standard_error == pytest.approx(differences.std(ddof=1) / np.sqrt(2), rel=1e-9)
-        words = "is nearer than" if verdict.is_clear else "are not told apart"
+        words = "is nearer than" if verdict.is_clear else "no measurable difference between"
         assert f"{verdict.nearer.name} {verdict.nearer.mode}" in done.stdout
         assert words in done.stdout
     assert json.loads(out.read_text())["verdicts"][0]["nearer"]["name"] == found.verdicts[0].nearer.name

@@ -59,7 +59,7 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
         assert card.count(reason) == 1
     assert card.count("skips the experts' tensors") == is_refused, "each note is said once, where it applies"
     assert "it loads W4A4 only" not in card
-    assert "36 of 36 tensors are in the window, where a cast is exact" in card.partition("## Serving")[0]
+    assert "36 of 36 tensors were converted without loss" in card.partition("## Serving")[0]
 
 
 def test_engines_are_given_the_parsers_of_k3_and_refuse_what_they_cannot_load() -> None:

@@ -6,10 +6,11 @@ Layers of linear attention (KDA) of Kimi K3 keep a state per request instead of 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fit_models import fit_on, k3, k3_shape, k3_source, k25, thinking
+from fit_models import K2_SHAPE, fit_on, k3, k3_shape, k3_source, k25, thinking
 
 from k2convert.choices import ServedKvCache
 from k2convert.deploy.gpus import GIB, GPUS, MIB, Gpu
@@ -19,6 +20,7 @@ from k2convert.deploy.model import Model
 from k2convert.errors import FitError
 from k2convert.models.names import Role
 
+GUIDE = Path(__file__).parents[2] / "k2convert" / "guide"
 RTX = GPUS["rtx-pro-6000"]
 B300 = GPUS["b300"]
 KDA_LAYERS = 69
@@ -144,6 +146,22 @@ def test_what_every_gpu_reads_bounds_the_tokens_a_second(gpu: str, layout: Paral
     bandwidth = GPUS[gpu].bandwidth
     assert bandwidth is not None
     assert round(bandwidth / read_for_a_token(layout)) == bound
+
+
+def test_the_guide_says_what_a_token_of_k2_reads_and_what_fp8_makes_of_it() -> None:
+    """FP8 halves attention, but for kv_b, and the shared experts. Their scales are small."""
+    weights = thinking().weights.by_role
+    roles = (Role.ATTENTION, Role.SHARED_EXPERTS)
+    attention, shared = (weights[role] for role in roles)
+    experts = weights[Role.EXPERTS] * K2_SHAPE.experts_per_token / K2_SHAPE.num_experts
+    kv_b = K2_SHAPE.num_layers * 64 * (128 + 128) * 512 * 2
+    total = read_for_a_token(Parallelism())
+    in_fp8 = total - (attention - kv_b + shared) / 2
+    giga = [f"{count / 1e9:.1f} GB" for count in (total, experts, attention, shared, in_fp8)]
+    page = " ".join((GUIDE / "serve.md").read_text().split())
+    assert "a token of K2 reads {}: {} of experts, {} of attention, {} of shared experts".format(*giga) in page
+    assert f"a token reads {giga[-1]}, three quarters of it" in page
+    assert in_fp8 / total == pytest.approx(0.75, abs=0.01)
 
 
 def test_five_sparks_have_the_bytes_and_six_hold_the_model() -> None:

@@ -198,7 +198,7 @@ def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_comma
     assert process.returncode == 130
     assert re.search(r"^interrupted: [23] of 5 shards are converted\. The same command resumes$", errors, re.MULTILINE)
     assert "next: k2convert run hf://moon/tiny hf://me/out --yes\n" in errors
-    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ transfer: download \d+ % ", errors, re.MULTILINE)
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ download: \d+ % ", errors, re.MULTILINE)
     assert "running: " in running
     assert re.search(r"^download: [\d.]+ [kM]B of 7\.\d+ MB", running, re.MULTILINE)
 

@@ -131,6 +131,9 @@ def test_a_remote_source_is_planned_by_headers_alone(tiny_hub: LoopbackHub, cli:
     cli(*JOB, "--dry-run", code=0)
     fits = [json.loads(cli("fit", at, "--gpu", "b200", "--json").stdout) for at in ("hf://moon/tiny", tiny)]
     assert fits[0] == fits[1] | {"checkpoint": "hf://moon/tiny"}
+    fewer = cli("fit", "hf://moon/tiny", "--gpu", "b200", "--experts", "12", code=0).stderr
+    assert "next: k2convert prune SOURCE PRUNED --keep FILE" in fewer, "prune reads folders"
+    assert "`hf download` makes one of a repository" in fewer
     sent = tiny_hub.traffic.bytes_sent(r"\.safetensors$")
     assert sent < 0.3 * sum((tiny / name).stat().st_size for name in SHARDS)
     assert list(cwd.iterdir()) == []

@@ -5,10 +5,13 @@ Each row of a trip is a command that a user types after upstream has changed sma
 
 import json
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import RunCli
+from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import LoopbackHub
 from loopback_store import Entry, Files
@@ -17,6 +20,7 @@ from k2convert.checkpoint.files import file_digest
 from k2convert.job import run as executor
 from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import read_ledger
+from scripts.fixture_maker import damage
 
 SOURCE = "hf://moon/tiny"
 OLD_CODE = "tokenization_old.py"
@@ -194,28 +198,61 @@ def test_other_weights_are_named_and_never_taken_over(
     assert shard in refused.stderr
 
 
-@pytest.mark.parametrize("fault", ["a weight", "a copied file", "a config field", "a removed file"])
+def other_scale(out: Path) -> None:
+    """Up of one expert no longer has the global scale of its gate."""
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_scale_2"
+    damage.edit_tensor(out, name, lambda scale: scale * 2)
+
+
+def other_weight(out: Path) -> None:
+    shard = out / "model-00002-of-000005.safetensors"
+    flip(shard, shard.stat().st_size - 1000)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], set[int]]] = {
+    "a weight": (other_weight, {19}),
+    "a shared scale": (other_scale, {6, 19}),
+    "a missing tensor": (
+        lambda out: damage.edit_tensor(out, "model.layers.1.mlp.experts.2.up_proj.weight_scale_2", lambda _: None),
+        {1, 19},
+    ),
+    "a config that no engine loads": (
+        lambda out: damage.edit_json(out / "config.json", lambda config: config.pop("quantization_config")),
+        {11},
+    ),
+    "a copied file": (lambda out: (out / "chat_template.jinja").write_text("{{ mine }}"), {17}),
+    "a config field": (lambda out: damage.edit_config(out, eos_token_id=5), {12}),
+    "a removed file": (lambda out: (out / "chat_template.jinja").unlink(), {17}),
+}
+
+
+def failed_rules(done: subprocess.CompletedProcess[str]) -> set[int]:
+    document = json.loads(done.stdout)
+    return {rule["number"] for rule in document["contract"]["rules"] if rule["verdict"] == "fail"}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_result_still_fail_after_the_source_has_moved(
     fault: str, upstream: LoopbackHub, cli: RunCli, cwd: Path
 ) -> None:
+    """Before the source moves, after it, and after the new files are taken over, the same rules fail."""
+    spoil, rules = FAULTS[fault]
     cli("run", SOURCE, "out", code=0)
+    shutil.copytree("out", "taken")
+    spoil(cwd / "out")
+    before = failed_rules(cli("validate", "out", "--source", SOURCE, "--json", code=3))
+    assert before >= rules
     move(upstream)
-    out = cwd / "out"
-    if fault == "a weight":
-        shard = out / "model-00002-of-000005.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[-1000] ^= 1
-        shard.write_bytes(data)
-    elif fault == "a config field":
-        config = json.loads((out / "config.json").read_text())
-        (out / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
-    elif fault == "a removed file":
-        (out / "chat_template.jinja").unlink()
-    else:
-        (out / "chat_template.jinja").write_text("{{ mine }}")
-    for source in (SOURCE, f"{SOURCE}@main"):
-        assert "FAILED" in cli("validate", "out", "--source", source, code=3).stdout
-    cli("publish", "out", "--repo", "me/copy", "--yes", "--source", SOURCE, code=3)
+    assert failed_rules(cli("validate", "out", "--source", f"{SOURCE}@main", "--json", code=3)) == before
+    cli("run", f"{SOURCE}@main", "taken", code=0)
+    spoil(cwd / "taken")
+    for folder in ("out", "taken"):
+        shown = cli("report", folder, "--source", SOURCE, "--out", "report", code=0)
+        assert "Do not publish or serve this result" in shown.stderr
+        cli("publish", folder, "--repo", "me/copy", "--yes", "--source", SOURCE, code=3)
+    assert failed_rules(cli("validate", "taken", "--source", SOURCE, "--json", code=3)) == before
+    assert "me/copy" not in upstream.store.repos
 
 
 FIELDS: dict[str, tuple[dict[str, object], str]] = {
@@ -282,10 +319,14 @@ def test_a_calibration_survives_what_cannot_change_it(
     assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
 
 
+SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja", "modeling_new.py")
+
+
 @pytest.mark.parametrize(("field", "survives"), [("eos_token_id", True), ("rope_theta", False)])
 def test_an_evaluation_survives_what_cannot_change_it(
     field: str, survives: bool, tiny: Path, cli: RunCli, cwd: Path
 ) -> None:
+    """No small file can change it, and of config.json only what the network computes with."""
     source = Path(shutil.copytree(tiny, cwd / "source"))
     cli("run", source, "out", code=0)
     out = cwd / "out"
@@ -296,6 +337,8 @@ def test_an_evaluation_survives_what_cannot_change_it(
     write_evaluation(out, evaluation)
     document = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(document | {field: 7.0}))
+    for name in SMALL_FILES:
+        (source / name).write_text("{}")
     cli("run", source, "out", code=0)
     cli("validate", "out", "--source", source, code=0)
     assert (find_evaluation(out) is not None) is survives

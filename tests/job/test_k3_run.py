@@ -53,7 +53,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
-    assert "cast: 36 of 36 tensors are in the window, where a cast is exact.\n" in said.stdout
+    assert "cast: 36 of 36 tensors were converted without loss.\n" in said.stdout
     before = tensors_of(k3_tiny)
     after = tensors_of(out)
     decode = create_decoder(layout)
@@ -119,7 +119,7 @@ def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path
 def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     """Spreads of 18 and 30 octaves are below the window, those of 15 and 17 have subnormal scales."""
     said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
-    words = "27 of 36 tensors are in the window, where a cast is exact; 9 had codes rounded in"
+    words = "27 of 36 tensors were converted without loss; 9 had codes rounded in"
     assert words in said
     total = read_json(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert (total["below_window_tensors"], total["subnormal_tensors"]) == (9, 9)
@@ -158,7 +158,7 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
 
     edit_checkpoint(out, change)
     said = run_here("validate", out, "--source", k3_tiny, COLUMNS="250").stdout
-    assert "non-zero unchanged" in said
+    assert "non-zero weights changed" in said
     assert "INT4 steps" not in said, "its source has none"
     assert re.search(
         r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", said

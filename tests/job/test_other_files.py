@@ -38,7 +38,9 @@ ORDINARY: dict[str, Callable[[Path], None]] = dict.fromkeys(ORDINARY_TEXTS, text
 def test_what_no_engine_reads_is_left_alone(name: str, small: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ORDINARY[name](out / name)
-    run_here("run", small, out, "--quiet", code=0)
+    notes = run_here("run", small, out, code=0).stderr
+    is_sent = Path(name).suffix not in (".log", ".out") and not name.startswith((".", "lost+found"))
+    assert (f"has other files, such as {name}: they stay, and `k2convert publish` sends them too" in notes) is is_sent
     assert_is_right(out, [name], finished)
 
 

@@ -84,6 +84,27 @@ def without_vocabulary_of_code(source: Path) -> str:
     return "tiktoken.model: missing, but tokenization_kimi.py names it"
 
 
+def without_vocabulary_of_a_class(source: Path) -> str:
+    without_tokenizer_code(source)
+    text = 'class TikTokenTokenizer:\n    vocab_files_names: dict[str, str] = {"vocab_file": "kimi.tiktoken"}\n'
+    (source / "tokenization_kimi.py").write_text(text)
+    return "kimi.tiktoken: missing, but tokenization_kimi.py names it"
+
+
+def without_table_of_code(source: Path) -> str:
+    without_code(source)
+    (source / CODE).write_text(
+        'import os\nTABLE = open(os.path.join(os.path.dirname(__file__), "tables", "rope.json"))\n'
+    )
+    return f"tables/rope.json: missing, but {CODE} names it"
+
+
+def without_words_of_code(source: Path) -> str:
+    without_code(source)
+    (source / CODE).write_text('from pathlib import Path\nWORDS = (Path(__file__).parent / "words.txt").read_text()\n')
+    return f"words.txt: missing, but {CODE} names it"
+
+
 def without_named_template(source: Path) -> str:
     edit_json(source / "tokenizer_config.json", lambda config: config.update(chat_template_file="chat.jinja"))
     return "chat.jinja: missing, but chat_template_file of tokenizer_config.json names it"
@@ -91,6 +112,7 @@ def without_named_template(source: Path) -> str:
 
 DAMAGES = [
     without_imported_code, without_code_of_imported_code, without_vocabulary_of_code, without_named_template,
+    without_vocabulary_of_a_class, without_table_of_code, without_words_of_code,
     without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer,
 ]  # fmt: skip
 
@@ -115,6 +137,8 @@ def test_code_that_is_there_is_not_missed(source: Path, tmp_path: Path, run_cli:
     without_code(source)
     (source / CODE).write_text(
         "from .parts import a\nfrom .parts.b import c\nfrom ..above import d\nraise SystemExit\n"
+        "import os.path\nHERE = os.path.join(os.path.dirname(__file__), 'parts', 'b.py')\n"
+        "ABOVE = os.path.join(os.path.dirname(__file__), '..', 'x.json')\n"
     )
     (source / "parts").mkdir()
     (source / "parts" / "b.py").write_text("def broken(")

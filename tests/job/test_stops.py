@@ -27,7 +27,10 @@ MOST_TICKS = 10 / TICK * 3
 
 SHARDS = r"interrupted: \d of \d shards are converted"
 LAYERS = r"interrupted: \d of \d layers are done\. The same command resumes"
-BEFORE = r"interrupted\.|interrupted: finished work is kept\. The same command resumes"
+BEFORE = (
+    r"interrupted\.|interrupted: finished work is kept\. The same command resumes"
+    r"|interrupted: no conversion has begun\. The same command starts it"
+)
 SENTENCES = {
     "run": rf"{SHARDS}\. The same command resumes",
     "run --calibrate": rf"{SHARDS}, \d of \d layers are calibrated\. The same command resumes",

@@ -60,12 +60,37 @@ def pruned(**options: Any) -> Change:
 
 PACKED = {"qweight": torch.ones(8, 8).int(), "qzeros": torch.ones(1, 8).int(), "scales": torch.ones(1, 8).half()}
 FP8 = {"weight": torch.ones(8, 8).char(), "weight_scale_inv": torch.ones(8, 1).to(torch.float8_e4m3fn)}
+
+
+def nameless(folder: Path) -> None:
+    method("gptq", PACKED)(folder)
+    edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+
+
+def as_bytes(folder: Path) -> None:
+    def change(checkpoint: SmallCheckpoint) -> None:
+        for name, tensor in checkpoint.tensors().items():
+            if name.endswith(".weight_packed"):
+                checkpoint.replace(name, tensor.view(torch.uint8))
+
+    edit_checkpoint(folder, change)
+
+
+def as_gguf(folder: Path) -> None:
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink()
+    (folder / "Kimi-K2-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
 DIAGNOSES: dict[str, tuple[Change, str]] = {
     "awq": (method("awq", PACKED), "quant_method is 'awq', which is not converted"),
     "gptq": (method("gptq", PACKED), "quant_method is 'gptq', which is not converted"),
     "w4afp8": (method("w4afp8", FP8), "quant_method is 'w4afp8', which is not converted"),
     "w4a8": (method("w4a8", FP8), "quant_method is 'w4a8', which is not converted"),
     "int8": (method("int8", FP8), "quant_method is 'int8', which is not converted"),
+    "gptq that config.json does not name": (nameless, "nothing is INT4 (experts have qweight, qzeros, scales)"),
+    "codes of INT4 as bytes": (as_bytes, "weight_packed is U8, and its scales are those of neither NVFP4 nor MXFP4."),
+    "weights in GGUF": (as_gguf, "or this is not a safetensors checkpoint (there is Kimi-K2-Q4_K_M.gguf)"),
     "integers of compressed-tensors": (int_quantized, "config.json says 'int-quantized'"),
     "fewer experts": (pruned(numbers=int), "Set n_routed_experts to 3 in config.json."),
     "gaps between experts": (
@@ -93,7 +118,7 @@ def test_a_diagnosis_names_what_is_there_and_what_helps(name: str, source: Path,
     message = said(run_here("run", source, tmp_path / "out", "--dry-run", code=1).stderr)
     assert words in message
     assert "a BF16 copy?" not in message
-    assert ("hf download" in message) == (words == "hf download")
+    assert ("hf download" in message) == (words == "hf download" or name == "weights in GGUF")
 
 
 def test_packed_codes_as_i8_convert_as_those_of_u8(k3_tiny: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_card_says_what_was_converted_and_how_it_is_served(report: Report, c
         "one power-of-two scale per tensor",
         "is copied byte for byte: attention, router, embeddings",
         "not lossless",
-        "does not make INT4 weights smaller",
+        "The result is no smaller than the source",
     ):
         assert words in sections[""]
     assert "All shards together need 7.5 MB" in sections["Hardware"]

@@ -1,5 +1,6 @@
 """Windows of token ids: drawn by a seed, never overlapping, in bounded memory."""
 
+import bz2
 import gzip
 import json
 import os
@@ -88,7 +89,7 @@ def test_a_short_text_gives_what_it_has(length: int, shape: tuple[int, int], tmp
     found = read(tmp_path / "a.txt", folder=folder)
     assert found.ids.shape == shape
     assert len(found.notes) == 1
-    assert "64 were asked for" in found.notes[0]
+    assert "64 are wanted" in found.notes[0]
 
 
 def test_fewer_tokens_than_a_window_are_one_window(tmp_path: Path, folder: Path) -> None:
@@ -148,6 +149,8 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b'{"text": "' + b"x" * (16 << 20) + b'"}', "line 1: longer than 16,777,216 bytes"),
         ("a.jsonl", b'{"conversations": [{"from": "human", "value": "x"}]}', r'line 1: has "conv.* on each line\.'),
         ("a.jsonl", b'{"prompt": "x", "completion": "y"}', r'line 1: has "prompt" and "completion".* Write {"mess'),
+        ("a.jsonl", b'{"instruction": "x", "output": "y"}', "line 1: has neither .* but 'instruction', 'output'"),
+        ("a.md", b"PK", r"Give plain text a name in \.txt"),
         ("a.docx", b"PK", r"does not end in \.txt, \.jsonl or \.npy"),
         ("a.csv", b"text\nx\n", r"\.csv is not read\. Convert it: `python3 -c 'import pandas"),
         ("a.jsonl.zst", b"", r"\.zst is not read\. Convert it: `zstd -d "),
@@ -162,7 +165,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b"[1, 2]", "line 1: not a JSON object"),
         ("a.jsonl", b'{"input_ids": [1]}', 'line 1: has neither "text"'),
     ],
-    ids=range(30),
+    ids=range(32),
 )
 def test_a_file_that_cannot_be_used_is_one_line(
     name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
@@ -175,7 +178,8 @@ def test_a_file_that_cannot_be_used_is_one_line(
     assert len(str(failure.value)) < 500
 
 
-ROWS = [{"text": "one text"}, {"text": "its second, longer"}]
+TEXTS = ["one text", "its second, longer"]
+ROWS = [{"text": text} for text in TEXTS]
 
 
 def write_table(path: Path) -> None:
@@ -186,11 +190,14 @@ def write_table(path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "a text.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "lines.json": lambda path: path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS)),
+    "one.json": lambda path: path.write_text(json.dumps({"text": "".join(TEXTS)}, indent=1)),
     "an array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
     "lines of an array.jsonl": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
     "it's.jsonl.gz": lambda path: path.write_bytes(
         gzip.compress(b"".join(json.dumps(r).encode() + b"\n" for r in ROWS))
     ),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(json.dumps({"text": "".join(TEXTS)}).encode())),
     "a.csv": write_table,
     "a.tsv": write_table,
     "a.parquet": write_table,
@@ -209,13 +216,14 @@ def test_the_command_for_a_form_that_is_not_read_makes_one_that_is(name: str, tm
     subprocess.run(command.replace("python3", sys.executable), shell=True, check=True, env=environment)
     [made] = set(tmp_path.iterdir()) - before
     ids = read(made, folder=folder, window=26).ids
-    assert bytes(ids[0].astype(np.uint8)).decode() == "".join(row["text"] for row in ROWS)
+    assert bytes(ids[0].astype(np.uint8)).decode() == "".join(TEXTS)
 
 
 def test_lines_with_null_are_skipped_and_counted_and_images_are_noted(tmp_path: Path, folder: Path) -> None:
     said = [{"role": "user", "content": "hi"}]
     seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}]}]
     lines = [{"text": "abc"}, {"text": None}, {"messages": None, "id": 1}, {"conversations": said}, {"messages": seen}]
+    lines.append({"messages": said, "image": "x.png"})
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = read(path, folder=folder, tokens=1000, window=1000)
@@ -223,7 +231,7 @@ def test_lines_with_null_are_skipped_and_counted_and_images_are_noted(tmp_path: 
     assert found.ids[0][3] >= 256, "the special token that begins a message"
     assert found.notes[:-1] == (
         "2 lines with null in place of a text: skipped",
-        "1 line with images or other media: their text is read, and only placeholders of the media",
+        "2 lines with images or other media: their text is read, and only placeholders of the media",
     )
     path.write_text('{"conversations": [{"from": "human", "value": "x"}]}')
     with pytest.raises(CalibrationError, match="the form of ShareGPT"):

@@ -42,18 +42,19 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     words = ("run", cut, tmp_path / "out", "--calibrate", text, "--device", "cpu")
     dry = run_here(*words, "--dry-run", code=0)
     inputs = open_checkpoint(cut).config["moe_intermediate_size"]
-    reason = f"131,072 tokens are the default: if all experts get the same, each gets 131,072 for its {inputs} inputs"
-    assert f"{reason}, and 2 for each input are enough\n" in dry.stdout
+    needs = f"an expert needs {2 * inputs} (2 per input)"
+    reason = f"default: 131,072 tokens, or 131,072 per expert if spread evenly; {needs}"
+    assert f"{reason}\n" in dry.stdout
     assert "tokens, " in dry.stderr
-    assert "in all; 131,072 were asked for" in dry.stderr
+    assert "; 131,072 are wanted" in dry.stderr
     found = json.loads(run_here(*words, "--dry-run", "--json").stdout)["calibration"]
     assert found["tokens"] < found["tokens_asked"] == 131_072
     assert found["tokens_reason"].startswith(reason)
     words = (*words, "--set", "calibration={tokens: 128, window: 64}")
     asked = run_here(*words, "--dry-run")
-    assert "are the default" not in asked.stdout
+    assert "default: " not in asked.stdout
     done = run_here(*words, code=0)
     fitted = 64  # one of two windows is kept out
-    line = f"tokens of the median expert: {fitted}, in layer 1, where they are fewest"
+    line = f"layer 1 got the fewest tokens: its median expert saw {fitted}"
     enough = 2 * inputs * 128 // fitted
-    assert f"{line}. It needs 2 for each of its {inputs} inputs: use --set calibration.tokens={enough}\n" in done.stdout
+    assert f"{line}. It needs {2 * inputs}: use --set calibration.tokens={enough}\n" in done.stdout

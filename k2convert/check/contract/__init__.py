@@ -12,6 +12,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from k2convert.check.contract.folder import (
     check_config_unchanged,
@@ -149,6 +150,9 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     return found
 
 
+_CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
+
+
 def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics]) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
 
@@ -166,6 +170,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
     if result.source is None:
         return found.skip(result.no_source)
     compared = 0
+    habit = result.habit(found)
     if 2 * len(scan.different) > len(scan.compared):
         problem = f"{len(scan.different):,} of {len(scan.compared):,} copied tensors differ: the result was converted "
         found.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
@@ -181,7 +186,11 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
         if name in reported:
             continue
         if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
-            found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}")
+            problem = f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}"
+            if before.shape == tensor.shape and {before.dtype, tensor.dtype} <= _CONVERTED_WHILE_LOADING:
+                habit(name, f"{problem}: engines convert it while loading, and its values were not compared")
+            else:
+                found.error(name, problem)
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
         elif name in scan.misscaled:

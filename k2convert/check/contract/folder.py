@@ -275,6 +275,8 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
     if result.is_foreign:
         expected.pop("quantized_layers", None)
+        if not _is_fp8(declared.get("kv_cache_scheme")):  # rule 15 reports it
+            del expected["kv_cache_quant_algo"]
         expected |= {key: declared[key] for key in ("quant_algo", "quantized_layers") if key in declared}
     for key in expected:
         if key not in stated:
@@ -296,6 +298,9 @@ def check_kv_cache(result: Result) -> Findings:
         if recipe.kv_cache is not None:
             asked = "asks for one"
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
+    if not _is_fp8(scheme):
+        result.habit(found)(place, f"{quoted(scheme)}: not FP8, so its scales are not checked here")
+        return found
     scaled = {m.parts.layer for m in result.modules.values() if not m.parameters.keys().isdisjoint(KV_SCALES)}
     attention = [m for m in result.modules.values() if m.parts.role is Role.ATTENTION]
     latent = {m.parts.layer for m in attention if m.name.endswith("kv_b_proj")}  # linear attention has no cache
@@ -310,6 +315,12 @@ def check_kv_cache(result: Result) -> Findings:
     elif scheme is None and scaled:
         found.warn(place, "missing, so the scales have no effect: serve with --kv-cache-dtype fp8")
     return found
+
+
+def _is_fp8(scheme: Any) -> bool:
+    """Return whether a KV cache is as usual: in FP8, or not declared at all."""
+    stated = mapping_or_empty(scheme)
+    return (stated.get("num_bits", 8), stated.get("type", "float")) == (8, "float")
 
 
 def check_package(result: Result) -> Findings:

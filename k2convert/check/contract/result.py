@@ -37,6 +37,7 @@ from k2convert.models.names import (
     CONVERTIBLE_ROLES,
     WEIGHT,
     WEIGHT_PACKED,
+    WEIGHT_SCALE,
     WEIGHT_SHAPE,
     Family,
     ModulePlace,
@@ -45,6 +46,7 @@ from k2convert.models.names import (
     column_scaling,
     reads_norm,
 )
+from k2convert.models.source_formats import MXFP4
 from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.fingerprint import JobDescription
@@ -97,7 +99,7 @@ NO_SCALING: Final = Scaling({}, {})
 class Module:
     """One module of the result: its parameters by name, and its place in the model.
 
-    `other_form` is the dtype of a weight that another tool quantized to something else than NVFP4; empty for any other.
+    `other_form` is the form or dtype of a weight that another tool quantized, but not to NVFP4; empty for any other.
     """
 
     name: str
@@ -344,11 +346,14 @@ _SELDOM_CONVERTED: Final = (
 
 
 def _other_form(parameters: Mapping[str, TensorInfo]) -> str:
-    """Return the dtype of a quantized weight that is not NVFP4, FP8 or integers; empty for any other."""
+    """Return the form of a quantized weight that is not NVFP4: MXFP4, or the dtype of FP8 and integers; else empty."""
     weight = parameters.get(WEIGHT) or parameters.get(WEIGHT_PACKED)
-    if weight is not None and weight.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32"):
-        return weight.dtype
-    return ""
+    scale = parameters.get(WEIGHT_SCALE)
+    if weight is None:
+        return ""
+    if weight.dtype == MXFP4.packed_dtype and scale is not None and scale.dtype in MXFP4.scale_dtypes:
+        return MXFP4.title
+    return weight.dtype if weight.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32") else ""
 
 
 def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:

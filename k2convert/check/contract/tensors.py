@@ -237,8 +237,10 @@ def _is_reported(result: Result, fault: Fault) -> bool:
     before = None
     if result.source is not None:
         before = result.source.tensors.get(fault.name)
-    if module is not None and module.other_form:
-        return fault.expected is None or fault.found is None or fault.found.shape == fault.expected.shape
+    if module is not None and module.other_form:  # of which only the weight's shape is known
+        if not fault.name.endswith(f".{WEIGHT}") or fault.expected is None or fault.found is None:
+            return True
+        return fault.found.shape == fault.expected.shape
     if module is not None and module.is_converted:
         is_complete = set(result.expected_parameters) <= set(module.parameters)
         is_named = module.parts.role not in CONVERTIBLE_ROLES or not is_complete or shape_problems(result, module)

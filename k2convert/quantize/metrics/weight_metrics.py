@@ -100,7 +100,7 @@ class WeightMetrics:
         tensors = counted(self.cast_tensors, "tensor")
         if self.lossless_tensors is None:
             in_window = self.cast_tensors - (self.below_window_tensors or 0)
-            words = f"{in_window:,} of {tensors} are in the window, where a cast is exact"
+            words = f"{in_window:,} of {tensors} were converted without loss"
         elif self.lossless_tensors == self.cast_tensors:
             words = f"All {tensors} are lossless: read back, every value is the source's"
         else:

@@ -181,6 +181,34 @@ def kv_scales(suffix: str, *, declared: bool = True) -> Change:
     return edit
 
 
+def other_cache(algorithm: str, bits: int, kind: str) -> Change:
+    """Scales of a KV cache that is not FP8."""
+
+    def edit(folder: Path) -> None:
+        kv_scales("{0}_proj.{0}_scale")(folder)
+        quantization(lambda q: q["kv_cache_scheme"].update(num_bits=bits, type=kind))(folder)
+        damage.edit_json(
+            folder / "hf_quant_config.json", lambda d: d["quantization"].update(kv_cache_quant_algo=algorithm)
+        )
+
+    return edit
+
+
+def shared(dtype: torch.dtype) -> Change:
+    """Shared experts in INT8 with a scale for each row, or in MXFP4."""
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if ".shared_experts." not in name or not name.endswith(".weight"):
+            return None
+        rows, columns = tensor.shape
+        if dtype is torch.int8:
+            return {name: torch.ones(rows, columns, dtype=dtype), f"{name}_scale": torch.ones(rows, 1)}
+        scales = torch.full((rows, columns // 32), 120, dtype=dtype)
+        return {f"{name}_packed": torch.full((rows, columns // 2), 17, dtype=dtype), f"{name}_scale": scales}
+
+    return tensors(change)
+
+
 def config_beside(folder: Path) -> None:
     """ModelOpt's form of 2025: nothing in config.json."""
     damage.edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
@@ -239,6 +267,10 @@ FORMS = {
     "the head in NVFP4": Form(MODELOPT, nvfp4_of("lm_head"), {1}, ("lm_head in NVFP4",)),
     "attention in MXFP8": Form(MODELOPT, MXFP8, {1}, ("attention in F8_E4M3",)),
     "attention in INT8": Form(MODELOPT, channels(torch.int8, 127), {1}, ("attention in I8",)),
+    "shared experts in INT8": Form(MODELOPT, shared(torch.int8), {1}, ("shared_experts in I8",)),
+    "shared experts in MXFP4": Form(PACKED, shared(torch.uint8), {1}, ("shared_experts in MXFP4",)),
+    "a cache in NVFP4": Form(MODELOPT, other_cache("NVFP4", 4, "float"), {15}, ("not FP8, so its scales are not",)),
+    "a cache in INT8": Form(MODELOPT, other_cache("INT8", 8, "int"), {15}, ("not FP8, so its scales are not",)),
     "calibrated cache, ModelOpt": Form(MODELOPT, kv_scales("{0}_proj.{0}_scale"), set()),
     "calibrated cache, compressed-tensors": Form(MODELOPT, kv_scales("{0}_scale"), set()),
     "a cache that is not declared": Form(
@@ -288,6 +320,19 @@ def test_a_form_that_engines_load_is_not_called_failed(
     if name != "hf_quant_config.json alone":
         assert f"--tool-call-parser {parser}" in shown.stderr
         assert "--mm-encoder-tp-mode data" in shown.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numbers_that_engines_convert_while_loading_are_not_called_failed(
+    dtype: torch.dtype, convert: Callable[[Kind], Converted], tmp_path: Path
+) -> None:
+    found = foreign(convert(MODELOPT), tmp_path / "other")
+    tensors(lambda name, t: {name: t.to(dtype)} if name.endswith(".mlp.gate.weight") else None)(found.folder)
+    rule = validate(found).contract.rules[6]
+    assert rule.verdict is Verdict.WARN
+    assert "engines convert it while loading, and its values were not compared" in rule.offenders[0].problem
+    tensors(lambda name, t: {name: t[1:].clone()} if name.endswith(".mlp.gate.weight") else None)(found.folder)
+    assert validate(found).contract.rules[6].verdict is Verdict.FAIL
 
 
 def expert(change: Callable[[torch.Tensor], torch.Tensor | None], *ends: str) -> Change:

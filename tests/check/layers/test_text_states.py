@@ -31,7 +31,7 @@ def windows_of(tiny: Path, tokens: int) -> Windows:
 def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
     expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
-    counts = Display("validate", Extent({"check": (1, 0)}, num_experts=100))
+    counts = Display(Extent({"check": (1, 0)}, num_experts=100))
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         found = [(layer, x) for layer, _, x, _ in layers_on_text(reader, ids, (3, 1), events=counts)]
     assert [layer for layer, _ in found] == [1, 3]
