@@ -21,7 +21,6 @@ from k2convert.cli.console import print_line, print_next, print_table, print_ver
 from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import find_ledger
-from k2convert.report.wording import percent
 
 
 def show_validation(report: ValidationReport) -> None:
@@ -52,7 +51,10 @@ def _show_contract(contract: ContractReport) -> None:
 
 
 def _error_row(label: str, error: WeightMetrics) -> tuple[str, ...]:
-    changed = percent(error.num_nonzero - error.equal_nonzero, error.num_nonzero)
+    changed = ""
+    if error.num_nonzero:
+        share = 100 * (error.num_nonzero - error.equal_nonzero) / error.num_nonzero
+        changed = f"{share:.{1 if share else 0}f} %"
     steps = ""
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
