@@ -240,7 +240,7 @@ def evaluate(
     listener = read_events(events)
     with host_process(torch_for="evaluate"):
         from k2convert.evaluation.streamed import evaluate as measure
-        from k2convert.job.evaluation import EvaluationOptions, find_decoder, open_evaluation
+        from k2convert.job.evaluation import EvaluationOptions, open_evaluation
 
         with open_evaluation(
             read_path("reference", reference),
@@ -256,10 +256,7 @@ def evaluate(
             ),
             hub=Hub(),
         ) as plan:
-            if (finished := plan.finished()) is not None:
-                plan.remove_work()
-                return finished
-            return measure(plan, decode=find_decoder(plan), events=listener)
+            return measure(plan, events=listener)
 
 
 def inspect(source: AnyPath) -> Inspection:

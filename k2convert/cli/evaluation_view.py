@@ -12,7 +12,6 @@ from k2convert.cli.needs import TIME_NOTE, Needs, evaluation_needs, text_documen
 from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display
 from k2convert.errors import counted, format_bytes
-from k2convert.job.evaluation import find_decoder
 from k2convert.records.document import plain
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Verdict
 
@@ -49,7 +48,7 @@ def check_and_evaluate(plan: "EvaluationPlan", reference: str, *, dry_run: bool)
     from k2convert.evaluation.streamed import evaluate
 
     with display as events:
-        done = evaluate(plan, decode=find_decoder(plan), command=typed_command(source=reference), events=events)
+        done = evaluate(plan, command=typed_command(source=reference), events=events)
     show_result(plan, done)
 
 
@@ -84,9 +83,9 @@ def show_result(plan: "EvaluationPlan", found: Evaluation) -> None:
 
 
 def _show_unkept(plan: "EvaluationPlan") -> None:
-    kept = {number for output in plan.outputs for number in output.checkpoints}
+    kept = {output.checkpoint for output in plan.outputs}
     for number, checkpoint in enumerate(plan.checkpoints):
-        if number and number not in kept:
+        if number and kept.isdisjoint((None, number)):
             console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
 
 

@@ -6,19 +6,19 @@ quantized. Nothing here reads a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from k2convert.checkpoint.files import file_digest, read_json_file
+from k2convert.checkpoint.files import file_digest, read_json_file, reading
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.deploy.serving import nvfp4_scheme
-from k2convert.errors import CalibrationError, CheckpointError, SourceReadError
+from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.models import check_computed, detect_family, parse_tensor_names, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied, network_fields
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
@@ -30,27 +30,9 @@ _NUMBERS: Final = ("BF16", "F32", "F16")
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
 
 
-Inputs = Mapping[str, str]
-"""The identity of every file that a checkpoint is computed from, by its name."""
-
-
-def inputs_of(checkpoint: Checkpoint, hashes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what a checkpoint is computed from; `hashes` are those of its shards, if it is on the Hub.
-
-    Of config.json it is the network's fields; the text has the token ids. A shard in a folder is too much to hash. Its
-    size and its times stand for it: nobody can set the time of a change of its inode. Raises SourceReadError.
-    """
-    if hashes is None:
-        hashes = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
-    config = read_json_file(checkpoint.folder / CONFIG_NAME)  # as it is now
-    return {CONFIG_NAME: fingerprint_digest(network_fields(config)), **hashes}
-
-
 def _stat(path: Path) -> str:
-    try:
+    with reading(path):
         found = path.stat()
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     return f"{found.st_size} bytes, modified {found.st_mtime_ns}, changed {found.st_ctime_ns}"
 
 
@@ -69,8 +51,17 @@ class EvaluatedCheckpoint:
         return self.source.checkpoint
 
     def inputs(self) -> dict[str, str]:
-        """Return the identity of every file that it is computed from, as it is now; raises SourceReadError."""
-        return inputs_of(self.checkpoint, None if self.source.remote is None else self.source.identities())
+        """Return the identity of every file that it is computed from, as it is now, by name; raises SourceReadError.
+
+        Of config.json it is the network's fields; the text has the token ids. A shard in a folder is too much to hash.
+        Its size and its times stand for it: nobody can set the time of a change of its inode.
+        """
+        checkpoint = self.checkpoint
+        config = read_json_file(checkpoint.folder / CONFIG_NAME)
+        shards = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
+        if self.source.remote is not None:
+            shards = self.source.identities()
+        return {CONFIG_NAME: fingerprint_digest(network_fields(config)), **shards}
 
 
 def head_names(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -27,9 +27,9 @@ from k2convert.checkpoint.files import (
     read_text_file,
     write_atomically,
 )
-from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, JOB_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, JOB_NAME, WORK_FOLDER, WORK_SUFFIX
 from k2convert.errors import DestinationError, K2ConvertError, MalformedFileError, ResumeError, shortened
-from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, Inputs
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.scores import compare_models
 from k2convert.forward.layer_pass import LayerPass
 from k2convert.models.config import network_fields
@@ -46,6 +46,7 @@ from k2convert.records.evaluation import (
 from k2convert.records.fingerprint import fingerprint_digest
 
 _SUFFIX: Final = ".k2convert"
+WORK_NAME: Final = f"evaluation{WORK_SUFFIX}"
 
 TILE_TOKENS: Final = 2048
 """Tokens whose hidden states are scored at once; a longer window is taken as a whole."""
@@ -53,14 +54,17 @@ TILE_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A file to write, and the checkpoints whose rows it gets, by their numbers in the evaluation.
-
-    `is_own` is set for the file in the folder of its one checkpoint.
-    """
+    """A file to write: of one checkpoint, by its number in the evaluation, in its own folder; or, with None, of all."""
 
     path: Path
-    checkpoints: tuple[int, ...]
-    is_own: bool
+    checkpoint: int | None
+
+    @property
+    def work_folder(self) -> Path:
+        """The work folder of an evaluation that writes this file first."""
+        if self.checkpoint is None:
+            return self.path.with_name(self.path.name + WORK_SUFFIX)
+        return self.path.parent / WORK_FOLDER / WORK_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class EvaluationPlan:
     layer_pass: LayerPass
     checkpoints: tuple[EvaluatedCheckpoint, ...]
     models: tuple[EvaluatedModel, ...]
-    inputs: tuple[Inputs, ...]
+    inputs: tuple[dict[str, str], ...]
     outputs: tuple[Output, ...]
 
     @property
@@ -100,7 +104,7 @@ class EvaluationPlan:
     def models_of(self, output: Output) -> list[EvaluatedModel]:
         """Return the models whose rows a file gets."""
         models = zip(self.models[1:], self.layer_pass.models[1:], strict=True)
-        return [model for model, own in models if own.checkpoint in output.checkpoints]
+        return [model for model, own in models if output.checkpoint in (None, own.checkpoint)]
 
     def identity(self, output: Output) -> str:
         """Return the digest of all that the rows of a file are computed from."""
@@ -112,7 +116,7 @@ class EvaluationPlan:
                 "models": [
                     [model.mode, dict(self.inputs[own.checkpoint])]
                     for model, own in models
-                    if own.checkpoint in (0, *output.checkpoints)
+                    if own.checkpoint == 0 or output.checkpoint in (None, own.checkpoint)
                 ],
             }
         )
@@ -171,23 +175,20 @@ def is_computed(path: Path, identity: str) -> bool:
     return path.is_file() and kept == {"identity": identity, "document": file_digest(path)}
 
 
-def read_replaced(path: Path) -> Evaluation | None:
-    """Return the evaluation that a file holds, None if there is no file; raises DestinationError for anything else."""
-    try:
-        return find_evaluation(path)
-    except MalformedFileError as error:
-        raise DestinationError(
-            f"{path}: is not an evaluation, so it is not replaced ({str(error).rstrip('.')}). Remove it, or name a "
-            "different file with --out."
-        ) from None
-
-
 def check_replaced(output: Output, text: EvaluationText, models: Sequence[EvaluatedModel]) -> None:
-    """Refuse to replace an evaluation on a different text, or one of more than `models` (DestinationError).
+    """Refuse to replace an evaluation on a different text, or one of more than `models`, or any other file.
+
+    Raises DestinationError.
 
     The row of a file that is a checkpoint's own is known by its mode: the folder may have moved.
     """
-    found = read_replaced(output.path)
+    try:
+        found = find_evaluation(output.path)
+    except MalformedFileError as error:
+        raise DestinationError(
+            f"{output.path}: is not an evaluation, so it is not replaced ({str(error).rstrip('.')}). Remove it, or "
+            "name a different file with --out."
+        ) from None
     if found is None:
         return
     lost = found.rows
@@ -206,7 +207,7 @@ def check_replaced(output: Output, text: EvaluationText, models: Sequence[Evalua
 
 
 def _key(output: Output, model: EvaluatedModel) -> tuple[str, str]:
-    return "" if output.is_own else model.name, model.mode
+    return model.name if output.checkpoint is None else "", model.mode
 
 
 def _text_of(text: EvaluationText) -> tuple[object, ...]:

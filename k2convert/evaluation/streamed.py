@@ -32,7 +32,7 @@ from torch import Tensor
 
 from k2convert import __version__
 from k2convert.calibration.memory import Memory, ModelSizes, pass_memory
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, K2ConvertError
 from k2convert.evaluation.head import PIECE_TOKENS, TILE_ROWS, Head, score_tokens
 from k2convert.evaluation.plan import TILE_TOKENS, EvaluationPlan, check_replaced, write_evaluation
 from k2convert.evaluation.scores import Decode, TokenScores, compare_models, describe_worst, summarize
@@ -47,6 +47,7 @@ from k2convert.models.names import WEIGHT
 from k2convert.records.command import JobCommand
 from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, LayerFigures
 from k2convert.records.events import SILENT, Events
+from k2convert.text.tokenizers import open_tokenizer
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -209,19 +210,19 @@ def evaluation_memory(model: ModelSizes, text: PassText, num_layers: int, *, mod
 
 
 @torch.no_grad()
-def evaluate(
-    plan: EvaluationPlan, *, decode: Decode | None = None, command: JobCommand | None = None, events: Events = SILENT
-) -> Evaluation:
+def evaluate(plan: EvaluationPlan, *, command: JobCommand | None = None, events: Events = SILENT) -> Evaluation:
     """Do what is left of an evaluation, write its files, and return it. Can be called again after a failure.
 
-    `decode` makes text of token ids, for the tokens that are shown. `command` is what the user typed. Raises any
-    K2ConvertError.
+    `command` is what the user typed. Raises any K2ConvertError.
     """
+    if (finished := plan.finished()) is not None:
+        plan.remove_work()
+        return finished
     with plan.layer_pass.resumed(command=command, events=events) as layer_pass:
         _compare_layers(plan, layer_pass)
         if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
             _score(plan, layer_pass)
-        found = _gather(plan, decode)
+        found = _gather(plan)
         plan.check_unchanged()
         for output in plan.outputs:
             check_replaced(output, found.text, plan.models_of(output))
@@ -301,7 +302,15 @@ def _read_figures(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
     return load(path.read_bytes())
 
 
-def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
+def _find_decoder(plan: EvaluationPlan) -> Decode | None:
+    """Return what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
+    try:
+        return open_tokenizer(plan.checkpoints[0].checkpoint.folder).decode
+    except K2ConvertError:
+        return None
+
+
+def _gather(plan: EvaluationPlan) -> Evaluation:
     """Return the document of what the work folder has."""
     layers = [_read_figures(plan, number) for number in range(plan.layer_pass.num_layers)]
     scores = _read_figures(plan, plan.layer_pass.num_layers)
@@ -309,6 +318,7 @@ def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
     kept = kept_windows(layers[-1])
     ids = plan.layer_pass.text.windows.ids
     windows = np.flatnonzero(kept)
+    decode = _find_decoder(plan)
     rows: list[EvaluationRow] = []
     for number, model in enumerate(plan.models[1:], start=1):
         figures = summarize(

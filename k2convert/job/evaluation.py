@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
 from k2convert.choices import AskedActivations, ComputedKvCache
-from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
+from k2convert.errors import CalibrationError, CheckpointError, DestinationError, require_extra
 from k2convert.evaluation.checkpoints import (
     EvaluatedCheckpoint,
-    Inputs,
     check_comparable,
     check_computable,
     check_text,
     head_names,
     modes_of,
 )
-from k2convert.evaluation.plan import EvaluationPlan, Output
+from k2convert.evaluation.plan import WORK_NAME, EvaluationPlan, Output
 from k2convert.forward.layer_pass import LayerPass, PassText
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
@@ -36,12 +35,10 @@ from k2convert.records.fingerprint import check_version, source_digest
 from k2convert.records.ledger import find_ledger, weights_digest
 
 if TYPE_CHECKING:
-    from k2convert.evaluation.scores import Decode
     from k2convert.forward.layer_pass import LayerPart
     from k2convert.forward.work import WorkFolder
 
 ARITHMETIC: Final = 1  # to be raised when an evaluation makes other figures of the same input
-WORK_NAME: Final = f"evaluation{WORK_SUFFIX}"
 _REVISION: Final = "revision of {}"
 
 
@@ -74,21 +71,18 @@ def open_evaluation(
     require_extra("calibrate", purpose="evaluate")
     from k2convert.forward.decoder import check_config
 
-    outputs = _outputs(reference, checkpoints, options.out)
-    for path in outputs:
+    places = (reference, *dict.fromkeys(checkpoints))
+    outputs = _outputs(places, options.out)
+    for path in (output.path for output in outputs):
         check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
         if any(path.exists() and file.exists() and path.samefile(file) for file in text.files):
             raise DestinationError(f"{path}: is the text, which is not written to. Name a different file with --out.")
-    path, place = next(iter(outputs.items()))
-    work_folder = path.with_name(path.name + WORK_SUFFIX)
-    if place is not None:
-        work_folder = path.parent / WORK_FOLDER / WORK_NAME
+    work_folder = outputs[0].work_folder
     begun = _work(work_folder, 1).job()
     if begun is not None:
         check_version(begun.version, work_folder)
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
     with ExitStack() as stack:
-        places = (reference, *dict.fromkeys(checkpoints))
         names = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
         counts = Counter(names.values())  # two folders may have the same name: then their paths tell them apart
         found: list[EvaluatedCheckpoint] = []
@@ -109,7 +103,7 @@ def open_evaluation(
         _check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield _plan(tuple(found), read, options, outputs, work_folder, hub=hub)
+        yield _plan(tuple(found), read, options, outputs, hub=hub)
 
 
 def _check_windows(text: PassText) -> None:
@@ -119,23 +113,27 @@ def _check_windows(text: PassText) -> None:
         raise CalibrationError(f"{names}: a window of one token predicts nothing. Use a longer text.")
 
 
-def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> dict[Path, str | None]:
-    """Return the files to write, each with the checkpoint whose rows it has, None for all of them.
+def _outputs(places: Sequence[str], out: Path | None) -> tuple[Output, ...]:
+    """Return the files to write, of checkpoints whose first one is the reference.
 
     Without --out these are RESULT/evaluation.json of every checkpoint in a folder but the reference.
     """
     if out is not None:
-        return {out: None}
-    ours = Path(reference).resolve()
-    local = [place for place in checkpoints if not place.startswith(SCHEME) and Path(place).resolve() != ours]
+        return (Output(out, None),)
+    ours = Path(places[0]).resolve()
+    local = {
+        Path(place): number
+        for number, place in enumerate(places)
+        if not place.startswith(SCHEME) and Path(place).resolve() != ours
+    }
     if not local:
         raise DestinationError(
             "no checkpoint is in a folder of its own that the evaluation can be written to. Name a file with --out."
         )
-    for place in local:
-        if (Path(place) / CONFIG_NAME).is_symlink():
-            raise DestinationError(f"{place}: is made of links, so nothing is written to it. Name a file with --out.")
-    return {Path(place) / EVALUATION_NAME: place for place in local}
+    for folder in local:
+        if (folder / CONFIG_NAME).is_symlink():
+            raise DestinationError(f"{folder}: is made of links, so nothing is written to it. Name a file with --out.")
+    return tuple(Output(folder / EVALUATION_NAME, number) for folder, number in local.items())
 
 
 def evaluation_works(path: Path) -> "tuple[WorkFolder, WorkFolder]":
@@ -158,14 +156,13 @@ def _plan(
     found: tuple[EvaluatedCheckpoint, ...],
     text: PassText,
     options: EvaluationOptions,
-    outputs: Mapping[Path, str | None],
-    work_folder: Path,
+    outputs: tuple[Output, ...],
     *,
     hub: Hub,
 ) -> EvaluationPlan:
-    """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
-    place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError if less disk is
-    there than the options allow.
+    """Plan an evaluation of opened checkpoints, the reference first.
+
+    Writes nothing; raises DiskFullError if less disk is there than the options allow.
     """
     from k2convert.evaluation.streamed import pass_models, states_bytes
     from k2convert.forward.layer_pass import LayerShards
@@ -176,10 +173,8 @@ def _plan(
     if len(models) > MAX_ROWS:
         raise DestinationError(f"{len(models)} models: an evaluation has at most {MAX_ROWS}. Evaluate fewer at a time.")
     inputs = tuple(one.inputs() for one in found)
-    work = _work(work_folder, len(models))
+    work = _work(outputs[0].work_folder, len(models))
     uses_hub = any(one.source.remote is not None for one in found)
-    numbers = {one.place: number for number, one in enumerate(found)}
-    everything = tuple(numbers.values())
     architecture = read_architecture(found[0].checkpoint)
     return EvaluationPlan(
         layer_pass=LayerPass(
@@ -196,10 +191,7 @@ def _plan(
         checkpoints=found,
         models=models,
         inputs=inputs,
-        outputs=tuple(
-            Output(path, everything if place is None else (numbers[place],), is_own=place is not None)
-            for path, place in outputs.items()
-        ),
+        outputs=outputs,
     )
 
 
@@ -216,7 +208,7 @@ def _models(one: EvaluatedCheckpoint, options: EvaluationOptions, *, is_referenc
 def _identity(
     found: Sequence[EvaluatedCheckpoint],
     models: Sequence[Sequence[EvaluatedModel]],
-    inputs: Sequence[Inputs],
+    inputs: Sequence[Mapping[str, str]],
     text: PassText,
     device: str,
 ) -> JsonObject:
@@ -258,13 +250,3 @@ def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -
         for number in range(num_layers + 1)
         for one, remote, of in zip(found, remotes, ranges, strict=True)
     ]
-
-
-def find_decoder(plan: EvaluationPlan) -> "Decode | None":
-    """Return what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
-    from k2convert.text.tokenizers import open_tokenizer
-
-    try:
-        return open_tokenizer(plan.checkpoints[0].checkpoint.folder).decode
-    except K2ConvertError:
-        return None
