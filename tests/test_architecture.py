@@ -28,7 +28,7 @@ OWNERS = {
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
     "triton": {"quantize/gptq/panel_kernels.py"},
-    "pydantic": {"plan", "records"},
+    "pydantic": {"plan", "prune.py", "records"},
     "PIL": {"report/charts.py"},
     "markdown_it": {"report/render.py"},
     "jinja2": set(),
