@@ -6,6 +6,7 @@ have been sent (`join_findings`). The scan (contract/scan.py) hashes shards and 
 measured here, in a pool of threads. When a shard was read, the certificate checks it (certificate.py).
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +22,7 @@ from k2convert.check.certified_weights import Fault
 from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
-from k2convert.check.decode import Figures, differing_totals, measure_decoded, measured_figures
+from k2convert.check.decode import Figures, differing_totals, is_same_error, measure_decoded, measured_figures
 from k2convert.check.remote import LOCAL, Shards
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -56,7 +57,7 @@ class ShardsFound:
     `totals` are the measured ones by role and under "total"; the modules' own have no histogram, for it is large.
     `has_exact_scales` is false if a rounded divisor was all there is to tell a global scale from.
 
-    `recorded` are the conversion's records of the modules.
+    `num_stated` modules have figures of the conversion; those in `misstated` are not the measured ones.
     """
 
     scan: ScanResult = field(default_factory=ScanResult)
@@ -64,13 +65,18 @@ class ShardsFound:
     totals: dict[str, MetricsSum] = field(default_factory=lambda: defaultdict(MetricsSum))
     has_exact_scales: bool = True
     certified: Verdict = field(default_factory=Verdict)
-    recorded: Mapping[str, ProjectionRecord] = field(default_factory=dict[str, ProjectionRecord])
+    num_stated: int = 0
+    misstated: list[str] = field(default_factory=list[str])
 
-    def add_measured(self, module: str, role: str, measured: WeightMetrics) -> None:
-        """Add the figures of one module."""
+    def add_measured(self, module: str, role: str, measured: WeightMetrics, stated: WeightMetrics | None) -> None:
+        """Add the figures of one module, and compare those that the conversion `stated`."""
         for key in (role, TOTAL):
             self.totals[key].add(measured)
         self.measured[module] = replace(measured, scale_histogram={})
+        if stated is not None:
+            self.num_stated += 1
+            if not is_same_error(measured, stated):
+                self.misstated.append(module)
 
     @property
     def doubts(self) -> dict[str, str]:
@@ -123,8 +129,8 @@ def validate_shards(
         claim=claim_of(result),
     )
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        found = ShardsFound(recorded=recorded)
-        measurer = _Measurer(result, source, reader, pool, certificate, found)
+        found = ShardsFound()
+        measurer = _Measurer(result, source, reader, pool, certificate, found, recorded)
 
         def finished(shard: str, digest: str) -> None:
             measurer.settle()
@@ -174,6 +180,7 @@ class _Measurer:
     pool: ThreadPoolExecutor
     certificate: Certificate
     found: ShardsFound
+    recorded: Mapping[str, ProjectionRecord]
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
     _pending: dict[str, Future[WeightMetrics]] = field(default_factory=dict[str, Future[WeightMetrics]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
@@ -221,7 +228,7 @@ class _Measurer:
         scale = names.decode_scalar(raw)
         if not names.is_divisor or np.frexp(scale)[0] == 0.5:
             return scale
-        record = self.found.recorded.get(module)
+        record = self.recorded.get(module)
         try:
             known = [self.certificate.global_scale(module)]
         except Fault:
@@ -238,7 +245,9 @@ class _Measurer:
         wait(self._pending.values())
         self.reader.release()
         for module, measured in self._pending.items():
-            self.found.add_measured(module, self.result.modules[module].parts.role, measured.result())
+            record = self.recorded.get(module)
+            stated = None if record is None else record.metrics
+            self.found.add_measured(module, self.result.modules[module].parts.role, measured.result(), stated)
         self._pending.clear()
 
 
@@ -320,15 +329,13 @@ def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterat
         yield from differing_totals(summarize([record]), found.figures)
 
 
-def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
+def join_findings(records: Iterable[ShardRecord], result: Result) -> ShardsFound:
     """Return what the passes over single shards found, as one pass over all of them would; see `check_finished_shard`.
 
-    The figures that a record states were those of its bytes.
+    The figures that a record states were those of its bytes. Names are the strings that `result` has.
     """
-    recorded: dict[str, ProjectionRecord] = {}
-    joined = ShardsFound(recorded=recorded)
+    joined = ShardsFound()
     for record in records:
-        recorded.update((projection.module, projection) for projection in record.projections)
         checked = record.checked
         scan = joined.scan
         if checked is None or checked.blake3 != record.blake3:
@@ -340,16 +347,25 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.invalid_scales.update(checked.invalid_scales)
         scan.subnormal_scales.update(checked.subnormal_scales)
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
-        scan.scalars.update(checked.scalars)
-        joined.certified.add(
-            Verdict(rows=checked.certified_rows, copies=len(checked.copied), all_rows=checked.certified_whole)
-        )
+        scan.scalars.update((_own_name(result, name), sys.intern(data)) for name, data in checked.scalars.items())
+        rows = {_own_name(result, module): count for module, count in checked.certified_rows.items()}
+        joined.certified.add(Verdict(rows=rows, copies=len(checked.copied), all_rows=checked.certified_whole))
         for projection in record.projections:
-            measured = checked.decoded[projection.module]
-            joined.add_measured(projection.module, projection.role, measured)
+            module = _own_name(result, projection.module)
+            measured = checked.decoded[module]
+            joined.add_measured(module, projection.role, measured, projection.metrics)
             if measured.energy == 0.0:
-                scan.all_zero.add(projection.module)
+                scan.all_zero.add(module)
     return joined
+
+
+def _own_name(result: Result, name: str) -> str:
+    """Return the string by which `result` knows a module or tensor: each record has strings of its own."""
+    module = result.modules.get(name)
+    if module is not None:
+        return module.name
+    tensor = result.tensors.get(name)
+    return tensor.name if tensor is not None and tensor.name == name else name
 
 
 def read_source_shards(folder: Path, digests: Mapping[str, str]) -> Checkpoint:

@@ -15,7 +15,6 @@ from k2convert.check.certificate import KNOWN_RULES
 from k2convert.check.contract import check_result
 from k2convert.check.contract.result import Result, read_result
 from k2convert.check.contract.scan import ShardBytes
-from k2convert.check.decode import is_same_error
 from k2convert.check.remote import LOCAL, Shards
 from k2convert.check.results import (
     CertificateReport,
@@ -199,7 +198,7 @@ def validate_sent(
     What no record says was compared with it fails.
     """
     result = read_result(folder, source=source, known_headers=dict(headers))
-    contract, weights = _report(result, join_findings(records))
+    contract, weights = _report(result, join_findings(records, result))
     return ValidationReport(str(folder), contract, weights, layers=None)
 
 
@@ -208,13 +207,12 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
     if result.source is None:
         return check_result(result, found.scan), None
     errors = found.measured
-    stated = {m: p.metrics for m, p in found.recorded.items() if m in errors and p.metrics is not None}
     weights = WeightsReport(
         errors=errors,
         roles={name: result.modules[name].parts.role for name in errors},
         certificate=_certificate_report(result, found),
-        journal_mismatches=tuple(m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)),
-        journal_compared=len(stated),
+        journal_mismatches=tuple(found.misstated),
+        journal_compared=found.num_stated,
     )
     is_whole = errors.keys() >= {module.name for module in result.converted}
     totals = found.figures if is_whole and errors else None
@@ -242,11 +240,19 @@ def _certificate_report(result: Result, found: ShardsFound) -> CertificateReport
 
 
 def _recorded(result: Result) -> dict[str, ProjectionRecord]:
-    """Return the journal's records of the job that the ledger states, by module; empty without a ledger."""
+    """Return the journal's records of the job that the ledger states, by module, without the histograms of their
+    scales, which are large; empty without a ledger.
+    """
     if result.ledger is None:
         return {}
     records = Journal(result.folder).finished((result.job or result.ledger).digest).values()
-    return {projection.module: projection for record in records for projection in record.projections}
+    return {
+        projection.module: replace(
+            projection, metrics=projection.metrics and replace(projection.metrics, scale_histogram={})
+        )
+        for record in records
+        for projection in record.projections
+    }
 
 
 def _compute_layers(request: LayersRequest, result: Result, source: Checkpoint, *, events: Events) -> LayersReport:

@@ -119,9 +119,11 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
         raise MalformedFileError(f"{where}: __metadata__ must map strings to strings.")
     data_begin = 8 + length
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for all tensors of a shape
     for name in entries:  # in place, so that the entries and what is made of them are never both whole in memory
         try:
-            entries[name] = _tensor_info(name, entries[name], shard=shard, base=data_begin)
+            tensor = _tensor_info(name, entries[name], shard=shard, base=data_begin)
+            entries[name] = tensor._replace(shape=shapes.setdefault(tensor.shape, tensor.shape))
         except MalformedFileError as error:
             raise MalformedFileError(f"{where}: tensor {shortened(name)}: {error}") from None
     tensors = cast(dict[str, TensorInfo], entries)

@@ -7,15 +7,16 @@ validated, uploaded to a work branch and committed in the same way.
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
-from k2convert.checkpoint.index import links_out, list_sidecars, open_checkpoint
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_text_file, walk_folder
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import Checkpoint, links_out, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
@@ -49,7 +50,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     folder = job.destination.folder
     source = job.source.checkpoint
     if job.source.remote is None:
-        source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
+        source = _as_it_is(source)
     else:
         copies = source.folder
         own = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (copies / name).exists()]
@@ -60,9 +61,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
                     f"{copies / relative}: differs from the file of {job.source.remote.repo}, so main was not changed. "
                     "Run the same command again: the file is fetched again."
                 )
-    headers = output_headers(job.plan)
     records = uploads.records.values()
-    validation = validate_sent(folder, headers=headers, source=source, records=records)
+    validation = validate_sent(folder, headers=output_headers(job.plan), source=source, records=records)
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
         reason = "decoded weights differ from the records"
@@ -92,6 +92,13 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     commit = uploads.commit_to_main(files=files, gone=gone, message=f"Add {target.repo.partition('/')[2]}")
     record_published(folder, Published(target.name, commit))
     return commit, validation
+
+
+def _as_it_is(source: Checkpoint) -> Checkpoint:
+    """Return a source with the headers and the config that its folder has now; those of K2 take 100 MB."""
+    if any(read_header(source.path(shard)).digest != header.digest for shard, header in source.headers.items()):
+        return open_checkpoint(source.folder)
+    return replace(source, config_text=read_text_file(source.folder / CONFIG_NAME))
 
 
 def _complete_card(files: dict[str, Path | bytes], hub: Hub, *, here: str | None, there: str | None) -> None:

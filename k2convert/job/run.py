@@ -33,7 +33,7 @@ from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_job_memory, check_room
 from k2convert.job.resources import Item
 from k2convert.job.shard import convert_shard, shard_task
-from k2convert.machine import BUFFERS
+from k2convert.machine import BUFFERS, return_free_memory
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
@@ -143,6 +143,7 @@ def execute(
         if layer_pass is not None:
             job = replace(job, calibrated=layer_pass.finish())
         BUFFERS.clear()  # what follows needs memory, but reads no tensors
+        return_free_memory()
         names = assemble(job, run.records)
         if layer_pass is not None:
             layer_pass.plan.layer_pass.work.remove()

@@ -10,6 +10,7 @@ A family is one file and its rows in FAMILIES, a source format its arithmetic an
 outside this subpackage asks which family a checkpoint has.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -148,7 +149,10 @@ def parse_tensor_name(name: str, *, family: Family) -> TensorName:
             f"tensor {name}: not part of any known {family.title} model (prefix {family.prefix}). Unknown tensor names "
             f"are never guessed. {family.source_hint} Or add the names to k2convert/models."
         )
-    return TensorName(module, parameter, place.role, place.layer, place.expert, place.projection)
+    # Interned: the tensors of a module have one string for its name.
+    return TensorName(
+        sys.intern(module), sys.intern(parameter), place.role, place.layer, place.expert, place.projection
+    )
 
 
 def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, TensorName]:

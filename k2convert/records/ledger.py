@@ -249,7 +249,7 @@ def build_ledger(
         versions={"python": platform.python_version(), **{name: version(name) for name in libraries}},
         shards={
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
-            for name, record in sorted(records.items())
+            for name, record in ((name, records[name]) for name in sorted(records))  # one at a time in memory
         },
         totals=summarize(records.values()),
         calibration=calibration,

@@ -238,8 +238,8 @@ def can_be_validated(folder: Path) -> bool:
 def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
     return tuple(
         tensor_figures(projection.module, projection.metrics, role=projection.role)
-        for _, record in sorted(records.items())
-        for projection in record.projections
+        for shard in sorted(records)
+        for projection in records[shard].projections
         if projection.metrics is not None
     )
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -249,6 +249,8 @@ def read_result(
     config, config_problem = read_leniently(folder / CONFIG_NAME, read_json_file)
     index, index_problem = read_leniently(folder / INDEX_NAME, read_json_file)
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
+    if index is not None:
+        index = _with_names_of(headers, index)
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     if config is not None and ledger is None and find_quantization_config(config) is None:
         config = {**config, **_declared_beside(folder)}
@@ -273,6 +275,22 @@ def read_result(
         no_source=no_source,
         job=None if ledger is None else Journal(folder).job_of(ledger),
     )
+
+
+def _with_names_of(headers: Mapping[str, ShardHeader], index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an index whose names are the strings of the headers: K2's own would take 60 MB."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        return dict(index)
+    mapped: dict[Any, object] = {}
+    for name, shard in cast("dict[Any, object]", weight_map).items():
+        header = headers.get(shard) if isinstance(shard, str) else None
+        tensor = None if header is None else header.tensors.get(name)
+        if tensor is None:
+            mapped[name] = shard
+        else:
+            mapped[tensor.name] = tensor.shard
+    return {**index, "weight_map": mapped}
 
 
 def _declared_beside(folder: Path) -> dict[str, object]:
