@@ -1,13 +1,15 @@
 """Progress of a running stage, on stderr: bars on a terminal, elsewhere a line with its time every ten seconds or so.
 
-The first line comes within half a second, then one every 10 s for two minutes, then every minute. The ETA is by all new
-work since it began: the stages of a shard take minutes and wait for each other, so the last seconds say little. Layers
-are timed as wholes, without the first: it is often a small one, and the first steps of a layer say nothing of its end.
+The first line comes within half a second, then one every 10 s for two minutes, then every minute. The ETA is by the
+last three shards of new work: the stages of a shard take minutes and wait for each other, so the last seconds say
+little. Layers are timed as wholes, without the first: it is often a small one, and the first steps of a layer say
+nothing of its end.
 """
 
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -36,14 +38,19 @@ SOON_SECONDS: Final = 120.0
 KEEP_SECONDS: Final = 2.0  # between two summaries for `status`
 RATE_SECONDS: Final = 180.0  # a rate is that of the last 1,000 steps, none of which is older than this
 STALLED_SECONDS: Final = 20.0
+PACE_SHARDS: Final = 3  # by whose pace the rest is reckoned
 MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
 _TICK_SECONDS: Final = 0.25
+_MARKS: Final = 32  # of a shard: what is kept of its steps
 _MANY: Final = 20
 _WIDE: Final = 80  # columns, from which on a row has its amounts and a long bar
 
 
 class Meter:
-    """One kind of work of a stage: bytes, experts, or the tokens of every layer, of which a layer has `unit`."""
+    """One kind of work of a stage: bytes, experts, or the tokens of every layer.
+
+    A layer has `unit` tokens, a shard about `unit` bytes; 1 for work without parts.
+    """
 
     def __init__(self, bars: Progress, phase: str, total: int, done: int, *, unit: int = 1) -> None:
         bars.add_task(phase, total=total, completed=done, meter=self)
@@ -58,6 +65,7 @@ class Meter:
         self._last_at = 0.0  # the last step, or the end of the last layer
         self._steps = 0
         self._new = 0  # work since it began
+        self._marks = deque[tuple[float, int]]()  # when there was how much new work: the start, or the last shards
 
     @property
     def has_layers(self) -> bool:
@@ -67,6 +75,7 @@ class Meter:
         """Begin to measure now, not with the first work; layers begin at the end of the first."""
         if self._began_at is None and not self.has_layers:
             self._began_at = self._last_at = self.task.get_time()
+            self._marks.append((self._began_at, 0))
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
         """Count work. Work that is not new raises `done`, but no rate."""
@@ -83,9 +92,14 @@ class Meter:
         self._last_at = self.task.get_time()
         if self._began_at is None:
             self._began_at = self._last_at
-        else:
-            self._steps += 1
-            self._new += steps
+            self._marks.append((self._began_at, 0))
+            return
+        self._steps += 1
+        self._new += steps
+        if self.unit > 1 and not self.has_layers and self._new - self._marks[-1][1] >= self.unit // _MARKS:
+            self._marks.append((self._last_at, self._new))
+            while self._new - self._marks[1][1] >= PACE_SHARDS * self.unit:
+                self._marks.popleft()
 
     @property
     def rate(self) -> float | None:
@@ -106,7 +120,10 @@ class Meter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at the mean pace since it began; 0.0 when done, None if that is not known."""
+        """Seconds that the rest takes at the pace of the last shards, or of all work where there are no shards.
+
+        0.0 when done, None if the pace is not known.
+        """
         if self.done >= self.total:
             return 0.0
         if self._began_at is None or not self._new:
@@ -118,7 +135,8 @@ class Meter:
         left = self.total - self.done
         if self.has_layers:
             left = self.total // self.unit - self.done // self.unit
-        pace = elapsed / self._new
+        since, before = self._marks[0]
+        pace = (self._last_at - since) / (self._new - before)
         return max(left * pace - min(waited, pace if self.has_layers else waited), 0.0)
 
     @property
@@ -185,7 +203,11 @@ class Display(Events):
             self._bars.remove_task(task)
         self.meters: dict[str, Meter] = {}
         for phase, (total, done) in extent.phases.items():
-            unit = extent.layer_tokens if phase in LAYER_PHASES else 1
+            unit = 1
+            if phase in LAYER_PHASES:
+                unit = extent.layer_tokens
+            elif extent.shards:
+                unit = max(total // extent.shards, 1)
             self.meters[phase] = Meter(self._bars, phase, total, done, unit=unit)
         if extent.num_experts:
             self.meters["layers"] = Meter(self._bars, "layers", extent.num_experts, 0)

@@ -123,16 +123,15 @@ class Branch:
     def send(self, upload: Upload, *, sent: Callable[[int], None] = ignore) -> "CommitOperationAdd":
         """Send one shard's bytes; pass the returned operation to `add`.
 
-        `sent` gets the bytes since its last call, negative before a retry. The sha256 is compared: before sending for
-        plain LFS, over Xet with the library's hash. Raises ChangedFileError if it differs, HubError.
+        `sent` gets the bytes since its last call, negative before a retry. The sha256 is compared: by the Hub for plain
+        LFS, which is told the one of `upload`, over Xet with the library's hash. Raises ChangedFileError if it differs,
+        HubError.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
         api = self.hub.api()
         position = 0
         is_plain = constants.HF_HUB_DISABLE_XET
-        if is_plain and file_sha256(upload.path) != upload.sha256:
-            raise ChangedFileError(upload.path)
 
         def move_to(reached: int) -> None:
             nonlocal position

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
-from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
+from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError, format_bytes
 from k2convert.hub.client import FILE_SCHEME, Failures, Hub, ignore, is_offline
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
@@ -49,9 +49,11 @@ def download_shard(
     check_no_link(target)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
-            arrived(file.num_bytes, False)
-            return
+        if target.is_file() and target.stat().st_size == file.num_bytes:
+            hub.notify(f"{shard} was fetched by an earlier run: hashing {format_bytes(file.num_bytes)}")
+            if file_sha256(target) == file.sha256:
+                arrived(file.num_bytes, False)
+                return
         target.unlink(missing_ok=True)  # else it needs room beside the file that is fetched
     partial = open_partial(target, file)
     try:

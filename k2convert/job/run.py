@@ -206,6 +206,8 @@ def _resume(job: Job, keep: Keep, verify: bool, events: Events) -> _Run:
         run.uploads = open_uploads(job, job.target, journal, events)
         run.records = run.uploads.records
     run.items, run.to_upload = _remaining(run)
+    left = {item.name for item in run.items}
+    run.finished = run.records.only(name for name in run.records if name not in left)
     num_done = len(job.items) - len(run.items) - len(run.to_upload)
     if was_begun or num_done:
         word = "resuming"

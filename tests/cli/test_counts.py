@@ -96,18 +96,36 @@ def test_the_eta_of_a_job_is_that_of_its_slowest_phase_and_of_a_validation_the_s
     assert 80 < check.seconds_left < 120
 
 
-def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a_fifth() -> None:
-    """As K2's went: 62 shards of 68 s. Each is fetched, converted in 35 s, then sent at once in the end."""
-    num_shards, pace, size = 62, 68, 1000
+@pytest.mark.parametrize(
+    ("done", "waiting", "faster_from", "first"),
+    [(0, 0, 99, 3), (30, 0, 99, 3), (30, 2, 99, 6), (0, 0, 20, 25)],
+    ids=["new", "resumed", "resumed with shards to send", "twice as fast"],
+)
+def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a_fifth(
+    done: int, waiting: int, faster_from: int, first: int
+) -> None:
+    """As K2's went: 62 shards of 68 s. Each is fetched, converted in 35 s, then sent at once in the end.
+
+    An earlier run has converted `done` shards, and not sent `waiting` of them. From the `first` one that is sent.
+    """
+    num_shards, size = 62, 1000
     clock = Clock()
-    phases = dict.fromkeys(("download", "convert", "upload"), (num_shards * size, 0))
-    counts = begun(clock, Extent(phases, num_shards))
-    steps = [(pace * n + 6 * i, "download") for n in range(num_shards) for i in range(1, 11)]
-    steps += [(pace * n + 78 + 3.5 * i, "convert") for n in range(num_shards) for i in range(1, 11)]
-    steps += [(pace * n + 201, "upload") for n in range(num_shards)]
+    phases = dict.fromkeys(("download", "convert", "upload"), (num_shards * size, done * size))
+    phases["upload"] = (num_shards * size, (done - waiting) * size)
+    counts = begun(clock, Extent(phases, num_shards, done))
+    steps = [(5.0 + 10 * n, "upload") for n in range(waiting)]
+    begin = 0.0
+    for number in range(done, num_shards):
+        pace = 0.5 if number >= faster_from else 1.0
+        steps += [(begin + pace * 6 * i, "download") for i in range(1, 11)]
+        steps += [(begin + pace * (78 + 3.5 * i), "convert") for i in range(1, 11)]
+        steps.append((begin + pace * 201, "upload"))
+        begin += 68 * pace
+    start = clock.now
+    end = max(steps)[0]
     sent = 0
     for at, phase in sorted(steps):
-        clock.now = at
+        clock.now = start + at
         if phase == "convert":
             counts.progress(bytes_in=size // 10)
         elif phase == "download":
@@ -117,9 +135,8 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
             counts.transferred(uploaded=size)
         if sent < 2:
             assert counts.seconds_left is None
-        elif 3 <= sent < num_shards:
-            truth = pace * (num_shards - 1) + 201 - at
-            assert counts.seconds_left == pytest.approx(truth, rel=0.2), (sent, phase)
+        elif first <= sent < num_shards - done + waiting:
+            assert counts.seconds_left == pytest.approx(end - at, rel=0.2), (sent, phase)
 
 
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
