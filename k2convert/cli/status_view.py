@@ -250,10 +250,10 @@ def _show_state(status: JobStatus, command: JobCommand | None) -> None:
     folder = Path(status.destination)
     progress = status.progress
     word = "not finished"
-    if status.complete:
-        word = "complete"
-    elif status.running:
+    if status.running:
         word = "running"
+    elif status.complete:
+        word = "complete"
     shards = f"{status.destination}: {word}: {status.finished_shards} of {counted(status.shards, 'shard')}"
     if progress is None:
         shards += f", {format_bytes(status.finished_bytes)} of {format_bytes(status.bytes)}"
@@ -269,7 +269,7 @@ def _show_state(status: JobStatus, command: JobCommand | None) -> None:
         console.print_line(f"calibrate: {done} layers are done")
     if status.evaluation is not None:
         _show_evaluation(status.evaluation)
-    elif not _show_published(folder):
+    elif not status.running and not _show_published(folder):
         _show_next(status, command)
 
 
@@ -297,8 +297,7 @@ def _other_contents(folder: Path) -> str:
 
 def _show_next(status: JobStatus, command: JobCommand | None) -> None:
     if not status.complete:
-        if not status.running:
-            _show_resume(status.resume, "run", is_resumable=status.resumable)
+        _show_resume(status.resume, "run", is_resumable=status.resumable)
     elif status.recipe["target"] == "nvfp4":
         words: tuple[str, ...] = ()
         if command is not None and command.source:

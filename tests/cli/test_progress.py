@@ -80,7 +80,6 @@ def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: 
 def test_status_of_a_running_job(run_cli: RunCli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     assert run_cli("run", tiny, out).returncode == 0
-    (out / "config.json").unlink()
     clock = Clock()
     extent = Extent({"convert": (10_000_000, 0)}, 5)
     counts = progress.Display(extent, clock=clock)
