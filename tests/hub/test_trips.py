@@ -184,7 +184,7 @@ def states(folder: Path) -> list[tuple[str, int]]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("trip", quick_first(DIRECT, 2))
 def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
-    trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path
+    trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the disk that its plan says."""
     prepared = prepare(trip)
