@@ -150,7 +150,7 @@ def test_what_every_gpu_reads_bounds_the_tokens_a_second(gpu: str, layout: Paral
 
 def test_the_guide_says_what_a_token_of_k2_reads_and_what_fp8_makes_of_it() -> None:
     """FP8 halves attention, but for kv_b, and the shared experts. Their scales are small."""
-    weights = thinking().weights.by_role
+    weights = thinking().bytes_by_role
     roles = (Role.ATTENTION, Role.SHARED_EXPERTS)
     attention, shared = (weights[role] for role in roles)
     experts = weights[Role.EXPERTS] * K2_SHAPE.experts_per_token / K2_SHAPE.num_experts
