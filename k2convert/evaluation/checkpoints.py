@@ -58,8 +58,9 @@ class EvaluatedCheckpoint:
         """
         checkpoint = self.checkpoint
         config = read_json_file(checkpoint.folder / CONFIG_NAME)
-        shards = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
-        if self.source.remote is not None:
+        if self.source.remote is None:
+            shards = {shard: _stat(checkpoint.path(shard)) for shard in checkpoint.headers}
+        else:
             shards = self.source.identities()
         return {CONFIG_NAME: fingerprint_digest(network_fields(config)), **shards}
 

@@ -226,8 +226,8 @@ def of_input_scales(change: Callable[[Any, Any], tuple[float, float]]) -> Patch:
 
 def with_input_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights have input scales, with activations of 4 and of 16 bits."""
-    tensors, scalars, opened = plan._projection_tensors, shard.scalar_bytes, contract_result.Result
-    monkeypatch.setattr(plan, "_projection_tensors", lambda t, layout, _, *shape: tensors(t, layout, "w4a4", *shape))
+    tensors, scalars, opened = plan.projection_tensors, shard.scalar_bytes, contract_result.Result
+    monkeypatch.setattr(plan, "projection_tensors", lambda t, layout, _, *shape: tensors(t, layout, "w4a4", *shape))
     monkeypatch.setattr(
         shard, "scalar_bytes", lambda recipe, *of: scalars(recipe.model_copy(update={"activations": "w4a4"}), *of)
     )

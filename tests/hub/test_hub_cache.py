@@ -57,7 +57,8 @@ def test_the_cache_alone_is_enough_without_a_network(
     assert result(cwd / "out") == result(local_result)
     for source in (f"{SOURCE}@{snapshot.name}", f"{SOURCE}@main"):
         cli("run", source, "other", "--dry-run", code=0, HF_HUB_OFFLINE="1")
-    shown = cli("validate", "out", "--source", SOURCE, "--layers", "1", code=0, HF_HUB_OFFLINE="1").stdout
+    cli("validate", "out", "--source", SOURCE, code=0, HF_HUB_OFFLINE="1")
+    shown = cli("validate", "out", "--source", snapshot, "--layers", "1", code=0, HF_HUB_OFFLINE="1").stdout
     assert "passed" in shown
     words = ("--text", text, "--tokens", "64", "--window", "32", "--device", "cpu", "--quiet")
     cli("evaluate", SOURCE, snapshot, "--out", "found.json", *words, code=0, HF_HUB_OFFLINE="1")

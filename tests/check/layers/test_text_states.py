@@ -56,7 +56,7 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, monkeypatch: pytest.
 def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
     options = ["--layers", "1,2", "--text", str(tiny / "eval.txt"), "--json"]
     shown = run_here("validate", mse, "--source", tiny, *options, code=0)
-    assert "layers 100 % (48 of 48 experts)" in shown.stderr, "those of layer 1 give the hidden states of layer 2"
+    assert "layers: 100 % (48 of 48 experts)" in shown.stderr, "those of layer 1 give the hidden states of layer 2"
     layers = json.loads(shown.stdout)["layers"]
     assert layers["hidden_states"] == "text: eval.txt"
     assert [(layer["layer"], layer["tokens"]) for layer in layers["layers"]] == [(1, 2048), (2, 2048)]
