@@ -98,17 +98,17 @@ def make_sources(folder: Path) -> None:
 
 
 def build(revision: str, folder: Path) -> Path:
-    """Export and build a revision, with the libraries that are installed here; return its Python."""
+    """Export and build a revision, with the libraries that are installed here and those it lacks; return its Python."""
     tree = folder / "tree"
     tree.mkdir()
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
     python = folder / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", tree], check=True)
     [site] = (folder / "venv" / "lib").glob("python*/site-packages")
     [libraries] = (Path(p) for p in sys.path if p.endswith("site-packages") and (Path(p) / "torch").is_dir())
     (site / "libraries.pth").write_text(f"{libraries}\n")
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", tree], check=True)
     return python
 
 
