@@ -94,7 +94,7 @@ def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(short:
     assert worse
     for layer in worse:
         warning = f"warning: layer {layer}: on the windows that were kept out of the fit"
-        assert shown.stderr.index(warning) < shown.stderr.index("calibrate 100 %")
+        assert shown.stderr.index(warning) < shown.stderr.index("calibrate: 100 %")
     assert f"warning: {record.warning}" in shown.stderr
 
 
@@ -119,7 +119,7 @@ def test_partners_in_different_shards_in_the_other_layout(cut: Path, text: Path,
     shown = run_here(*words, code=0)
     said = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
     assert f"calibrates while it converts: {said}" in shown.stderr
-    assert "calibrate 100 % (2 of 2 layers)" in shown.stderr
+    assert "calibrate: 100 % (2 of 2 layers)" in shown.stderr
     assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
 
 
