@@ -177,7 +177,7 @@ Public = Annotated[bool, flag("--public/--private", "Visibility of a new reposit
 MaxDisk = Annotated[
     str | None,
     option(
-        "Most disk to use at any time, with the Hub: 200GB [default: free less 10 %].",
+        "Most disk to use at any time, with the Hub: 200GB [default: 90 % of the free space].",
         "BYTES",
         MACHINE,
         check=check_size,
