@@ -165,7 +165,7 @@ def test_families_are_asked_for_in_models_only() -> None:
     """Nothing outside the subpackage imports a family's file, or compares a family's name."""
     modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith("k2convert.models.")}
     of_families = {name for name, values in modules.items() if any(isinstance(v, Family) for v in values.values())}
-    assert of_families == {"k2convert.models.kimi", "k2convert.models.kimi_k3"}
+    assert of_families == {"k2convert.models.kimi", "k2convert.models.kimi_k3"}, "name the file of a new family here"
     for path in FILES:
         if subpackage_of(path) == "models":
             continue

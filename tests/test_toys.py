@@ -44,6 +44,26 @@ ROW = '''
 """One row for each word'''
 
 
+BYTES_OF_RULE = """
+import numpy as np
+from k2convert.quantize.formats.bf16 import bf16_bits, Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.quantizer import create_quantizer
+from k2convert.quantize.rules.toy import quantize_toy
+
+random = np.random.default_rng(0)
+scales = bf16_bits(random.uniform(0.01, 0.02, (4, 2)).astype(np.float32))
+int4 = Int4Weight(random.integers(0, 256, (4, 32), dtype=np.uint8), scales)
+quantizer = create_quantizer("native", rule="toy")
+for weight in (int4, Bf16Weight(int4.bits)):
+    size = weight.magnitude()
+    scale = quantizer.global_scale(size)
+    found, _ = quantizer.quantize(weight, name="weight", magnitude=size, global_scale=scale)
+    defined = quantize_toy(weight, scale)
+    assert found.packed.tobytes() == defined.packed.tobytes()
+    assert found.block_scales.tobytes() == defined.block_scales.tobytes()
+"""
+
 FORMAT = """
 import numpy as np
 
@@ -209,7 +229,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "recipes" / "toy-nvfp4.yaml").write_text("name: toy-nvfp4\nfamily: toy\nroles: [experts]\n")
     families = copied / "models" / "__init__.py"
     edit(families, "from k2convert.models import kimi, kimi_k3\n", "from k2convert.models import kimi, kimi_k3, toy\n")
-    edit(families, "kimi.K2_THINKING)", "kimi.K2_THINKING, toy.TOY)")
+    edit(families, "kimi.K2_THINKING)", "toy.TOY, kimi.K2_THINKING)")
     return root
 
 
@@ -228,6 +248,7 @@ def test_a_toy_rule_converts_and_measures(package: Path, cut: Path, tmp_path: Pa
         in_copy(package, COMMAND, "validate", tmp_path / "out", "--source", cut, "--quiet"),
         re.MULTILINE,
     )
+    in_copy(package, BYTES_OF_RULE)
 
 
 def toy_name(name: str) -> str:

@@ -35,7 +35,8 @@ from k2convert.quantize.formats.nvfp4 import (
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels._cpu import SearchTables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.mse import global_exponent
+from k2convert.quantize.rules.max import quantize_max
+from k2convert.quantize.rules.mse import global_exponent, quantize_mse
 
 LARGEST_BF16_SCALE: Final = 2.0**118
 """Above this global scale the steps exceed FP32, in which BF16 kernels divide. No weight leads to such a scale."""
@@ -114,11 +115,14 @@ class Converted:
 def convert(weight: SourceWeight, *, rule: Rule, global_scale: float) -> Converted:
     """Quantize a weight by a rule; FormatError if the rule cannot use the global scale."""
     check_rule_scale(rule, global_scale)
-    is_max = not RULES[rule].has_power_of_two_scale
+    quantize = RULES[rule].quantize
+    is_max = quantize is quantize_max
+    if not is_max and quantize is not quantize_mse:
+        return Converted(quantize(weight, global_scale))  # a rule without kernels
     if isinstance(weight, Int4Weight) and weight.channel_exponents is None:
         return _convert_int4(weight, is_max, global_scale)
     if not is_max and (isinstance(weight, Mxfp4Weight) or global_scale > LARGEST_BF16_SCALE):
-        return Converted(RULES[rule].quantize(weight, global_scale))  # a cast by a table of 256 bytes is as fast
+        return Converted(quantize(weight, global_scale))  # a cast by a table of 256 bytes is as fast
     return Converted(_convert_bf16(weight, is_max, global_scale))
 
 
