@@ -40,7 +40,7 @@ from k2convert.job.resources import own_process
 from k2convert.job.run import Outcome, Part, execute
 from k2convert.machine import available_memory
 from k2convert.models import find_family
-from k2convert.models.config import find_quantization_config
+from k2convert.models.config import FP8, find_quantization_config, kv_cache_form
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
@@ -124,10 +124,14 @@ def show_notices(job: Job, source: str) -> None:
         console.print_note(f"note: {notice}")
     _, quantization = find_quantization_config(job.source.checkpoint.config) or ("", {})
     recipe = job.plan.recipe
-    if quantization.get("kv_cache_scheme") and recipe.kv_cache is None:
-        keeps = LAYOUTS[recipe.layout].vllm_reads_kv_cache and find_family(job.plan.family).has_kv_scheme
-        way = "--set kv_cache=fp8 keeps it" if keeps else "serve with --kv-cache-dtype fp8"
-        console.print_note(f"note: {source} declares an FP8 KV cache, and the result will not: {way}")
+    cache = kv_cache_form(quantization)
+    if cache and recipe.kv_cache is None:
+        is_kept = recipe.target == "nvfp4" and LAYOUTS[recipe.layout].vllm_reads_kv_cache
+        way = "no option keeps it"
+        if cache == FP8:
+            keeps = is_kept and find_family(job.plan.family).has_kv_scheme
+            way = "--set kv_cache=fp8 keeps it" if keeps else "serve with --kv-cache-dtype fp8"
+        console.print_note(f"note: {source} declares a KV cache in {cache}, and the result will not: {way}")
     for name, problem in missing_sidecars(job.source.checkpoint.folder):
         console.print_note(f"warning: {source}: {name}: {problem}")
 

@@ -23,7 +23,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
-from k2convert.models.config import find_quantization_config, key_of, max_positions, text_config
+from k2convert.models.config import FP8, find_quantization_config, key_of, kv_cache_form, max_positions, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
 from k2convert.plan.plan import OutputTensor, projection_tensors
 from k2convert.plan.recipe import Recipe, load_recipe
@@ -232,5 +232,5 @@ def read_result(
     shape = read_shape(config, family=family, where=where)
     groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
-    kv: ServedKvCache = "fp8" if quantization.get("kv_cache_scheme") else "bf16"
+    kv: ServedKvCache = "fp8" if kv_cache_form(quantization) == FP8 else "bf16"
     return Model(family, shape, groups, recipe, kv)

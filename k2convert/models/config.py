@@ -204,6 +204,25 @@ def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, 
     return None
 
 
+def kv_cache_form(quantization: Mapping[str, Any]) -> str:
+    """Return the form of the KV cache that a quantization_config declares: "FP8", or another such as "INT8" and
+    "dynamic FP8"; empty if it declares none.
+    """
+    scheme = quantization.get("kv_cache_scheme")
+    stated = mapping_or_empty(scheme)
+    bits = stated.get("num_bits", 8)
+    kind = _KINDS.get(str(stated.get("type", "float")))
+    if not scheme:
+        return ""
+    if not stated or kind is None or not isinstance(bits, int):
+        return cut(quoted(scheme), 40)
+    return f"dynamic {kind}{bits}" if stated.get("dynamic") else f"{kind}{bits}"
+
+
+FP8: Final = "FP8"
+_KINDS: Final = {"float": "FP", "int": "INT"}
+
+
 def check_source_config(config: Mapping[str, Any], *, family: Family, where: str) -> None:
     """Refuse a quantization_config that states a different scheme (PlanError). Fields it leaves out are accepted."""
     for path, stated_fields, expected in _statements(config, family.source_format):

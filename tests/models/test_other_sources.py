@@ -153,7 +153,7 @@ def test_scales_of_a_cache_are_copied_and_a_lost_scheme_is_said_with_what_keeps_
     edit_checkpoint(source, add)
     edit_json(source / "config.json", lambda c: c["quantization_config"].update(kv_cache_scheme=SCHEME))
     out = tmp_path / "out"
-    lost = "declares an FP8 KV cache, and the result will not: "
+    lost = "declares a KV cache in FP8, and the result will not: "
     assert f"{lost}--set kv_cache=fp8 keeps it" in run_here("run", source, out, "--dry-run", code=0).stderr
     packed = run_here("run", source, out, "--layout", "compressed-tensors", "--dry-run", code=0)
     assert f"{lost}serve with --kv-cache-dtype fp8" in packed.stderr
@@ -165,6 +165,23 @@ def test_scales_of_a_cache_are_copied_and_a_lost_scheme_is_said_with_what_keeps_
     edit_tensor(out, f"model.layers.0.self_attn.{name}", lambda _: None)
     edit_tensor(out, f"model.layers.0.self_attn.{name.replace('k_', 'v_')}", lambda _: None)
     assert "engines use 1.0 in 1 layer" in run_here("validate", out).stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({}, ("--set", "target=bf16"), "FP8, and the result will not: serve with --kv-cache-dtype fp8"),
+        ({"type": "int"}, (), "INT8, and the result will not: no option keeps it"),
+        ({"dynamic": True}, (), "dynamic FP8, and the result will not: no option keeps it"),
+        ({"num_bits": 4}, ("--set", "target=bf16"), "FP4, and the result will not: no option keeps it"),
+    ],
+)
+def test_a_cache_that_is_lost_is_named_by_its_form(
+    change: dict[str, object], options: tuple[str, ...], words: str, source: Path, tmp_path: Path
+) -> None:
+    edit_json(source / "config.json", lambda c: c["quantization_config"].update(kv_cache_scheme=SCHEME | change))
+    shown = run_here("run", source, tmp_path / "out", "--dry-run", *options, code=0).stderr
+    assert f"declares a KV cache in {words}" in shown
 
 
 def test_the_family_follows_from_tensors_and_config() -> None:

@@ -12,7 +12,6 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from k2convert.check.contract.folder import (
     check_config_unchanged,
@@ -150,9 +149,6 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     return found
 
 
-_CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
-
-
 def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics]) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
 
@@ -182,15 +178,15 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
         module = result.modules.get(name.rpartition(".")[0])
         if before is None or (module is not None and (module.is_converted or module.other_form)):
             continue
+        problem = f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}"
+        if result.is_recast(name) and name not in reported:
+            habit(name, f"{problem}: engines convert it while loading, and its values were not compared")
+            continue
         compared += 1
         if name in reported:
             continue
         if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
-            problem = f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}"
-            if before.shape == tensor.shape and {before.dtype, tensor.dtype} <= _CONVERTED_WHILE_LOADING:
-                habit(name, f"{problem}: engines convert it while loading, and its values were not compared")
-            else:
-                found.error(name, problem)
+            found.error(name, problem)
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
         elif name in scan.misscaled:

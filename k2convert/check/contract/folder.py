@@ -1,6 +1,7 @@
 """Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
 import filecmp
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import K2ConvertError, counted, quoted, shortened
-from k2convert.models.config import KV_SCALES
+from k2convert.models.config import FP8, KV_SCALES, kv_cache_form
 from k2convert.models.names import Role
 
 SOURCE_CHANGED: Final = "the source has changed since the conversion; the same `k2convert run` takes it over"
@@ -275,7 +276,12 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
     if result.is_foreign:
         expected.pop("quantized_layers", None)
-        if not _is_fp8(declared.get("kv_cache_scheme")):  # rule 15 reports it
+        cache = expected["kv_cache_quant_algo"]
+        if kv_cache_form(declared) not in ("", FP8):  # rule 15 reports it
+            del expected["kv_cache_quant_algo"]
+        elif not is_same_json(stated.get("kv_cache_quant_algo", cache), cache):
+            problem = f"{quoted(stated['kv_cache_quant_algo'])}, expected {quoted(cache)} as in config.json"
+            found.warn("quantization.kv_cache_quant_algo", f"{problem}: TensorRT-LLM reads only this file")
             del expected["kv_cache_quant_algo"]
         expected |= {key: declared[key] for key in ("quant_algo", "quantized_layers") if key in declared}
     for key in expected:
@@ -298,29 +304,40 @@ def check_kv_cache(result: Result) -> Findings:
         if recipe.kv_cache is not None:
             asked = "asks for one"
         found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
-    if not _is_fp8(scheme):
-        result.habit(found)(place, f"{quoted(scheme)}: not FP8, so its scales are not checked here")
+    form = kv_cache_form(result.declared)
+    if form not in ("", FP8):
+        result.habit(found)(place, f"{form}: only scales of a static FP8 cache are checked here")
         return found
-    scaled = {m.parts.layer for m in result.modules.values() if not m.parameters.keys().isdisjoint(KV_SCALES)}
+    scales = _kv_scales(result)
     attention = [m for m in result.modules.values() if m.parts.role is Role.ATTENTION]
     latent = {m.parts.layer for m in attention if m.name.endswith("kv_b_proj")}  # linear attention has no cache
-    layers = (latent or {m.parts.layer for m in attention}) - scaled
-    if scaled:
-        found.note = f"{counted(len(scaled), 'layer')} with scales of an FP8 cache"
-    if scheme is not None and not result.names.vllm_reads_kv_cache:
+    layers = (latent or {m.parts.layer for m in attention}) - scales.keys()
+    if scales:
+        found.note = f"{counted(len(scales), 'layer')} with scales of an FP8 cache"
+    if form and not result.names.vllm_reads_kv_cache:
         found.warn(place, "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8")
-    elif scheme is not None and layers:
+    elif form and layers:
         problem = "FP8 cache without k and v scales: engines use 1.0"
-        found.warn(place, f"{problem} in {counted(len(layers), 'layer')}" if scaled else problem)
-    elif scheme is None and scaled:
+        found.warn(place, f"{problem} in {counted(len(layers), 'layer')}" if scales else problem)
+    elif not form and scales:
         found.warn(place, "missing, so the scales have no effect: serve with --kv-cache-dtype fp8")
+    for layer, kinds in scales.items():
+        if form and kinds == {"v"}:
+            found.error(f"layer {layer}", "has a v scale but no k scale: vLLM and SGLang refuse it")
+        elif kinds == {"k"}:
+            found.warn(f"layer {layer}", "has a k scale but no v scale: vLLM and SGLang use it for both")
     return found
 
 
-def _is_fp8(scheme: Any) -> bool:
-    """Return whether a KV cache is as usual: in FP8, or not declared at all."""
-    stated = mapping_or_empty(scheme)
-    return (stated.get("num_bits", 8), stated.get("type", "float")) == (8, "float")
+def _kv_scales(result: Result) -> dict[int | None, set[str]]:
+    """Return of what each layer has scales: keys ("k"), values ("v")."""
+    scales: dict[int | None, set[str]] = defaultdict(set)
+    for module in result.modules.values():
+        for parameter in module.parameters.keys() & set(KV_SCALES):
+            name = module.name.rpartition(".")[2] if parameter == "output_scale" else parameter
+            kind = name.partition("_")[0]
+            scales[module.parts.layer] |= {kind} if kind in ("k", "v") else {"k", "v"}
+    return dict(sorted(scales.items(), key=str))
 
 
 def check_package(result: Result) -> Findings:

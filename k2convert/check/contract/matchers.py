@@ -34,7 +34,7 @@ from itertools import accumulate, chain
 from typing import Any, Final, cast
 
 from k2convert.check.contract.folder import QUARK, nvfp4_targets
-from k2convert.check.contract.result import Module, Result
+from k2convert.check.contract.result import CONVERTED_WHILE_LOADING, Module, Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, EngineNaming, Role
@@ -343,10 +343,10 @@ def check_exclude_list(result: Result) -> Findings:
             if module.is_converted and not vllm_ignores(module.name, named):
                 found.error(module.name, "is NVFP4, but no target of a group of 4 bits names it")
     for module in result.modules.values():
-        is_router = module.parts.role is Role.ROUTER and not module.is_converted
         weight = module.parameters.get(WEIGHT)
-        if is_router and weight is not None and weight.dtype not in ("BF16", "F16", "F32"):
-            found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
+        form = module.other_form or (weight.dtype if weight is not None and not module.is_converted else "BF16")
+        if module.parts.role is Role.ROUTER and form not in CONVERTED_WHILE_LOADING:
+            found.error(module.name, f"is {form}, but no engine reads a quantized router")
     found.note = "modules: " + ", ".join(names)
     return found
 

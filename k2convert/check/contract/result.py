@@ -91,6 +91,9 @@ class Scaling:
         return None
 
 
+CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
+"""Dtypes of which engines make their own."""
+
 NO_SCALING: Final = Scaling({}, {})
 """Every copied tensor must have the source's bytes."""
 
@@ -205,11 +208,19 @@ class Result:
         return [module for module in self.modules.values() if module.is_converted]
 
     def is_unjudged(self, name: str) -> bool:
-        """Return whether another tool's tensor is not compared with the source: form, name or purpose are others."""
+        """Return whether another tool's tensor is not compared with the source: dtype, form, name or use are others."""
         module_name, _, parameter = name.rpartition(".")
         module = self.modules.get(module_name)
-        is_other = parameter in KV_SCALES or self.family.expected_name(name) != name
+        is_other = parameter in KV_SCALES or self.family.expected_name(name) != name or self.is_recast(name)
         return self.is_foreign and (is_other or (module is not None and bool(module.other_form)))
+
+    def is_recast(self, name: str) -> bool:
+        """Return whether a copied tensor is in another dtype than the source's, which engines convert while loading."""
+        before = None if self.source is None else self.source.tensors.get(name)
+        found = self.tensors.get(name)
+        if before is None or found is None or before.shape != found.shape:
+            return False
+        return before.dtype != found.dtype and {before.dtype, found.dtype} <= CONVERTED_WHILE_LOADING
 
     @property
     def selects(self) -> bool:
@@ -332,7 +343,7 @@ def _from_headers(
     modules: dict[str, Module] = {}
     for module, found in parameters.items():
         weight = found.get(WEIGHT)
-        other_form = _other_form(found) if recipe is None and places[module].role in _SELDOM_CONVERTED else ""
+        other_form = _other_form(found) if recipe is None and places[module].role is not Role.EXPERTS else ""
         looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
         is_converted = not other_form and (looks_converted or module in int4 or places[module].role in roles)
         modules[module] = Module(module, places[module], found, is_converted, other_form)
@@ -356,11 +367,6 @@ def _from_headers(
         int4_modules=int4,
         recipe=recipe,
     )
-
-
-_SELDOM_CONVERTED: Final = (
-    Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.LM_HEAD, Role.LATENT, Role.MM_PROJECTOR,
-)  # fmt: skip
 
 
 def _other_form(parameters: Mapping[str, TensorInfo]) -> str:

@@ -37,7 +37,7 @@ def check_names(result: Result) -> Findings:
     allowed = {parts.module for parts in result.source_names.values()}
     others = Counter[str]()
     for module in result.modules.values():
-        if module.other_form:
+        if module.other_form and module.parts.role is not Role.ROUTER:  # rule 14 reports routers
             others[f"{module.parts.role} in {module.other_form}"] += 1
             if not any("scale" in parameter for parameter in module.parameters):
                 found.error(module.name, f"is {module.other_form}, but has no scale")

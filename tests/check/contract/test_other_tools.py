@@ -4,8 +4,6 @@ Each form is made from a result of our own: its ledger is removed, tensors and c
 them. What the rules do not judge is a warning, or a note, that says so.
 """
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,235 +11,39 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from command import RunCli
-from converted import Converted, Kind, copy_of, next_number, validate
+from converted import Converted, Kind, next_number, validate
+from other_tools import (
+    F8,
+    K3,
+    MODELOPT,
+    PACKED,
+    Change,
+    channels,
+    config_beside,
+    declared_in,
+    flat_config,
+    foreign,
+    in_both,
+    integers,
+    is_attention,
+    kv_scales,
+    mixed_precision,
+    nvfp4_of,
+    nvidia_k3,
+    one_kind,
+    other_cache,
+    other_habits,
+    plain_k3,
+    quantization,
+    runs_of_names,
+    shared,
+    tensors,
+)
 
 from k2convert.check.results import Verdict
 from k2convert.errors import CheckpointError
 from scripts.fixture_maker import damage
-from scripts.fixture_maker.folder import SmallCheckpoint
-
-MODELOPT = Kind("modelopt", "k2.5", "w4a4")
-PACKED = Kind("compressed-tensors", "k2.5", "w4a4")
-K3 = Kind("modelopt", "k3", "w4a4")
-Change = Callable[[Path], object]
-F8 = torch.float8_e4m3fn
-
-
-def foreign(converted: Converted, folder: Path) -> Converted:
-    """A copy without all that k2convert writes beside a checkpoint."""
-    copied = copy_of(converted, folder)
-    (copied.folder / "k2convert.json").unlink()
-    shutil.rmtree(copied.folder / ".k2convert")
-    if converted.kind.layout == "modelopt":
-        quantization(lambda q: q.update(producer={"name": "modelopt", "version": "0.47"}))(copied.folder)
-    return copied
-
-
-def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
-    return lambda folder: damage.edit_json(folder / "config.json", lambda c: change(c["quantization_config"]))
-
-
-def in_both(change: Callable[[dict[str, Any], str], object]) -> Change:
-    """Change the same lists in both configs; the second argument is the name of the exclude list."""
-
-    def edit(folder: Path) -> None:
-        quantization(lambda q: change(q, "ignore"))(folder)
-        path = folder / "hf_quant_config.json"
-        if path.exists():
-            damage.edit_json(path, lambda document: change(document["quantization"], "exclude_modules"))
-
-    return edit
-
-
-def tensors(change: Callable[[str, torch.Tensor], dict[str, torch.Tensor] | None]) -> Change:
-    """Replace tensors of a checkpoint by those that `change` returns for a name and a tensor; None keeps it."""
-
-    def edit(checkpoint: SmallCheckpoint) -> None:
-        for shard, members in checkpoint.shards.items():
-            made: dict[str, torch.Tensor] = {}
-            for name, tensor in members.items():
-                new = change(name, tensor)
-                made |= {name: tensor} if new is None else new
-            checkpoint.shards[shard] = made
-
-    return lambda folder: damage.edit_checkpoint(folder, edit)
-
-
-def is_attention(name: str) -> bool:
-    return ".self_attn." in name and name.endswith(("_proj.weight", "_with_mqa.weight"))
-
-
-def fp8_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """ModelOpt's FP8_PB_WO: F32 scales of blocks of 128 x 128, with four dimensions."""
-    if not is_attention(name) or len(tensor.shape) != 2:
-        return None
-    rows, columns = tensor.shape
-    scale = torch.ones(-(-rows // 128), 1, -(-columns // 128), 1) / 64
-    return {name: (tensor.float() * 64).to(F8), f"{name}_scale": scale}
-
-
-def channels(dtype: torch.dtype, largest: int) -> Change:
-    """Attention but for kv_b_proj in FP8 or INT8, with a scale for each output channel."""
-
-    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        if not is_attention(name) or "kv_b_proj" in name:
-            return None
-        scale = tensor.float().abs().amax(dim=1, keepdim=True) / largest
-        return {name: (tensor.float() / scale).to(dtype), f"{name}_scale": scale}
-
-    return tensors(change)
-
-
-def nvidia_k3(folder: Path) -> None:
-    """nvidia/Kimi-K3-NVFP4: attention in FP8_PB_WO, listed in the map beside the banks, not excluded."""
-    tensors(fp8_blocks)(folder)
-    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    linears = {name.rpartition(".")[0] for name in names if is_attention(name)}
-    entries = {name: {"quant_algo": "FP8_PB_WO"} for name in sorted(linears)}
-
-    def change(config: dict[str, Any], excludes: str) -> None:
-        config["quantized_layers"] = entries | config["quantized_layers"]
-        config[excludes].remove("*self_attn*")
-
-    in_both(change)(folder)
-    weights = {"num_bits": 8, "type": "float", "block_structure": [128, 128]}
-    quantization(lambda q: q["config_groups"].update(group_1={"weights": weights, "targets": sorted(linears)}))(folder)
-
-
-def mixed_precision(folder: Path) -> None:
-    """unsloth's form: experts in NVFP4 and attention in FP8 per channel, both by regular expressions."""
-    channels(F8, 448)(folder)
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-
-    def change(config: dict[str, Any]) -> None:
-        experts = config["config_groups"]["group_0"]
-        experts |= {"format": config["format"], "targets": [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"]}
-        attention = {"format": "float-quantized", "weights": weights, "input_activations": inputs}
-        attention["targets"] = [
-            r"re:.*self_attn\.(fused_qkv_a_proj(_with_mqa)?|q_a_proj|kv_a_proj_with_mqa|q_b|o_proj)"
-        ]
-        config["config_groups"]["group_1"] = attention
-        config["format"] = "mixed-precision"
-        config["ignore"] = ["re:.*kv_b_proj$", *(entry for entry in config["ignore"] if "self_attn" not in entry)]
-
-    quantization(change)(folder)
-
-
-def nvfp4_of(*endings: str) -> Change:
-    """NVFP4 in modules that k2convert leaves in BF16, and their names out of the exclude lists."""
-
-    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        if not name.endswith(tuple(f"{ending}.weight" for ending in endings)):
-            return None
-        rows, columns = tensor.shape
-        blocks = tensor.float().reshape(rows, columns // 16, 16)
-        scales = (blocks.abs().amax(dim=2) / 6 * 1024).to(F8)
-        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        sizes = (blocks.abs() / (scales.float() / 1024).clamp(min=1e-9)[..., None])[..., None]
-        codes = (sizes - grid).abs().argmin(dim=-1) + 8 * (blocks < 0)
-        codes = codes.reshape(rows, columns // 2, 2).to(torch.uint8)
-        return {
-            name: codes[..., 0] | codes[..., 1] << 4,
-            f"{name}_scale": scales,
-            f"{name}_scale_2": torch.tensor(1 / 1024),
-        }
-
-    def lists(config: dict[str, Any], excludes: str) -> None:
-        parts = ("_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "lm_head")
-        kept = [f"*{part}*" for part in parts if part not in endings]
-        config[excludes] = [e for e in config[excludes] if "self_attn" not in e and "lm_head" not in e] + kept
-
-    def edit(folder: Path) -> None:
-        tensors(change)(folder)
-        in_both(lists)(folder)
-
-    return edit
-
-
-def kv_scales(suffix: str, *, declared: bool = True) -> Change:
-    """Scales of an FP8 KV cache in each layer, under one tool's names."""
-
-    def add(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        if not name.endswith(".self_attn.o_proj.weight"):
-            return None
-        stem = name.removesuffix("o_proj.weight")
-        names = [suffix.format(kind) for kind in "kv"]
-        return {name: tensor} | {f"{stem}{part}": torch.tensor(0.5) for part in names}
-
-    def edit(folder: Path) -> None:
-        tensors(add)(folder)
-        if declared:
-            scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
-            quantization(lambda q: q.update(kv_cache_scheme=scheme))(folder)
-            damage.edit_json(
-                folder / "hf_quant_config.json", lambda d: d["quantization"].update(kv_cache_quant_algo="FP8")
-            )
-
-    return edit
-
-
-def other_cache(algorithm: str, bits: int, kind: str) -> Change:
-    """Scales of a KV cache that is not FP8."""
-
-    def edit(folder: Path) -> None:
-        kv_scales("{0}_proj.{0}_scale")(folder)
-        quantization(lambda q: q["kv_cache_scheme"].update(num_bits=bits, type=kind))(folder)
-        damage.edit_json(
-            folder / "hf_quant_config.json", lambda d: d["quantization"].update(kv_cache_quant_algo=algorithm)
-        )
-
-    return edit
-
-
-def shared(dtype: torch.dtype) -> Change:
-    """Shared experts in INT8 with a scale for each row, or in MXFP4."""
-
-    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        if ".shared_experts." not in name or not name.endswith(".weight"):
-            return None
-        rows, columns = tensor.shape
-        if dtype is torch.int8:
-            return {name: torch.ones(rows, columns, dtype=dtype), f"{name}_scale": torch.ones(rows, 1)}
-        scales = torch.full((rows, columns // 32), 120, dtype=dtype)
-        return {f"{name}_packed": torch.full((rows, columns // 2), 17, dtype=dtype), f"{name}_scale": scales}
-
-    return tensors(change)
-
-
-def config_beside(folder: Path) -> None:
-    """ModelOpt's form of 2025: nothing in config.json."""
-    damage.edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
-
-
-def flat_config(folder: Path) -> None:
-    quantization(lambda q: (q.pop("config_groups"), q.update(quant_method="modelopt_fp4")))(folder)
-    (folder / "hf_quant_config.json").unlink()
-
-
-def other_habits(folder: Path) -> None:
-    """What engines do not read: the size in the index, a left-over file, versions, and how files were saved."""
-    damage.edit_json(folder / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=1.0))
-    (folder / "model.safetensors.part").write_bytes(b"")
-    damage.edit_config(folder, transformers_version="5.0.0", use_cache=False)
-    (folder / "modeling_extra.py").write_text("")
-    damage.edit_json(folder / "hf_quant_config.json", lambda d: d["quantization"].pop("kv_cache_quant_algo"))
-
-
-def plain_k3(folder: Path) -> None:
-    def change(config: dict[str, Any], _: str) -> None:
-        del config["quantized_layers"]
-        config["quant_algo"] = "NVFP4"
-
-    in_both(change)(folder)
-    quantization(
-        lambda q: (q["config_groups"]["group_0"].update(targets=["Linear"]), q.update(quant_method="modelopt"))
-    )(folder)
-
-
-def runs_of_names(folder: Path) -> None:
-    """Entries without wildcards: vLLM and SGLang find them inside a name, TensorRT-LLM compares whole names."""
-    in_both(lambda q, excludes: q.update({excludes: [entry.strip("*") for entry in q[excludes]]}))(folder)
+from scripts.fixture_maker.folder import read_small
 
 
 class Form(NamedTuple):
@@ -269,8 +71,16 @@ FORMS = {
     "attention in INT8": Form(MODELOPT, channels(torch.int8, 127), {1}, ("attention in I8",)),
     "shared experts in INT8": Form(MODELOPT, shared(torch.int8), {1}, ("shared_experts in I8",)),
     "shared experts in MXFP4": Form(PACKED, shared(torch.uint8), {1}, ("shared_experts in MXFP4",)),
-    "a cache in NVFP4": Form(MODELOPT, other_cache("NVFP4", 4, "float"), {15}, ("not FP8, so its scales are not",)),
-    "a cache in INT8": Form(MODELOPT, other_cache("INT8", 8, "int"), {15}, ("not FP8, so its scales are not",)),
+    "a cache in NVFP4": Form(MODELOPT, other_cache("NVFP4", 4, "float"), {15}, ("only scales of a static FP8 cache",)),
+    "a cache in INT8": Form(MODELOPT, other_cache("INT8", 8, "int"), {15}, ("only scales of a static FP8 cache",)),
+    "a dynamic cache": Form(MODELOPT, other_cache("FP8", 8, "float", dynamic=True), {15}, ("dynamic FP8: only",)),
+    "a cache in config.json alone": Form(MODELOPT, declared_in("config.json"), {13, 15}, ("TensorRT-LLM reads only",)),
+    "a cache in hf_quant_config.json alone": Form(
+        MODELOPT, declared_in("hf_quant_config.json"), {13}, ("TensorRT-LLM reads only",)
+    ),
+    "scales of keys alone": Form(MODELOPT, one_kind("v_scale"), {15}, ("vLLM and SGLang use it for both",)),
+    "the vision tower in INT8": Form(MODELOPT, integers("vision_tower."), {1}, ("vision_tower in I8", "not checked")),
+    "embeddings in INT8": Form(MODELOPT, integers("embed_tokens"), {1}, ("embeddings in I8", "not checked")),
     "calibrated cache, ModelOpt": Form(MODELOPT, kv_scales("{0}_proj.{0}_scale"), set()),
     "calibrated cache, compressed-tensors": Form(MODELOPT, kv_scales("{0}_scale"), set()),
     "a cache that is not declared": Form(
@@ -322,17 +132,44 @@ def test_a_form_that_engines_load_is_not_called_failed(
         assert "--mm-encoder-tp-mode data" in shown.stderr
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_numbers_that_engines_convert_while_loading_are_not_called_failed(
-    dtype: torch.dtype, convert: Callable[[Kind], Converted], tmp_path: Path
+RECAST = {
+    "routers in F32": (".mlp.gate.weight", torch.float32),
+    "routers in F16": (".mlp.gate.weight", torch.float16),
+    "biases of routers in BF16": (".e_score_correction_bias", torch.bfloat16),
+    "norms in F16": ("norm.weight", torch.float16),
+    "embeddings in F32": ("embed_tokens.weight", torch.float32),
+    "the head in F16": ("lm_head.weight", torch.float16),
+    "attention in F16": ("_proj.weight", torch.float16),
+    "the vision tower in F32": (".wo.weight", torch.float32),
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", RECAST)
+def test_numbers_that_engines_convert_while_loading_are_not_compared(
+    name: str, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
+    """Neither the rules nor the certificate fails them, and neither counts them. Another shape still fails."""
+    end, dtype = RECAST[name]
     found = foreign(convert(MODELOPT), tmp_path / "other")
-    tensors(lambda name, t: {name: t.to(dtype)} if name.endswith(".mlp.gate.weight") else None)(found.folder)
-    rule = validate(found).contract.rules[6]
-    assert rule.verdict is Verdict.WARN
+    before = validate(found)
+    recast = {name for shard in read_small(found.folder).shards.values() for name in shard if name.endswith(end)}
+    recast = {name for name in recast if ".experts." not in name}
+    assert recast
+    tensors(lambda name, t: {name: t.to(dtype)} if name in recast else None)(found.folder)
+    report = validate(found)
+    assert report.passed, [report.contract.failed, report.weights]
+    rule = report.contract.rules[6]
+    assert (rule.verdict, rule.count) == (Verdict.WARN, len(recast))
     assert "engines convert it while loading, and its values were not compared" in rule.offenders[0].problem
-    tensors(lambda name, t: {name: t[1:].clone()} if name.endswith(".mlp.gate.weight") else None)(found.folder)
-    assert validate(found).contract.rules[6].verdict is Verdict.FAIL
+    assert before.weights is not None
+    assert report.weights is not None
+    assert report.weights.certificate.copies == before.weights.certificate.copies - len(recast)
+    tensors(lambda name, t: {name: t[1:].clone()} if name in recast else None)(found.folder)
+    report = validate(found)
+    assert 7 in report.contract.failed
+    assert report.weights is not None
+    assert recast <= report.weights.certificate.mismatches.keys()
 
 
 def expert(change: Callable[[torch.Tensor], torch.Tensor | None], *ends: str) -> Change:
@@ -377,6 +214,8 @@ CONTROLS: dict[str, tuple[Change, set[int]]] = {
     "a wrong shared scale": (expert(next_number, "weight_scale_2"), {6}),
     "a missing tensor": (expert(lambda _: None, "weight_scale_2"), {1}),
     "FP8 without scales": (no_scale, {1}),
+    "a router in INT8": (integers(".gate."), {14}),
+    "scales of values alone": (one_kind("k_scale"), {15}),
     "a config that no engine loads": (in_both(nothing_listed), {11}),
     "a scheme of other groups": (quantization(other_groups), {11}),
     "experts that every engine excludes": (in_both(lambda q, key: q[key].append("*experts*")), {14}),
