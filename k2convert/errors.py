@@ -91,6 +91,10 @@ class ResumeError(K2ConvertError, ValueError):
     """The destination holds the work of a different job: a field of the fingerprint differs."""
 
 
+class SourceChangedError(ResumeError):
+    """The source has other weights than when the destination's job began, or a config.json that does not fit them."""
+
+
 class LockedError(K2ConvertError, BlockingIOError):
     """Another running process works on the same destination."""
 

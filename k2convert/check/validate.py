@@ -61,7 +61,7 @@ def validate_checkpoint(
         check_finished(folder)
     result = read_result(folder, source=source, read=shards.header_reader)
     _check_operands(result)
-    _check_source(result)
+    _check_pruned_source(result)
     if layers is not None and source is not None:
         check_computed(source)
     result = _with_smoothing(result, shards)
@@ -138,32 +138,14 @@ def _check_foreign(result: Result) -> None:
     raise CheckpointError(f"{result.folder}: was not checked: {problem}.")
 
 
-def _check_source(result: Result) -> None:
-    """Refuse a source with other headers than the ledger states: every rule would fail (CheckpointError).
+def _check_pruned_source(result: Result) -> None:
+    """Refuse a source with all experts for a result that k2convert 0.3 pruned (CheckpointError).
 
-    The ledger of a result that k2convert 0.3 pruned states the headers of the source with all experts.
+    Its ledger states the headers of the source with all experts.
     """
     source = result.source
-    ledger = result.ledger
-    if source is None or ledger is None or not ledger.source.headers:
+    if source is None or result.ledger is None or result.ledger.pruning is None:
         return
-    if ledger.pruning is not None:
-        _check_pruned_source(source, result)
-        return
-    found = {shard: header.digest for shard, header in source.headers.items()}
-    if found == ledger.source.headers:
-        return
-    stated = ledger.source
-    name = "the one that it was converted from"
-    if stated.repo is not None:
-        name = f"hf://{stated.repo}@{stated.revision}"
-    raise CheckpointError(
-        f"{result.folder}: was converted from another source: {source.folder} has other headers than {LEDGER_NAME} "
-        f"states. Pass {name} with --source."
-    )
-
-
-def _check_pruned_source(source: Checkpoint, result: Result) -> None:
     total = read_architecture(source).num_experts
     count = None
     if result.config is not None:

@@ -78,7 +78,7 @@ def evaluate(
             text_files(text, device=device),
             TextUse(tokens=tokens, window=window),
             EvaluationOptions(activations, kv_cache, out, max_disk=read_size("--max-disk", max_disk)),
-            hub=Hub(notify=console.notifier()),
+            hub=Hub(notify=console.notifier(), warn=console.print_note),
         ) as plan,
     ):
         waits.close()

@@ -76,7 +76,9 @@ def fit(
         (given and count is None, f"{given}: needs --gpu and --count"),
     )
     kind = None if gpu is None else _find_gpu(gpu)
-    with open_checkpoint_at(checkpoint, hub=Hub(notify=console.print_note, outages_pass=False)) as opened:
+    with open_checkpoint_at(
+        checkpoint, hub=Hub(notify=console.print_note, warn=console.print_note, outages_pass=False)
+    ) as opened:
         whole = read_model(opened.checkpoint)
     asked = Question(
         place=checkpoint,

@@ -21,7 +21,7 @@ def inspect(
     from k2convert.job.opening import inspect_source
 
     console.set_output(json=json)
-    inspection = inspect_source(source, hub=Hub(notify=console.print_note, outages_pass=False))
+    inspection = inspect_source(source, hub=Hub(notify=console.print_note, warn=console.print_note, outages_pass=False))
     console.show(inspection, partial(_show_inspection, inspection))
     if inspection.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))

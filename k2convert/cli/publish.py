@@ -57,7 +57,7 @@ def publish(
         return
     check_endpoint()
     bound_memory()
-    hub = Hub(notify=console.notifier())
+    hub = Hub(notify=console.notifier(), warn=console.print_note)
     model = None if base_model is None else _parse_repo(base_model)
     if model is not None and model.revision is not None:
         raise HubError(f"--base-model {model}: a card names the repository only. Leave out @{model.revision}.")

@@ -31,7 +31,9 @@ def report(
     from k2convert.report.figures import can_be_validated, figures_document, read_finished
 
     console.set_output(json=json, quiet=quiet)
-    with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
+    with open_result_at(
+        destination, source=source, hub=Hub(notify=console.notifier(), warn=console.print_note)
+    ) as opened:
         folder = opened.folder
         is_remote = opened.shards.result is not None
         read_finished(folder)  # raises if there is nothing to report on
@@ -49,7 +51,8 @@ def report(
         which = "the validation failed"
         if failed := validation.contract.failed:
             which = f"the contract failed by rule {', '.join(map(str, failed))}"
-        console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
+        advice = opened.doubt.rstrip(".") or "Do not publish or serve this result"
+        console.print_note(f"the report is written, but {which}. {advice}; see {files.page}")
     elif is_remote:
         return
     elif can_be_validated(folder):

@@ -113,7 +113,7 @@ def run(
         bound_memory()
     with (
         waiting(f"{'loading torch, ' if calibrate else ''}reading the headers of {source}") as waits,
-        open_job(options, hub=Hub(notify=console.notifier())) as job,
+        open_job(options, hub=Hub(notify=console.notifier(), warn=console.print_note)) as job,
     ):
         waits.close()
         if device == "cuda" and not calibrate:

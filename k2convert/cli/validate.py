@@ -17,7 +17,9 @@ from k2convert.cli.options import (
     refuse_contradictions,
 )
 from k2convert.errors import (
+    CheckpointError,
     InvalidCheckpointError,
+    K2ConvertError,
     format_bytes,
     require_extra,
 )
@@ -68,7 +70,9 @@ def validate(
     )
     if text:
         require_extra("calibrate", purpose="--text")
-    with open_result_at(destination, source=source, hub=Hub(notify=console.notifier())) as opened:
+    with open_result_at(
+        destination, source=source, hub=Hub(notify=console.notifier(), warn=console.print_note)
+    ) as opened:
         request = None
         if layers is not None and opened.source is not None:
             with waiting("loading torch"):
@@ -84,7 +88,7 @@ def validate(
         show_validation(report)
         if not report.passed:
             command = None if opened.shards.is_remote else read_command(opened.folder)
-            raise failed_validation(destination, command)
+            raise failed_validation(destination, source, command, doubt=opened.doubt)
         ref = parse_repo(destination) if destination.startswith(SCHEME) else None
         if ref is None:
             print_serve(destination, folder=opened.folder, family=report.contract.family)
@@ -124,11 +128,21 @@ def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None)
     return LayersRequest(numbers, windows, tokens, num_experts)
 
 
-def failed_validation(result: str, command: "JobCommand | None") -> InvalidCheckpointError:
-    """Return the error of a validation; `command` is that of the job, if it is known."""
+def failed_validation(result: str, source: str | None, command: "JobCommand | None", *, doubt: str) -> K2ConvertError:
+    """Return the error of a validation; `command` is that of the job, if it is known.
+
+    With a `doubt` about the source it is no verdict on the result.
+    """
+    if doubt:
+        from k2convert.cli import console
+
+        alone = console.command("k2convert", "validate", result)
+        return CheckpointError(f"{result}: differs from the source. {doubt} `{alone}` checks the result alone.")
     problem = f"{result}: validation failed, see above. Do not publish or serve it."
     if command is not None:
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
     elif not result.startswith(SCHEME):
         problem += " If it is a copy, copy it again. Otherwise convert it again."
+    if command is None and source is not None:
+        problem += f" If {source} has changed since the conversion, what differs may be its own."
     return InvalidCheckpointError(problem)

@@ -129,12 +129,13 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """One connection to the Hub; `notify` receives a line of text about each retry.
+    """One connection to the Hub; `notify` receives a line of text about each retry, `warn` what changes a result.
 
     A job waits until an outage is over (`outages_pass`). A command that only asks something does not.
     """
 
     notify: Callable[[str], None] = ignore
+    warn: Callable[[str], None] = ignore
     outages_pass: bool = True
 
     @property

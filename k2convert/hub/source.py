@@ -27,9 +27,10 @@ from k2convert.checkpoint.files import (
 )
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, format_bytes, quoted
 from k2convert.hub.client import FILE_SCHEME, MAIN, NUM_ATTEMPTS, Hub, RepoRef, is_offline
+from k2convert.hub.request_errors import HubRequestError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -87,10 +88,27 @@ def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
     return RemoteRepo(ref.repo, commit, bool(info.private), files)
 
 
+def find_commit(hub: Hub, repo: str, commit: str | None) -> RemoteRepo | None:
+    """Return a repository at a commit that a job or a result names; None if the Hub, or offline the cache, lacks it.
+
+    After a force-push, commits of before are gone. None as `commit` is main.
+    """
+    try:
+        return resolve_source(hub, RepoRef(repo, commit))
+    except HubError as error:
+        if isinstance(error, HubRequestError) and error.status != 404:
+            raise
+        return None
+
+
 def changed_files(before: RemoteRepo, after: RemoteRepo) -> list[str]:
-    """Return the paths of the files that differ between two commits, or that one of them lacks."""
+    """Return the paths of the files that differ between two commits, or that one of them lacks.
+
+    Those that no result depends on do not count: the model card, hidden files.
+    """
     paths = before.files.keys() | after.files.keys()
-    return sorted(path for path in paths if before.files.get(path) != after.files.get(path))
+    changed = sorted(path for path in paths if before.files.get(path) != after.files.get(path))
+    return [path for path in changed if path != CARD_NAME and not path.startswith(".") and "/." not in path]
 
 
 def _cached_repo(ref: RepoRef) -> RemoteRepo:
@@ -261,7 +279,7 @@ def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
     wanted = [file for file in others if file.num_bytes <= MAX_SMALL_FILE_BYTES]
     for file in others:
         if file.num_bytes > MAX_SMALL_FILE_BYTES:
-            hub.notify(f"{file.path} is left out: {format_bytes(file.num_bytes)}. Copy it by hand if you need it")
+            hub.warn(f"{file.path} is left out: {format_bytes(file.num_bytes)}. Copy it by hand if you need it")
     paths = {file: _small_path(source, file, folder=folder) for file in wanted}
     missing = [file for file, p in paths.items() if not p.is_file() or p.is_symlink() or not matches(p, file)]
     for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):

@@ -89,7 +89,9 @@ def open_evaluation(
         for place in reversed(places):  # the ledgers of results name the commit of the reference
             commits = [pinned.get(_REVISION.format(place)), *(commit_of(one.ledger, place) for one in found)]
             revision = next((str(commit) for commit in commits if commit is not None), None)
-            opened = stack.enter_context(open_checkpoint_at(place, hub=hub, pinned=revision))
+            recipes = [one.ledger.recipe for one in found if one.ledger is not None and commit_of(one.ledger, place)]
+            recipe = next(iter(recipes), None)
+            opened = stack.enter_context(open_checkpoint_at(place, hub=hub, pinned=revision, recipe=recipe))
             name = names[place] if counts[names[place]] == 1 else place
             ledger = None
             with suppress(CheckpointError):  # without one that can be read, it is anybody's checkpoint

@@ -7,7 +7,7 @@ run can tell what was done.
 
 import os
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, mode_of, walk_folder
 from k2convert.checkpoint.folders import check_no_link, temporary_folder
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import home_folders, is_part_of_checkpoint, open_checkpoint
+from k2convert.checkpoint.index import Checkpoint, home_folders, is_part_of_checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     DONE_FOLDER,
@@ -43,7 +43,8 @@ from k2convert.errors import (
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
-from k2convert.records.fingerprint import Source
+from k2convert.plan.recipe import Recipe
+from k2convert.records.fingerprint import Obstacle, Source, config_obstacle
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import MAX_NAMED, Ledger, parse_ledger
 
@@ -72,12 +73,14 @@ class Destination:
 
 
 @contextmanager
-def open_checkpoint_at(place: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
+def open_checkpoint_at(
+    place: str, *, hub: Hub, pinned: str | None = None, recipe: Recipe | None = None
+) -> Generator[Source]:
     """Open a folder, or the headers and small files of a repository.
 
-    A name without hf:// is a folder, never looked up on the Hub. `pinned` is the commit that a job or a result is of:
-    it is opened, with a notice if the repository has moved since, unless another revision with other weights is named.
-    Raises CheckpointError, HubError.
+    A name without hf:// is a folder, never looked up on the Hub. `pinned` is the commit that a job or a result is of,
+    by its `recipe` if it is known: it is opened, with a warning if the repository has moved since, unless another
+    revision with other weights is named. Raises CheckpointError, HubError.
     """
     repo = repo_at(place)
     if repo is None:
@@ -87,10 +90,12 @@ def open_checkpoint_at(place: str, *, hub: Hub, pinned: str | None = None) -> Ge
         return
     from k2convert.hub.source import open_remote
 
-    remote = _resolve(hub, repo, pinned)
+    remote, now = _resolve(hub, repo, pinned)
     with folder_of(repo, shown_as=place) as folder:
         with remedy(_REMOTE_REMEDY):
             checkpoint = open_remote(hub, remote, folder=folder)
+        if now is not None:
+            hub.warn(_moved(remote, now, repo, _obstacle(hub, now, checkpoint, recipe)))
         yield Source(checkpoint, remote)
 
 
@@ -116,51 +121,64 @@ def folder_of(repo: RepoRef, *, shown_as: str) -> Generator[Path]:
             raise
 
 
-def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
-    from k2convert.hub.request_errors import HubRequestError
-    from k2convert.hub.source import changed_files, resolve_source
+def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "tuple[RemoteRepo, RemoteRepo | None]":
+    """Return the repository at the commit to read, and as it is now if that differs and is not read."""
+    from k2convert.hub.source import changed_files, find_commit, resolve_source
 
     if pinned is None or pinned == ref.revision:
-        return resolve_source(hub, ref)
-    try:
-        then = resolve_source(hub, RepoRef(ref.repo, pinned))
-    except HubError as error:
-        # 404: the job began with a different repository, or the commit was removed. Offline, the cache may lack it.
-        if isinstance(error, HubRequestError) and error.status != 404:
-            raise
-        hub.notify(f"{ref.repo} does not have the commit {pinned[:7]}: {ref.revision or MAIN} is read")
-        return resolve_source(hub, ref)
+        return resolve_source(hub, ref), None
+    then = find_commit(hub, ref.repo, pinned)
+    if then is None:  # the job began with a different repository, or the commit was removed
+        hub.warn(f"{ref.repo} does not have the commit {pinned[:7]}: {ref.revision or MAIN} is read")
+        return resolve_source(hub, ref), None
     try:
         now = resolve_source(hub, ref)
     except HubError:
         if ref.revision is not None:
             raise
-        return then
+        return then, None
     changed = changed_files(then, now)
-    has_other_weights = any(path.endswith(SHARD_SUFFIX) for path in changed)
-    if has_other_weights and ref.revision is not None:
-        return now
-    if changed:
-        hub.notify(_moved(then, now, ref, changed, has_other_weights=has_other_weights))
-    return then
+    if ref.revision is not None and any(path.endswith(SHARD_SUFFIX) for path in changed):
+        return now, None
+    return then, now if changed else None
 
 
-def _moved(
-    then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, changed: Sequence[str], *, has_other_weights: bool
-) -> str:
+def _obstacle(hub: Hub, now: "RemoteRepo", then: Checkpoint, recipe: Recipe | None) -> Obstacle | None:
+    """Return what forbids that a job by this recipe goes on with config.json as it is now; None if it does."""
+    from k2convert.hub.source import read_file
+
+    file = now.files.get(CONFIG_NAME)
+    if recipe is None or file is None:
+        return None
+    with suppress(HubError):
+        text = read_file(hub, now.repo, now.commit, file).decode(errors="replace")
+        return config_obstacle(then.parse_config(), then, text, recipe)
+    return None
+
+
+def _moved(then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, obstacle: Obstacle | None) -> str:
     """Say how a repository differs from the commit that is read, and what to do to get what it has now."""
-    names = ", ".join(changed[:MAX_NAMED])
-    if len(changed) > MAX_NAMED:
-        names += f" and {len(changed) - MAX_NAMED} more"
+    from k2convert.hub.source import changed_files
+
+    changed = changed_files(then, now)
     branch = ref.revision or MAIN
+    address = RepoRef(ref.repo, branch)
     verb = "differs" if len(changed) == 1 else "differ"
-    advice = f"`k2convert run` with {RepoRef(ref.repo, branch)} takes over what differs and converts no shard"
-    if has_other_weights:
-        advice = f"to convert {RepoRef(ref.repo, branch)}, choose a new folder"
+    advice = f"`k2convert run` with {address} takes over what differs and converts no shard"
+    if any(path.endswith(SHARD_SUFFIX) for path in changed):
+        advice = f"to convert {address}, choose a new destination"
+    elif obstacle is not None:
+        advice = f"{obstacle.problem}, so `k2convert run` with {address} refuses it"
     return (
-        f"{branch} has moved ({then.commit[:7]} -> {now.commit[:7]}): {names} {verb}. {then.commit[:7]} is read; "
-        f"{advice}"
+        f"{branch} has moved ({then.commit[:7]} -> {now.commit[:7]}): {named(changed)} {verb}. {then.commit[:7]} is "
+        f"read; {advice}"
     )
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def fetch_ledger(

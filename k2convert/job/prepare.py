@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
-from k2convert.checkpoint.names import DOWNLOADS_FOLDER, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import DOWNLOADS_FOLDER, INDEX_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
-from k2convert.errors import CheckpointError, HubError, PlanError, check_disk, format_bytes, remedy, require_extra
+from k2convert.errors import (
+    CheckpointError,
+    HubError,
+    SourceChangedError,
+    check_disk,
+    format_bytes,
+    remedy,
+    require_extra,
+)
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
 from k2convert.job.locations import (
     Destination,
     check_destination,
     commit_of,
     fetch_ledger,
+    named,
     open_checkpoint_at,
     refuse_other_files,
     refuse_symlinks,
@@ -47,7 +56,17 @@ from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.document import JsonObject
-from k2convert.records.fingerprint import IDENTITY_VERSION, JobDescription, Source, check_version, job_fingerprint
+from k2convert.records.fingerprint import (
+    IDENTITY_VERSION,
+    JobDescription,
+    Source,
+    check_version,
+    config_obstacle,
+    fingerprint_digest,
+    job_fingerprint,
+    kept_metadata,
+    source_digest,
+)
 from k2convert.records.journal import Journal, PackedRecords
 from k2convert.records.ledger import Ledger, find_ledger
 
@@ -121,17 +140,37 @@ def open_job(options: JobOptions, *, hub: Hub) -> Generator[Job]:
     begun = Journal(options.destination.folder).job()
     if begun is not None:
         check_version(begun.version, options.destination.folder)
-    with open_checkpoint_at(options.source, hub=hub, pinned=_pinned(options, begun, hub)) as source:
+    pinned = _pinned(options, begun, hub)
+    recipe = None if begun is None else begun.recipe
+    with open_checkpoint_at(options.source, hub=hub, pinned=pinned, recipe=recipe) as source:
         try:
+            if begun is not None:
+                _check_config(begun, source.checkpoint, options.destination)
             job = _planned(options, source, hub)
-        except PlanError as error:
-            if begun is None or not (changes := begun.config_changes(source.checkpoint.parse_config())):
-                raise
-            raise PlanError(
-                f"{error} Since the job in {options.destination.folder} began, config.json has changed: "
-                f"{'; '.join(changes[:_MOST_CHANGES])}."
-            ) from None
+        except SourceChangedError as error:
+            assert begun is not None
+            raise SourceChangedError(f"{error} {_way_back(begun, source, hub)}") from None
         yield job
+
+
+def _check_config(begun: JobDescription, source: Checkpoint, destination: Destination) -> None:
+    """Refuse a config.json that the weights of the destination's job cannot have (SourceChangedError)."""
+    if begun.fingerprint["source_headers"] != source_digest(source):
+        return
+    if obstacle := config_obstacle(begun.config, source, source.config_text, begun.recipe):
+        raise SourceChangedError(f"{destination}: {obstacle.problem}. {obstacle.advice}".rstrip())
+
+
+def _way_back(begun: JobDescription, source: Source, hub: Hub) -> str:
+    """Return what to do to go on with the source as it was when a job began."""
+    commit = begun.source_revision
+    if commit is None or source.repo is None:
+        return "To go on, restore the source."
+    from k2convert.hub.source import find_commit
+
+    if find_commit(hub, source.repo, commit) is None:
+        return f"{source.repo} does not have the commit {commit[:7]} any more, with which the job began."
+    return f"To go on with the source of then, add @{commit} to it."
 
 
 def _planned(options: JobOptions, source: Source, hub: Hub) -> Job:
@@ -206,20 +245,24 @@ def prepare(
         source=source.identities(),
         version=IDENTITY_VERSION,
         config=checkpoint.parse_config(),
-        copies={str(path): file_digest(checkpoint.folder / path) for path in sidecars},
+        copies={
+            **{str(path): file_digest(checkpoint.folder / path) for path in sidecars},
+            INDEX_NAME: fingerprint_digest(kept_metadata(checkpoint)),
+        },
     )
     begun = Journal(folder).job()
     if begun is not None:
         changes = begun.changes(description, folder)
-        description = begun.resumed_by(description)
-        if changes and begun.digest == description.digest:
+        description = begun.resumed_by(description, is_changed=bool(changes))
+        Journal(folder).check_resumes(begun, description)
+        if changes:
             more = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-            hub.notify(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
+            hub.warn(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
     finished = Journal(folder).finished(description.digest)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     others = refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
     if others and destination.repo is None:
-        hub.notify(f"{folder}: has other files, such as {others[0]}: they stay, and `k2convert publish` sends them too")
+        hub.warn(f"{folder}: has other files, such as {others[0]}: they stay, and `k2convert publish` sends them too")
     if text is not None:
         from k2convert.calibration.conversion import plan_calibration
         from k2convert.calibration.layer_files import conversion_work
@@ -363,12 +406,17 @@ def _has_shards(ledger: Ledger, description: JobDescription, source: Source, fol
         return True
     if source.remote is None or source.repo != ledger.source.repo:
         return False
-    from k2convert.hub.source import changed_files, resolve_source
+    from k2convert.hub.source import changed_files, find_commit
 
-    then = resolve_source(hub, RepoRef(source.remote.repo, ledger.source.revision))
-    if any(path.endswith(SHARD_SUFFIX) for path in changed_files(then, source.remote)):
+    then = find_commit(hub, source.remote.repo, ledger.source.revision)
+    commit = str(ledger.source.revision)[:7]
+    if then is None:
+        hub.warn(f"{source.repo} does not have the commit {commit} that was published, so nobody knows its weights")
         return False
-    hub.notify(f"{folder} is not the folder that converted what is published: every shard is converted again")
+    if changed := [path for path in changed_files(then, source.remote) if path.endswith(SHARD_SUFFIX)]:
+        hub.warn(f"the source has other weights than at commit {commit}, which was published: {named(changed)}")
+        return False
+    hub.warn(f"{folder} is not the folder that converted what is published: every shard is converted again")
     return True
 
 

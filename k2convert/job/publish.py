@@ -21,11 +21,11 @@ from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, 
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
-from k2convert.hub.client import Hub, RepoRef, check_endpoint, ignore
+from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.own_card import card_to_commit, card_words, check_card, find_card, published_card
 from k2convert.hub.preflight import Target, check_target
-from k2convert.hub.source import matches, read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, find_commit, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.assemble import gone_files
 from k2convert.job.locations import LOG_SUFFIXES
@@ -152,10 +152,8 @@ def prepare_publication(
 
     check_endpoint()
     ledger = read_ledger(folder)
-    base, commit = (base_model, None) if base_model else (ledger.source.repo, ledger.source.revision)
-    source = None
-    if base is not None:
-        source = resolve_source(hub, RepoRef(base, commit))
+    base = base_model or ledger.source.repo
+    source = _published_source(hub, ledger) if base_model is None else resolve_source(hub, RepoRef(base_model))
     card = SourceCard()
     if source is not None and CARD_NAME in source.files:
         data = read_file(hub, source.repo, source.commit, source.files[CARD_NAME])
@@ -190,6 +188,21 @@ def prepare_publication(
     )
 
 
+def _published_source(hub: Hub, ledger: Ledger) -> RemoteRepo | None:
+    """Return the repository that the ledger names, at its commit, or at main if that is gone; None if there is none."""
+    stated = ledger.source
+    if stated.repo is None:
+        return None
+    if (source := find_commit(hub, stated.repo, stated.revision)) is not None:
+        return source
+    source = find_commit(hub, stated.repo, None)
+    found = f"the card's facts are those of {MAIN}"
+    if source is None:
+        found = "the card states no license of it. If it has a new name, pass that as --base-model"
+    hub.warn(f"note: {stated.repo} does not have the commit {str(stated.revision)[:7]}: {found}")
+    return source
+
+
 def published_files(folder: Path, shards: set[str]) -> list[Path]:
     """Return the relative paths of everything in a finished folder except shards, logs, hidden and temporary files, and
     links out of it.
@@ -217,7 +230,8 @@ def validate_publication(
             folder=folder, source=opened.source, events=events, visitor=hash_bytes, shards=opened.shards
         )
     if not validation.passed:
-        command = shell_line(("k2convert", "validate", str(folder)))
+        words = () if opened.source_name is None else ("--source", opened.source_name)
+        command = shell_line(("k2convert", "validate", str(folder), *words))
         raise UnservableError(f"{folder}: does not validate, so it is not published. `{command}` says why.", validation)
     BUFFERS.clear()
     return validation, {shard: digest.hexdigest() for shard, digest in digests.items()}

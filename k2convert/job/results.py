@@ -1,4 +1,8 @@
-"""From a path or an address to a result that can be checked, alone or against its source."""
+"""From a path or an address to a result that can be checked, alone or against its source.
+
+A result is compared only with the weights that it was converted from. Upstream may have changed them since: then the
+comparison is refused, and says nothing about the result.
+"""
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,22 +15,31 @@ from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import CheckpointError, HubError
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.ranges import RemoteShards
-from k2convert.hub.source import fetch_small_files, mark_other_files, read_headers, resolve_source
-from k2convert.job.locations import commit_of, folder_of, open_checkpoint_at, repo_at
+from k2convert.hub.source import fetch_small_files, find_commit, mark_other_files, read_headers, resolve_source
+from k2convert.job.locations import commit_of, folder_of, named, open_checkpoint_at, repo_at
+from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
-from k2convert.records.ledger import find_ledger
+from k2convert.records.fingerprint import Source, changed_shards
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import Ledger, find_ledger
 
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """A result and, if it is given, its source: their folders, and where shards that are not in them come from."""
+    """A result and, if it is given, its source: their folders, and where shards that are not in them come from.
+
+    `source_name` is the source as the user named it. `doubt` says why it may differ from what was converted; "" if
+    nothing speaks for it.
+    """
 
     name: str
     folder: Path
     source: Checkpoint | None
     shards: Shards
+    source_name: str | None
+    doubt: str
 
     @property
     def num_bytes(self) -> int:
@@ -53,6 +66,7 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
         folder = Path(place)
         shards = Shards()
         checkpoint = None
+        doubt = ""
         if (repo := repo_at(place)) is not None:
             remote = resolve_source(hub, repo)
             if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
@@ -65,8 +79,65 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
             ledger = None
             with suppress(CheckpointError):  # the validation names a damaged one
                 ledger = find_ledger(folder)
-            opened = stack.enter_context(open_checkpoint_at(source, hub=hub, pinned=commit_of(ledger, source)))
+            recipe = None if ledger is None else ledger.recipe
+            pinned = commit_of(ledger, source)
+            opened = stack.enter_context(open_checkpoint_at(source, hub=hub, pinned=pinned, recipe=recipe))
             checkpoint = opened.checkpoint
             if opened.remote is not None:
                 shards = replace(shards, source=RemoteShards(hub, opened.remote, checkpoint.folder))
-        yield OpenResult(place, folder, checkpoint, shards)
+            if ledger is not None:
+                doubt = _check_weights(place, folder, ledger, source, opened, hub)
+        yield OpenResult(place, folder, checkpoint, shards, source, doubt)
+
+
+def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: Source, hub: Hub) -> str:
+    """Refuse a source with other weights than those that were converted (CheckpointError).
+
+    Known of these are the headers, by the ledger; the bytes, by the job's own description, or by the hashes that the
+    Hub has at the ledger's commit. Returns why the bytes are not known, if the commit is gone; else "".
+    """
+    stated = ledger.source
+    if not stated.headers or ledger.pruning is not None:
+        return ""
+    then = None
+    is_of_repo = source.repo is not None and source.repo == stated.repo
+    if is_of_repo and source.revision != stated.revision:
+        then = find_commit(hub, str(stated.repo), stated.revision)
+    headers = {shard: header.digest for shard, header in source.checkpoint.headers.items()}
+    changed = changed_shards(stated.headers, headers) + sorted(stated.headers.keys() - headers.keys())
+    known: dict[str, str] = {}
+    job = Journal(folder).job_of(ledger)
+    if job is not None and (job.source_revision is None) == (source.remote is None):
+        known = job.source
+    elif then is not None:
+        known = {shard: str(then.files[shard].sha256) for shard in headers if shard in then.files}
+    if known and not changed:
+        changed = changed_shards(known, source.identities())
+    is_gone = is_of_repo and source.revision != stated.revision and then is None
+    if changed:
+        raise _other_weights(place, ledger, name, source, named(changed), is_gone=is_gone)
+    if is_gone and not known:
+        return f"{stated.repo} does not have the commit that was converted: what differs may have changed since."
+    return ""
+
+
+def _other_weights(
+    place: str, ledger: Ledger, name: str, source: Source, shards: str, *, is_gone: bool
+) -> CheckpointError:
+    """Return the error for a source that has other `shards` than those that were converted."""
+    stated = ledger.source
+    origin = "the source that it was converted from"
+    now = name
+    advice = "Restore them, or pass the folder that was converted with --source."
+    if stated.repo is not None:
+        origin = f"{stated.repo} at commit {str(stated.revision)[:7]}, which it was converted from"
+        advice = f"Pass {RepoRef(stated.repo, stated.revision)} with --source."
+    if source.remote is not None:
+        now = f"{source.remote.repo} at commit {source.remote.commit[:7]}"
+        if is_gone:
+            advice = f"The repository does not have the commit {str(stated.revision)[:7]} any more: leave out --source."
+    anew = shell_line(("k2convert", "run", name, "NEW"))
+    return CheckpointError(
+        f"{place}: {now} has other weights than {origin}: {shards}. So the two are not compared. {advice} `{anew}` "
+        "converts what is there now."
+    )

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
 
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
@@ -20,8 +20,17 @@ from pydantic import JsonValue, PlainSerializer
 from k2convert.checkpoint.files import ABSENT, config_differences, parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
-from k2convert.errors import ResumeError, SourceReadError, quoted, shortened
+from k2convert.errors import (
+    MalformedFileError,
+    PlanError,
+    ResumeError,
+    SourceChangedError,
+    SourceReadError,
+    quoted,
+    shortened,
+)
 from k2convert.models.config import network_fields
+from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.command import shell_line
@@ -37,6 +46,7 @@ ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives differen
 IDENTITY_VERSION: Final = 2  # to be raised when the files of unfinished work get another meaning
 _SAMPLES: Final = 256  # of a shard, evenly spaced
 _SAMPLE_BYTES: Final = 1 << 12
+_MOST_CHANGES: Final = 5  # of a config.json, in one line
 
 
 def source_digest(source: Checkpoint) -> str:
@@ -131,7 +141,8 @@ class JobDescription:
     `version` is the IDENTITY_VERSION of the release that began it.
 
     What may change while the weights stay: `config` is the source's config.json, `copies` the blake3 of every other
-    file that the job has copied, and `begun` the fingerprint by which its work is known, if that is not `fingerprint`.
+    file that the job has copied and of what the index has beside the tensors, and `begun` the fingerprint by which its
+    work is known, if that is not `fingerprint`.
     """
 
     fingerprint: JsonObject
@@ -164,31 +175,74 @@ class JobDescription:
         """Return whether this is the job of a result with this fingerprint, apart from what its source may change."""
         return _beside_source(self.fingerprint) == _beside_source(fingerprint)
 
-    def config_changes(self, now: JsonObject | None) -> list[str]:
-        """Return in words the fields of the source's config.json that are others now."""
-        changes = () if self.config is None else config_differences(self.config, now, unread=())
-        return [f"{field} was {_shown(before)}, now {_shown(after)}" for field, before, after in changes]
+    def has_other_headers(self, fingerprint: JsonObject) -> bool:
+        """Return whether the same job with this fingerprint is of a source with other headers."""
+        return not self.describes(fingerprint) and self.describes(
+            fingerprint | {"source_headers": self.fingerprint["source_headers"]}
+        )
 
     def changes(self, now: "JobDescription", folder: Path) -> list[str]:
         """Return in words what is other at the source now, beside its weights; `folder` has the copies of then."""
         files = [f"{name} differs" for name, copy in now.copies.items() if self.copies.get(name, copy) != copy]
         files += [f"{name} is new" for name in now.copies if self.copies and name not in self.copies]
         files += [f"{name} is gone" for name in self.copies.keys() - now.copies if (folder / name).is_file()]
-        return [*sorted(files), *self.config_changes(now.config)]
+        return [*sorted(files), *_config_changes(self.config, now.config)]
 
-    def resumed_by(self, now: "JobDescription") -> "JobDescription":
+    def resumed_by(self, now: "JobDescription", *, is_changed: bool) -> "JobDescription":
         """Return the job as it goes on by the same recipe, with a source that may have changed beside its weights.
 
-        A source with other headers, or whose config changes what is computed, is another job: `now`.
+        If nothing that the result has changed (`is_changed`), the job stays that of its commit. A source with other
+        headers is another job: `now`.
         """
         known = replace(now, copies=self.copies | now.copies)
         if self.fingerprint == now.fingerprint:
             return replace(known, begun=self.begun)
         if not self.describes(now.fingerprint):
             return now
-        if RULES[now.recipe.rule].needs_text and network_fields(self.config or {}) != network_fields(now.config or {}):
-            return now
+        if not is_changed:
+            return replace(known, fingerprint=self.fingerprint, begun=self.begun)
         return replace(known, begun=self.identity)
+
+
+def kept_metadata(source: Checkpoint) -> JsonObject:
+    """Return what a source's index says beside the places of tensors, and a result's index keeps."""
+    return {key: value for key, value in source.index_metadata.items() if key != "total_size"}
+
+
+def _config_changes(before: JsonObject | None, now: JsonObject | None) -> list[str]:
+    """Return in words the fields of a source's config.json that are others now."""
+    changes = () if before is None else config_differences(before, now, unread=())
+    return [f"{field} was {_shown(then)}, now {_shown(after)}" for field, then, after in changes]
+
+
+class Obstacle(NamedTuple):
+    """Why converted weights cannot stay while config.json changes, and what to do to get what is there now."""
+
+    problem: str
+    advice: str
+
+
+def config_obstacle(before: JsonObject | None, source: Checkpoint, config_text: str, recipe: Recipe) -> Obstacle | None:
+    """Return what forbids that weights converted by a recipe stay under another config.json; None if they can.
+
+    `before` is the config.json that they were converted with, `config_text` the one of now. `source` has the tensors.
+    """
+    try:
+        now = replace(source, config_text=config_text)
+    except MalformedFileError:
+        return Obstacle("config.json is damaged", "")
+    changes = _config_changes(before, now.config)
+    if not changes:
+        return None
+    problem = f"config.json has changed: {', '.join(changes[:_MOST_CHANGES])}"
+    rule = RULES.get(recipe.rule)
+    if rule is not None and rule.needs_text and network_fields(before or {}) != network_fields(now.config):
+        return Obstacle(f"{problem}; what was converted depends on it", NEW_DESTINATION)
+    try:
+        claim_projections(source=now, recipe=recipe)
+    except PlanError:
+        return Obstacle(f"{problem}; it no longer describes the tensors", "")
+    return None
 
 
 def _beside_source(fingerprint: JsonObject) -> JsonObject:
@@ -261,25 +315,11 @@ def earlier_result(version: int, folder: Path) -> str:
     )
 
 
-def other_config(before: JobDescription, now: JobDescription, folder: Path) -> ResumeError:
-    """Return the error for a source whose config.json gives other weights than the job in `folder` has."""
-    fields = "; ".join(before.config_changes(now.config)[:5])
-    return ResumeError(
-        f"{folder}: what was converted depends on config.json: {fields}. {way_back(before, now)}, or convert what is "
-        "there now into a new folder."
-    )
+NEW_DESTINATION: Final = "To convert what is there now, choose a new destination."
 
 
-def way_back(before: JobDescription, now: JobDescription) -> str:
-    """Return what to do to go on with the source as it was."""
-    if before.source_revision in (None, now.source_revision):
-        return "Restore it"
-    return f"Add @{before.source_revision} to the source to go on with its files of then"
-
-
-def source_error(shard: str, work: Path, way_back: str = "Restore it") -> ResumeError:
-    """Return the error for a changed source shard of the job that is kept in the folder `work`."""
-    return ResumeError(
-        f"{shard}: this source shard has other bytes than when the job in {work.parent} was begun. {way_back}, or "
-        f"delete {work} to start over."
+def source_error(shard: str, folder: Path) -> SourceChangedError:
+    """Return the error for a changed source shard of the job in a folder."""
+    return SourceChangedError(
+        f"{shard}: this source shard has other bytes than when the job in {folder} was begun. {NEW_DESTINATION}"
     )

@@ -50,10 +50,8 @@ from k2convert.records.fingerprint import (
     JobDescription,
     changed_shards,
     check_version,
-    other_config,
     parse_described,
     source_error,
-    way_back,
 )
 from k2convert.records.ledger import Ledger, ShardRecord
 from k2convert.records.work_log import WorkLog, check_same
@@ -104,18 +102,25 @@ class Journal:
         if before is None:
             self._describe(job)
         else:
-            self._check_same(before, job)
-            # The source of a finished shard must be the same. Another shard may have been downloaded again.
-            if changed := changed_shards(before.source, job.source):
-                records, _ = self.find_records(job.digest)
-                used = {name for record in records.values() for name in record.source_headers}
-                for name in changed:
-                    if name in used:
-                        raise source_error(name, self.folder, way_back(before, job))
-                job = replace(job, source=before.source | {name: job.source[name] for name in changed})
+            self.check_resumes(before, job)
+            changed = changed_shards(before.source, job.source)
+            job = replace(job, source=before.source | {name: job.source[name] for name in changed})
             if job != before:
                 self._describe(job)
         self.remove_temporary_files(job)
+
+    def check_resumes(self, before: JobDescription, job: JobDescription) -> None:
+        """Refuse to go on as `job` with the job that was begun here if they differ; raises ResumeError.
+
+        The source of a finished shard must be the same. Another shard may have been downloaded again.
+        """
+        self._check_same(before, job)
+        if changed := changed_shards(before.source, job.source):
+            records, _ = self.find_records(job.digest)
+            used = {name for record in records.values() for name in record.source_headers}
+            for name in changed:
+                if name in used:
+                    raise source_error(name, self.destination)
 
     def join(self, job: JobDescription) -> None:
         """Start a job, or take part in the same one beside other processes; raises ResumeError."""
@@ -126,17 +131,18 @@ class Journal:
         assert before is not None
         self._check_same(before, job)
         if changed := changed_shards(before.source, job.source):
-            raise source_error(changed[0], self.folder)
+            raise source_error(changed[0], self.destination)
 
     def _check_same(self, before: JobDescription, job: JobDescription) -> None:
-        if before.version == job.version and before.identity != job.identity and before.describes(job.fingerprint):
-            raise other_config(before, job, self.destination)
+        if before.version == job.version and before.has_other_headers(job.fingerprint):
+            for name in changed_shards(before.source, job.source):
+                raise source_error(name, self.destination)
         check_same(
             self.destination,
             before.identity,
             job.identity,
             version=before.version,
-            elsewhere="Choose a different folder",
+            elsewhere="Choose a different destination",
         )
 
     def _describe(self, job: JobDescription) -> None:

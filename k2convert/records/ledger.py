@@ -241,7 +241,7 @@ def build_ledger(
         source=LedgerSource(
             family=plan.family,
             repo=source.repo,
-            revision=source.revision,
+            revision=cast("str | None", fingerprint["source_revision"]),
             headers={shard: header.digest for shard, header in sorted(source.checkpoint.headers.items())},
         ),
         recipe=plan.recipe,

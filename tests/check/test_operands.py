@@ -15,7 +15,7 @@ from scripts.fixture_maker import damage
 
 def test_another_source_is_named_first(by_max: Path, cut: Path, run_cli: RunCli) -> None:
     shown = run_cli("validate", by_max, "--source", cut, code=1)
-    assert f"{by_max}: was converted from another source: {cut} has other headers" in shown.stderr
+    assert f"{by_max}: {cut} has other weights than the source that it was converted from: " in shown.stderr
     assert "rule" not in shown.stdout
 
 

@@ -47,8 +47,8 @@ def test_other_options_are_refused_with_the_command_of_the_job(run_cli: RunCli, 
     done = run_cli("run", cut, out, code=1)
     assert said(done.stderr) == (
         f"error: {out}: holds a different job: layout was 'compressed-tensors', now 'modelopt'. Its own command is "
-        f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different folder, or delete this one to "
-        "start over.\n"
+        f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different destination, or delete this one "
+        "to start over.\n"
     )
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from command import RunCli, run_here
 from loopback import TOKEN, LoopbackHub
+from moves import OLD_CODE
 
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.source import RemoteRepo, resolve_source
@@ -78,6 +79,16 @@ def cli(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> Ru
 def tiny_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
     """The loopback Hub with the tiny checkpoint as moon/tiny."""
     server.store.add_folder("moon/tiny", tiny)
+    return server
+
+
+@pytest.fixture
+def upstream(tiny: Path, server: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
+    folder = Path(shutil.copytree(tiny, tmp_path / "upstream"))
+    (folder / "chat_template.jinja").write_text("{{ old }}")
+    (folder / OLD_CODE).write_text("OLD = True\n")
+    server.store.add_folder("moon/tiny", folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     return server
 
 

@@ -124,7 +124,7 @@ def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackH
         file.truncate(300_000_000)
     server.store.add_folder("moon/tiny", source)
     notices: list[str] = []
-    open_tiny(Hub(notify=notices.append), tmp_path)
+    open_tiny(Hub(warn=notices.append), tmp_path)
     assert len(notices) == 1
     assert "samples.tar is left out: 300.00 MB" in notices[0]
     assert (tmp_path / "small" / "tokenizer.json").exists()

@@ -14,51 +14,13 @@ from command import RunCli
 from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import LoopbackHub
-from loopback_store import Entry, Files
+from moves import OLD_CODE, SHARD, SOURCE, move, moved, retrained
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.job import run as executor
 from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import read_ledger
 from scripts.fixture_maker import damage
-
-SOURCE = "hf://moon/tiny"
-OLD_CODE = "tokenization_old.py"
-
-
-def entry(data: bytes) -> Entry:
-    return Entry(len(data), data)
-
-
-def with_config(files: Files, **fields: object) -> Files:
-    config = files["config.json"].data
-    assert config is not None
-    return files | {"config.json": entry(json.dumps(json.loads(config) | fields).encode())}
-
-
-def moved(files: Files) -> Files:
-    """A new template, new code in place of the old, and another end of text: what maintainers mend after a release."""
-    new = {"chat_template.jinja": entry(b"{{ messages }}"), "tokenization_new.py": entry(b"NEW = True\n")}
-    kept = {path: file for path, file in files.items() if path != OLD_CODE}
-    return with_config(kept | new, eos_token_id=[0, 1])
-
-
-@pytest.fixture
-def upstream(tiny: Path, server: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
-    folder = Path(shutil.copytree(tiny, tmp_path / "upstream"))
-    (folder / "chat_template.jinja").write_text("{{ old }}")
-    (folder / OLD_CODE).write_text("OLD = True\n")
-    server.store.add_folder("moon/tiny", folder)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    return server
-
-
-def move(server: LoopbackHub) -> tuple[str, str]:
-    """Move main of the source; returns the old commit and the new one."""
-    repo = server.store.repos["moon/tiny"]
-    before = repo.refs["main"]
-    server.traffic.requests.clear()
-    return before, repo.commit("main", moved(repo.files()))
 
 
 def forbid_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,24 +140,17 @@ def test_other_weights_are_named_and_never_taken_over(
     cli("run", SOURCE, "hf://me/out", "--yes", code=0)
     repo = upstream.store.repos["moon/tiny"]
     first = repo.refs["main"]
-    shard = "model-00002-of-000005.safetensors"
-    folder = tmp_path / "retrained"
-    folder.mkdir()
-    data = bytearray((tiny / shard).read_bytes())
-    data[-1000] ^= 1
-    (folder / shard).write_bytes(data)
-    entry_of = upstream.store.add_folder("moon/other", folder).files()[shard]
-    repo.commit("main", moved(repo.files()) | {shard: entry_of})
+    repo.commit("main", moved(retrained(upstream, tiny, tmp_path / "retrained")))
     for place in ("out", "hf://me/out"):
         shown = cli("validate", place, "--source", SOURCE, code=0)
-        assert f"to convert {SOURCE}@main, choose a new folder" in shown.stderr
-        cli("validate", place, "--source", f"{SOURCE}@main", code=3)
+        assert f"to convert {SOURCE}@main, choose a new destination" in shown.stderr
+        cli("validate", place, "--source", f"{SOURCE}@main", code=1)
     refused = cli("run", f"{SOURCE}@main", "out", code=1).stderr
-    assert f"{shard}: this source shard has other bytes than when the job in out was begun" in refused
-    assert f"Add @{first} to the source to go on with its files of then" in refused
+    assert f"{SHARD}: this source shard has other bytes than when the job in out was begun" in refused
+    assert f"To go on with the source of then, add @{first} to it" in refused
     assert "already complete" in cli("run", f"{SOURCE}@{first}", "out", code=0).stderr
     refused = cli("run", f"{SOURCE}@main", "hf://me/out", "--yes", code=1)
-    assert shard in refused.stderr
+    assert SHARD in refused.stderr
 
 
 def other_scale(out: Path) -> None:
@@ -314,7 +269,7 @@ def test_a_calibration_survives_what_cannot_change_it(
     assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
     (source / "config.json").write_text(json.dumps(document | {"rope_theta": 1.0}))
     refused = cli(*job, "--device", "cpu", code=1).stderr
-    assert "what was converted depends on config.json: " in refused
+    assert "what was converted depends on it. To convert what is there now, choose a new destination" in refused
     assert "rope_theta was 50000.0, now 1.0" in refused
     assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
 

@@ -140,7 +140,7 @@ def test_a_source_changed_under_its_header_is_refused(lost: str | None, source: 
     flip(source / SHARD, -1000)
     said = run_here("run", source, own, code=1).stderr.replace("\n", " ")
     assert f"error: {SHARD}: this source shard has other bytes than when the job" in said
-    assert "Restore it, or delete" in said
+    assert "To convert what is there now, choose a new destination. To go on, restore the source." in said
     assert contents(own) == before
 
 

@@ -39,8 +39,8 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import K2ConvertError, counted, quoted, shortened
 from k2convert.models.config import FP8, KV_SCALES, kv_cache_form
 from k2convert.models.names import Role
+from k2convert.records.fingerprint import config_obstacle
 
-SOURCE_CHANGED: Final = "the source has changed since the conversion; the same `k2convert run` takes it over"
 QUARK: Final = "the config is for AMD Quark's loader, which is not checked here"
 
 
@@ -229,13 +229,25 @@ def check_config_unchanged(result: Result) -> Findings:
         is_added = before is ABSENT or after is ABSENT or before == after
         is_usual = is_foreign and (is_added or place.rpartition(".")[2] in _NOT_READ)
         if is_as_converted:
-            problem = f"{stated}, {'missing' if before is ABSENT else quoted(before)} now: {SOURCE_CHANGED}"
+            problem = f"{stated}, {'missing' if before is ABSENT else quoted(before)} now: {_source_changed(result)}"
         (found.warn if is_usual or is_as_converted else found.error)(place, problem)
     return found
 
 
 _NOT_READ: Final = ("model_type", "transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype")
 """Fields that other tools change when they save a model, and that change no weight in an engine."""
+
+
+def _source_changed(result: Result) -> str:
+    """Say that the source is not as the job in the folder knows it, and what `run` makes of that."""
+    job = result.job
+    source = result.source
+    changed = "the source has changed since the conversion"
+    if job is not None and source is not None:
+        obstacle = config_obstacle(job.config, source, source.config_text, job.recipe)
+        if obstacle is not None:
+            return f"{changed}, and `k2convert run` refuses it: {obstacle.problem}"
+    return f"{changed}; the same `k2convert run` takes it over"
 
 
 def _is_config_as_converted(result: Result) -> bool:
@@ -420,7 +432,7 @@ def check_sidecars(result: Result) -> Findings:
         path = result.folder / relative
         found_digest = file_digest(path) if path.is_file() else None
         if copied and found_digest == copied.get(str(relative)):
-            found.warn(str(relative), f"{problem}: {SOURCE_CHANGED}")
+            found.warn(str(relative), f"{problem}: {_source_changed(result)}")
         else:
             (found.warn if is_usual else found.error)(str(relative), problem)
 

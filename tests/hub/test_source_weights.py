@@ -1,0 +1,154 @@
+"""The weights of a source change after a conversion: no verb judges the result by them, and every remedy works."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from command import RunCli, said
+from damaged_files import flip
+from loopback import LoopbackHub
+from moves import SHARD, SOURCE, entry, forget, move, moved, retrained, with_config
+
+
+def follow(cli: RunCli, refused: str) -> None:
+    """Run each command that a message names, as it is written there."""
+    for line in re.findall(r"`(k2convert [^`]+)`", refused):
+        words = [str(word).replace("NEW", "new") for word in shlex.split(line)[1:]]
+        shutil.rmtree("new", ignore_errors=True)
+        cli(*words, code=0)
+
+
+def against(place: str, source: object) -> list[tuple[object, ...]]:
+    verbs: list[tuple[object, ...]] = [("validate", place), ("report", place, "--out", "report")]
+    if not place.startswith("hf://"):
+        verbs.append(("publish", place, "--repo", "me/copy", "--yes"))
+    return [(*words, "--source", source) for words in verbs]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("is_gone", [True, False], ids=["commit gone", "commit there"])
+@pytest.mark.parametrize("place", ["out", "hf://me/out"])
+def test_other_weights_are_no_verdict_and_every_remedy_works(
+    place: str, is_gone: bool, upstream: LoopbackHub, cli: RunCli, tiny: Path, tmp_path: Path
+) -> None:
+    """Template and weights have changed. Without work folder and commit, nothing says that the weights have."""
+    yes = ("--yes",) if place.startswith("hf://") else ()
+    cli("run", SOURCE, place, *yes, code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    first = repo.refs["main"]
+    now = repo.commit("main", moved(retrained(upstream, tiny, tmp_path / "retrained")))
+    if is_gone:
+        forget(upstream, first)
+    is_known = place == "out" or not is_gone
+    for words in against(place, f"{SOURCE}@main"):
+        shown = cli(*words, "--quiet", code=1 if is_known or words[0] == "validate" else 0)
+        assert "Do not publish" not in shown.stderr
+        assert "onvert it again" not in shown.stderr
+        if is_known:
+            assert (
+                f"moon/tiny at commit {now[:7]} has other weights than moon/tiny at commit {first[:7]}" in shown.stderr
+            )
+            assert SHARD in shown.stderr
+            assert shown.stdout == ""
+        else:
+            assert "moon/tiny does not have the commit that was converted: what differs may have" in shown.stderr
+        follow(cli, shown.stderr)
+        address = re.search(r"Pass (hf://\S+) with --source", shown.stderr)
+        assert (address is None) is is_gone
+        if address is not None:
+            cli(*words[:-1], address[1], code=0)
+    refused = cli("run", f"{SOURCE}@main", place, *yes, code=1).stderr
+    assert f"{SHARD}: this source shard has other bytes than when the job" in refused
+    assert "takes over" not in refused
+    way_back = re.search(r"add @(\w+) to it", refused)
+    assert (way_back is None) is is_gone
+    if way_back is not None:
+        cli("run", f"{SOURCE}@{way_back[1]}", place, *yes, code=0)
+    else:
+        assert f"moon/tiny does not have the commit {first[:7]} any more" in refused
+
+
+def test_a_folder_whose_shard_has_changed_is_not_compared(tiny: Path, cli: RunCli, cwd: Path) -> None:
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    cli("run", source, "out", code=0)
+    flip(source / SHARD, -1000)
+    for words in (*against("out", source)[:2], ("run", source, "out"), ("run", source, "out", "--verify")):
+        refused = cli(*words, code=1)
+        assert refused.stdout == ""
+        assert SHARD in refused.stderr
+        assert "Do not publish" not in refused.stderr
+    follow(cli, cli("validate", "out", "--source", source, code=1).stderr)
+    flip(source / SHARD, -1000)
+    assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
+
+
+def test_a_faulty_result_still_fails_while_its_source_is_the_same(
+    upstream: LoopbackHub, cli: RunCli, cwd: Path
+) -> None:
+    """Also after a force-push that keeps the weights."""
+    cli("run", SOURCE, "out", code=0)
+    before, _ = move(upstream)
+    forget(upstream, before)
+    shard = cwd / "out" / SHARD
+    flip(shard, -1000)
+    assert "Do not publish" in cli("validate", "out", "--source", SOURCE, code=3).stderr
+    cli("publish", "out", "--repo", "me/copy", "--yes", "--source", SOURCE, code=3)
+
+
+def test_publish_goes_on_after_a_force_push(upstream: LoopbackHub, cli: RunCli) -> None:
+    """As validate and report do: main is read instead."""
+    cli("run", SOURCE, "out", code=0)
+    before, _ = move(upstream)
+    forget(upstream, before)
+    for words in against("out", SOURCE):
+        assert f"moon/tiny does not have the commit {before[:7]}: main is read" in cli(*words, "--quiet", code=0).stderr
+
+
+@pytest.mark.slow
+def test_publish_goes_on_without_the_source(upstream: LoopbackHub, cli: RunCli) -> None:
+    cli("run", SOURCE, "out", code=0)
+    before = upstream.store.repos.pop("moon/tiny").refs["main"]
+    shown = cli("publish", "out", "--repo", "me/other", "--yes", code=0).stderr
+    assert f"moon/tiny does not have the commit {before[:7]}: the card states no license of it" in shown
+    assert b"base_model: moon/tiny" in upstream.store.read("me/other", "README.md")
+
+
+@pytest.mark.parametrize("source", [SOURCE, "source"])
+def test_validate_and_run_judge_a_config_alike(
+    source: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
+) -> None:
+    """With a layer less, config.json no longer describes the tensors. The result of then is right."""
+    shutil.copytree(tiny, cwd / "source")
+    cli("run", source, "out", code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    repo.commit("main", with_config(repo.files(), num_hidden_layers=3))
+    config = cwd / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
+    problem = "config.json has changed: num_hidden_layers was 4, now 3; it no longer describes the tensors"
+    shown = cli("validate", "out", "--source", source, COLUMNS="300", code=0)
+    assert problem in shown.stdout + shown.stderr
+    assert "takes" not in shown.stdout + shown.stderr
+    refused = cli("run", source if source == "source" else f"{SOURCE}@main", "out", code=1)
+    assert said(refused.stderr).startswith(f"error: out: {problem}. To go on")
+
+
+def test_what_a_result_does_not_have_makes_no_commit(upstream: LoopbackHub, cli: RunCli) -> None:
+    """A new model card changes nothing. What the index says beside the places of tensors is kept, so it is said."""
+    job = ("run", f"{SOURCE}@main", "hf://me/out", "--yes", "--quiet")
+    cli(*job, code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    result = upstream.store.repos["me/out"]
+    repo.commit("main", repo.files() | {"README.md": entry(b"A card."), ".notes": entry(b"A note.")})
+    assert "already holds this result" in cli(*job, code=0).stderr
+    assert "has moved" not in cli("validate", "hf://me/out", "--source", SOURCE, code=0).stderr
+    assert result.num_commits("main") == 2
+    name = "model.safetensors.index.json"
+    index = json.loads(upstream.store.read("moon/tiny", name))
+    index["metadata"]["note"] = "new"
+    repo.commit("main", repo.files() | {name: entry(json.dumps(index).encode())})
+    assert f"takes over what has changed at the source: {name} differs" in cli(*job, code=0).stderr
+    assert result.num_commits("main") == 3
+    assert json.loads(upstream.store.read("me/out", name))["metadata"]["note"] == "new"
