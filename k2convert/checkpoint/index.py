@@ -11,7 +11,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -88,6 +88,7 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
         problem = "is a file" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}. Pass the folder that holds {CONFIG_NAME} and the shards.")
     check_level(folder)
+    refuse_links_out(folder, (CONFIG_NAME, INDEX_NAME))
     config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
     index = read_json_file(index_path) if is_there(index_path) else None
@@ -203,9 +204,16 @@ def is_part_of_checkpoint(relative: Path) -> bool:
 
 
 def home_folders(folder: Path) -> set[Path]:
-    """Return the folders of a checkpoint without links: its own, and that of config.json, or the cache's REPOSITORY."""
+    """Return the folders of a checkpoint without links: its own, and the checkpoint or the cache's REPOSITORY that its
+    config.json is linked to.
+    """
     home = Path(os.path.realpath(folder / CONFIG_NAME)).parent  # Path.resolve refuses a link to itself
-    return {folder.resolve(), home.parent if home.name == BLOBS_FOLDER else home}
+    homes = {folder.resolve()}
+    if home.name == BLOBS_FOLDER and (home.parent / SNAPSHOTS).is_dir():
+        homes.add(home.parent)
+    elif any(is_there(home / name) for name in (INDEX_NAME, SINGLE_SHARD_NAME)):
+        homes.add(home)
+    return homes
 
 
 def links_out(folder: Path) -> dict[Path, Path]:
@@ -219,20 +227,41 @@ def links_out(folder: Path) -> dict[Path, Path]:
     return {path: target for path, target in targets.items() if not any(target.is_relative_to(home) for home in homes)}
 
 
+def engine_links_out(folder: Path) -> dict[Path, Path]:
+    """Return those of them that a conversion would copy, were they files, and that an engine reads."""
+    return {
+        path: target
+        for path, target in links_out(folder).items()
+        if is_part_of_checkpoint(path) and path.suffix not in _WEIGHT_SUFFIXES and str(path) not in _NOT_COPIED
+    }
+
+
+def refuse_links_out(folder: Path, needed: Iterable[str | Path]) -> None:
+    """Refuse files that lead out of a checkpoint by a link and that a job needs, by their paths (CheckpointError)."""
+    homes = home_folders(folder)
+    for path in (folder / name for name in needed):
+        target = Path(os.path.realpath(path))
+        if S_ISREG(mode_of(path)) and not any(target.is_relative_to(home) for home in homes):
+            raise CheckpointError(
+                f"{path}: is a link to {target}, out of the checkpoint. Only weights may lie elsewhere. Put the file "
+                "in place of the link."
+            )
+
+
 def list_sidecars(folder: Path) -> list[Path]:
-    """Return the files to copy, sorted; raises MalformedFileError for a Git LFS pointer, and a link to nothing."""
+    """Return the files to copy, sorted; raises MalformedFileError for a Git LFS pointer, and for a link to nothing."""
     sidecars: list[Path] = []
     others = links_out(folder)
     for path in walk_folder(folder):
         relative = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
-        if str(relative) in _NOT_COPIED or path.suffix in _WEIGHT_SUFFIXES or relative in others:
+        if str(relative) in _NOT_COPIED or path.suffix in _WEIGHT_SUFFIXES:
             continue
         mode = mode_of(path)
         if path.parent == folder and path.suffix in _READ_SUFFIXES and path.is_symlink() and not S_ISDIR(mode):
             check_plain_file(path)
-        if S_ISREG(mode):
+        if S_ISREG(mode) and relative not in others:
             try:
                 path.name.encode()
             except UnicodeEncodeError:
@@ -252,7 +281,7 @@ _WITH_CODE: Final = (CONFIG_NAME, TOKENIZER_CONFIG_NAME, *PROCESSOR_NAMES)
 def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
     """Return what an engine lacks in a folder beside the weights, by file: a tokenizer, what configs and code name.
 
-    Also the links that lead out of it, whose files a result and the Hub will lack.
+    Also the links that are left out, whose files a result and the Hub will lack.
     """
     there = [name for name in _TOKENIZERS if (folder / name).exists()]
     missing = [(name, problem) for name in there if (problem := _damage_of(folder / name))]
@@ -268,9 +297,14 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
                 needed[other] = name
                 waiting.append(other)
     lacking = {name: user for name, user in needed.items() if not (folder / name).exists()}
-    for path, target in links_out(folder).items():
-        advice = "If it is a part of the model, put the file in place of the link"
-        missing.append((str(path), f"left out: a link to {target}, out of the checkpoint. {advice}"))
+    left_out = {path: f"{target}, out of the checkpoint" for path, target in links_out(folder).items()}
+    for path in walk_folder(folder):
+        if path.is_symlink() and not mode_of(path) and path.suffix != SHARD_SUFFIX:
+            left_out[path.relative_to(folder)] = f"{quoted(str(path.readlink()))}, which leads to no file"
+    advice = "If it is a part of the model, put the file in place of the link"
+    for path, target in left_out.items():
+        if not any(part.startswith(".") for part in path.parts):
+            missing.append((str(path), f"left out: a link to {target}. {advice}"))
     return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
 

@@ -18,6 +18,8 @@ TIKTOKEN_NAME: Final = "tiktoken.model"
 TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
 PROCESSOR_NAMES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
+TOKENIZER_FILES: Final = (TOKENIZER_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, CHAT_TEMPLATE_NAME)
+"""The files by which a text is read."""
 
 LEDGER_NAME: Final = "k2convert.json"
 EVALUATION_NAME: Final = "evaluation.json"

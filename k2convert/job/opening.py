@@ -7,7 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.index import Checkpoint, refuse_links_out
+from k2convert.checkpoint.names import TOKENIZER_FILES
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError
 from k2convert.hub.client import Hub
@@ -52,6 +53,7 @@ def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "PassT
     from k2convert.calibration.memory import read_sizes
     from k2convert.forward.layer_pass import PassText
 
+    refuse_links_out(source.checkpoint.folder, TOKENIZER_FILES)  # the result would not have what the text was read by
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in (*([text.note] if text.note else []), *windows.notes):
         hub.notify(f"note: {note}")

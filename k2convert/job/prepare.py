@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import file_digest
-from k2convert.checkpoint.index import Checkpoint, list_sidecars
+from k2convert.checkpoint.index import Checkpoint, engine_links_out, list_sidecars, refuse_links_out
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, INDEX_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.errors import (
@@ -233,6 +233,8 @@ def prepare(
         identity = text.identity(device_name(text.devices))
     with remedy(SOURCE_REMEDY):
         sidecars = list_sidecars(checkpoint.folder)
+    if destination.repo is not None:  # a folder can be completed, what is published cannot
+        refuse_links_out(checkpoint.folder, engine_links_out(checkpoint.folder))
     description = JobDescription(
         fingerprint=job_fingerprint(
             source=checkpoint,

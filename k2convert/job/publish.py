@@ -16,8 +16,22 @@ from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint, validate_sent
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_text_file, walk_folder
 from k2convert.checkpoint.header import read_header
-from k2convert.checkpoint.index import Checkpoint, links_out, list_sidecars, open_checkpoint
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
+from k2convert.checkpoint.index import (
+    Checkpoint,
+    engine_links_out,
+    links_out,
+    list_sidecars,
+    open_checkpoint,
+    refuse_links_out,
+)
+from k2convert.checkpoint.names import (
+    CARD_NAME,
+    CONFIG_NAME,
+    EVALUATION_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+)
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
@@ -152,6 +166,7 @@ def prepare_publication(
 
     check_endpoint()
     ledger = read_ledger(folder)
+    refuse_links_out(folder, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, *engine_links_out(folder)))
     base = base_model or ledger.source.repo
     source = _published_source(hub, ledger) if base_model is None else resolve_source(hub, RepoRef(base_model))
     card = SourceCard()

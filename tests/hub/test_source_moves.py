@@ -319,3 +319,25 @@ def test_a_link_out_of_a_result_is_not_published(
     stored = server.store.repos["me/out"].files()
     assert not {name for name in stored if name.startswith(("notes", "docs", "weights"))}
     assert not any(file.data is not None and b"PRIVATE" in file.data for file in stored.values())
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "hf_quant_config.json"])
+def test_a_result_is_not_published_without_a_file_that_engines_read(
+    name: str, server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
+) -> None:
+    out = Path(shutil.copytree(local_result, cwd / "out"))
+    (out / name).rename(cwd / name)
+    (out / name).symlink_to(cwd / name)
+    assert f"out/{name}: is a link to {cwd / name}, out of" in cli("publish", "out", "--repo", "me/out", code=1).stderr
+    assert "me/out" not in server.store.repos
+
+
+def test_a_job_for_the_hub_needs_every_file_that_engines_read(
+    server: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
+) -> None:
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    (cwd / "template").write_text("{{ messages }}")
+    (source / "chat_template.jinja").symlink_to(cwd / "template")
+    shown = cli("run", "source", "hf://me/out", code=1).stderr
+    assert f"source/chat_template.jinja: is a link to {cwd / 'template'}, out of the checkpoint" in shown
+    assert "me/out" not in server.store.repos

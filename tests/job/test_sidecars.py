@@ -169,9 +169,56 @@ def test_a_link_out_of_the_source_is_neither_copied_nor_silent(source: Path, tmp
         assert "LICENSE-2" in copied
         assert not {"notes.txt", "chat_template.jinja", "docs/id_rsa"} & copied.keys()
         assert not any(b"PRIVATE" in path.read_bytes() for path in copied.values())
-    assert "passed" in run_cli("validate", out, "--source", source, code=0).stdout
+    missed = run_cli("validate", out, "--source", source, code=3, COLUMNS="300").stdout
+    assert "rule 17 fail: chat_template.jinja: missing: the source has a link to" in missed
+    assert "rule 17 fail: notes.txt" not in missed
+    (source / "chat_template.jinja").unlink()
     (out / "notes.txt").symlink_to(secret)
     assert "rule 17 warn: notes.txt: left out: a link to" in run_cli("validate", out, "--source", source, code=0).stdout
+
+
+def moved_away(source: Path, name: str, elsewhere: Path) -> Path:
+    """Put a link in place of a file."""
+    elsewhere.mkdir()
+    (source / name).rename(elsewhere / name)
+    (source / name).symlink_to(elsewhere / name)
+    return elsewhere / name
+
+
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        ("config.json", ("run", "SOURCE", "OUT")),
+        ("config.json", ("prune", "SOURCE", "OUT", "--keep", "KEEP")),
+        ("config.json", ("inspect", "SOURCE")),
+        ("model.safetensors.index.json", ("run", "SOURCE", "OUT", "--dry-run")),
+        ("tokenizer.json", ("run", "SOURCE", "OUT", "--calibrate", "TEXT")),
+        ("tokenizer_config.json", ("run", "SOURCE", "OUT", "--calibrate", "TEXT", "--dry-run")),
+    ],
+)
+def test_a_link_out_is_refused_where_a_job_needs_the_file(
+    name: str, verb: tuple[str, ...], source: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    places = {"SOURCE": source, "OUT": tmp_path / "out", "KEEP": keep_all(source, tmp_path), "TEXT": tmp_path / "a.txt"}
+    places["TEXT"].write_text("one two three " * 200)
+    target = moved_away(source, name, tmp_path / "elsewhere")
+    shown = run_cli(*(places.get(word, word) for word in verb), code=1)
+    assert f"{source / name}: is a link to {target}, out of the checkpoint. Only weights may lie" in shown.stderr
+    assert "Put the file in place of the link." in shown.stderr
+    assert not (tmp_path / "out").exists()
+    (source / name).unlink()
+    target.rename(source / name)
+    run_cli(*(places.get(word, word) for word in verb if not word.startswith("--cal") and word != "TEXT"), code=0)
+
+
+def test_links_that_lead_to_no_file_are_named(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    for name, target in (("notes.txt", "gone"), ("sub/code.py", "../gone.py"), ("itself", "itself")):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).symlink_to(target)
+    shown = run_cli("run", source, tmp_path / "out", code=0).stderr
+    for name, target in (("notes.txt", "gone"), ("sub/code.py", "../gone.py"), ("itself", "itself")):
+        assert f"warning: {source}: {name}: left out: a link to '{target}', which leads to no file." in shown
+    run_cli("validate", tmp_path / "out", "--source", source, code=0)
 
 
 def keep_all(source: Path, folder: Path) -> Path:

@@ -22,7 +22,7 @@ from k2convert.checkpoint.files import (
     read_json_file,
     walk_folder,
 )
-from k2convert.checkpoint.index import list_sidecars, missing_sidecars
+from k2convert.checkpoint.index import engine_links_out, list_sidecars, missing_sidecars
 from k2convert.checkpoint.layouts.compressed_tensors import SCALE_DTYPE
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization
 from k2convert.checkpoint.layouts.modelopt import MIXED_PRECISION
@@ -444,6 +444,10 @@ def check_sidecars(result: Result) -> Findings:
             differs(relative, "missing", is_usual=result.is_foreign)
         elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
             differs(relative, "differs from the source's", is_usual=is_saved_again)
+    for relative, target in engine_links_out(result.source.folder).items():
+        if not (result.folder / relative).exists():
+            problem = f"missing: the source has a link to {target}, out of the checkpoint. Put the file in its place"
+            result.habit(found)(str(relative), problem)
     for path in _visible_files(result.folder):
         relative = path.relative_to(result.folder)
         if path.suffix == ".py" and relative not in expected:
