@@ -12,7 +12,7 @@ from typing import Final, Literal
 from k2convert.errors import FitError, quoted
 
 Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
-"""Ways in which a GPU computes with NVFP4: in hardware; in hardware, by kernels that are slow today; as weight-only."""
+"""Ways in which a GPU computes with NVFP4: in hardware; in hardware, by kernels that INT4's outrun; as weight-only."""
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -33,9 +33,9 @@ _SGLANG_SWITCHES: Final = (
 )
 
 _INT4_IS_FASTER: Final = (
-    "On RTX PRO 6000 and DGX Spark the NVFP4 kernels are slow today, and the INT4 source is faster: on 8 RTX PRO 6000, "
-    "one request of Kimi K2.5 got 53 to 55 tokens per second with NVFP4, and 90 with INT4 "
-    "(https://github.com/local-inference-lab/rtx6kpro)."
+    "On RTX PRO 6000 the NVFP4 kernels are slow today, and the INT4 source is faster: on 8 of them, with an FP8 KV "
+    "cache, one request of Kimi K2.5 got 53 to 55 tokens per second with NVFP4, and 79 with INT4 "
+    "(https://github.com/local-inference-lab/rtx6kpro). No such comparison is known on DGX Spark."
 )
 
 
@@ -132,13 +132,15 @@ def _serving(
 
 def _hardware(report: Report) -> Iterator[str]:
     yield "## Hardware"
+    source_format = find_family(str(report.ledger.source.family)).source_format
     if report.ledger.recipe.activations == "w4a4":
         yield "Blackwell (B200, B300, GB200, RTX PRO 6000) multiplies NVFP4 weights and activations in hardware."
-        if find_family(str(report.ledger.source.family)).source_format is INT4:
+        if source_format is INT4:
             yield _INT4_IS_FASTER
     else:
         yield "Weight-only: activations stay in 16 bits on every GPU, including Blackwell."
     yield (
-        "Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there. All "
-        f"shards together need {gigabytes(report.ledger.num_bytes)}; leave room for the KV cache."
+        "Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there, and "
+        f"the {source_format.title} source serves as well. All shards together need "
+        f"{gigabytes(report.ledger.num_bytes)}; leave room for the KV cache."
     )
