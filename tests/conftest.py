@@ -20,6 +20,7 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from command import ROOT, RunCli, run_here  # noqa: E402
 from fake_system import make_system  # noqa: E402
+from made_once import made_once  # noqa: E402
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -63,8 +64,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which this session's checkpoints are made."""
-    return tmp_path_factory.mktemp("checkpoints")
+    """The folder in which this session's checkpoints are made, by one of its processes for all of them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def made_by(make: Callable[[Path], Path]) -> Any:
@@ -72,7 +76,7 @@ def made_by(make: Callable[[Path], Path]) -> Any:
 
     @pytest.fixture(scope="session")
     def checkpoint(request: pytest.FixtureRequest, checkpoints: Path) -> Path:
-        return make(checkpoints / str(request.fixturename).replace("_", "-"))
+        return made_once(checkpoints / str(request.fixturename).replace("_", "-"), make)
 
     return checkpoint
 
@@ -124,11 +128,9 @@ def trained() -> Path:
 
 
 @pytest.fixture(scope="session")
-def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def local_result(tiny: Path, checkpoints: Path) -> Path:
     """The tiny checkpoint converted from folder to folder."""
-    folder = tmp_path_factory.mktemp("local") / "out"
-    run_here("run", tiny, folder, code=0)
-    return folder
+    return made_once(checkpoints / "local-result", lambda folder: run_here("run", tiny, folder, code=0))
 
 
 @pytest.fixture(scope="session")

@@ -5,21 +5,20 @@ from pathlib import Path
 
 import conversions
 import pytest
+from blake3 import blake3
+from made_once import made_once
 
 Convert = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def convert_source(tmp_path_factory: pytest.TempPathFactory) -> Convert:
+def convert_source(checkpoints: Path) -> Convert:
     """`convert_source(source, rule="max", layout=...)` returns the folder; the keywords are the recipe's."""
-    made: dict[object, Path] = {}
 
     def run(source: Path, **recipe: object) -> Path:
-        key = (source, repr(sorted(recipe.items())))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("validation") / "converted"
-            made[key] = conversions.convert(source, folder, **recipe)
-        return made[key]
+        key = blake3(repr((source, sorted(recipe.items()))).encode()).hexdigest()
+        folder = checkpoints / "converted" / key[:16]
+        return made_once(folder, lambda folder: conversions.convert(source, folder, **recipe))
 
     return run
 

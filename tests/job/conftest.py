@@ -5,20 +5,22 @@ from pathlib import Path
 
 import pytest
 from command import run
+from made_once import made_once
 from results import contents
 
 
 @pytest.fixture(scope="session")
 def small(k2_shaped: Path, checkpoints: Path) -> Path:
     """The K2-shaped checkpoint, 4 MB in three shards, with two sidecars, one of them in a subfolder."""
-    folder = checkpoints / "small"
-    names = ("*.safetensors", "config.json", "model.safetensors.index.json", "generation_config.json")
-    folder.mkdir()
-    for path in (found for name in names for found in k2_shaped.glob(name)):
-        shutil.copy2(path, folder)
-    (folder / "extra").mkdir()
-    (folder / "extra" / "notes.txt").write_text("a sidecar in a subfolder")
-    return folder
+
+    def make(folder: Path) -> None:
+        (folder / "extra").mkdir(parents=True)
+        (folder / "extra" / "notes.txt").write_text("a sidecar in a subfolder")
+        for name in ("*.safetensors", "config.json", "model.safetensors.index.json", "generation_config.json"):
+            for path in k2_shaped.glob(name):
+                shutil.copy2(path, folder)
+
+    return made_once(checkpoints / "small", make)
 
 
 @pytest.fixture(scope="module")

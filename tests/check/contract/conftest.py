@@ -1,10 +1,12 @@
 """Good checkpoints of every kind, made by real conversions, and copies of them to break."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from converted import GOOD, Converted, Kind, copy_of
+from made_once import made_once
 
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 
@@ -20,15 +22,17 @@ def cut_experts(checkpoint: SmallCheckpoint, count: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tiny: Path, k25: Path, reap: Path, checkpoints: Path) -> dict[str, Path]:
     """INT4 sources by name style. Two of them have few experts, to be quick."""
-    folder = tmp_path_factory.mktemp("contract-sources")
-    made = {"reap": reap, "tiny": tiny}
-    for name, whole in (("thinking", tiny), ("k2.5", k25)):
+
+    def make(whole: Path, folder: Path) -> None:
         checkpoint = read_small(whole)
         cut_experts(checkpoint, KEEP)
-        made[name] = write_small(checkpoint, folder / name)
-    return made
+        write_small(checkpoint, folder)
+
+    few = {"thinking": tiny, "k2.5": k25}
+    made = {name: made_once(checkpoints / f"few-{name}", partial(make, whole)) for name, whole in few.items()}
+    return {"reap": reap, "tiny": tiny, **made}
 
 
 @pytest.fixture(scope="session")
