@@ -27,8 +27,8 @@ from pathlib import Path
 
 import k2convert
 from k2convert.checkpoint.names import COMMAND_NAME, CONFIG_NAME, WORK_FOLDER
+from k2convert.cli import interrupts
 from k2convert.cli.app import main
-from k2convert.cli.interrupts import catch_interrupts
 
 SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])
 KILL, FILL, INTERRUPT = range(3)
@@ -60,7 +60,8 @@ class Command:
             return child
         sys.argv = ["k2convert", *(word.replace("OUT", str(out)) for word in self.words)]
         os.dup2(os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        catch_interrupts()
+        interrupts.GRACE_SECONDS = 600  # a busy disk may need longer than a user would wait
+        interrupts.catch_interrupts()
         SHIM.crash_arm(fault, ctypes.c_long(at), log)
         code = 99
         try:

@@ -39,5 +39,6 @@ def assert_resumed(found: dict[str, Any]) -> None:
     """A command that was killed and interrupted ends with the same bytes."""
     assert found["wrong"] == []
     assert found["tried"] > 15
-    assert found["interrupted"]["code"] == 130
-    assert found["interrupted"]["lines"][-1] == "interrupted: finished work is kept. The same command resumes"
+    said = found["interrupted"]
+    last = "interrupted: finished work is kept. The same command resumes"
+    assert (said["code"], said["lines"][-1]) == (130, last), said["lines"]
