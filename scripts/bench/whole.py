@@ -21,12 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.job.locations import WORK_ROOT
 from scripts.bench.measure import describe_machine
 from scripts.bench.whole_hub import TOKEN, SourceShard, WholeHub, make_pools, read_entries, sampled
 from scripts.fixture_maker.config import K2_SIDECARS, k2_config
 from scripts.fixture_maker.headers import k2_thinking_parts
-from scripts.fixture_maker.inventory import K2_SHAPE
-from scripts.fixture_maker.k3 import K3_SHAPE, SIDECARS, k3_config, k3_parts
+from scripts.fixture_maker.inventory import K2_SHAPE, K2Shape
+from scripts.fixture_maker.k3 import K3_SHAPE, SIDECARS, K3Shape, k3_config, k3_parts
 from scripts.fixture_maker.shards import INDEX_NAME, shard_name
 
 SOURCE = "moonshotai/Kimi"
@@ -35,12 +37,12 @@ ETA = re.compile(r"ETA (\d+):(\d\d):(\d\d)")
 COLUMNS = ("--max-disk", "s/GB", "CPU s/GB", "read", "written", "peak GB in work", "at the end", "planned", "ETA right")
 
 
-def make_source(name: str, shards: int) -> tuple[dict[str, SourceShard], dict[str, bytes]]:
+def make_source(shape: K2Shape | K3Shape) -> tuple[dict[str, SourceShard], dict[str, bytes]]:
     """Return the shards and the small files of a model."""
-    shape = replace(K2_SHAPE, moe_layers=max(shards - 2, 1))
-    parts, config, texts = k2_thinking_parts(shape), k2_config(shape), K2_SIDECARS
-    if name == "k3":
-        parts, config, texts = k3_parts(K3_SHAPE), k3_config(K3_SHAPE), SIDECARS
+    if isinstance(shape, K3Shape):
+        parts, config, texts = k3_parts(shape), k3_config(shape), SIDECARS
+    else:
+        parts, config, texts = k2_thinking_parts(shape), k2_config(shape), K2_SIDECARS
     places = {spec.name: shard_name(i, len(parts)) for i, specs in enumerate(parts, 1) for spec in specs}
     index = {"metadata": {"total_size": sum(s.num_bytes for p in parts for s in p)}, "weight_map": places}
     texts |= {"config.json": json.dumps(config, indent=2), INDEX_NAME: json.dumps(index, indent=2)}
@@ -68,16 +70,18 @@ class Job:
     ended: float = 0.0
 
     def command(self, *more: str) -> list[str]:
-        options = ("--max-disk", self.max_disk, "--work-dir", str(self.work), "--yes", *more)
+        options = ("--max-disk", self.max_disk, "--yes", *more)
         return [sys.executable, "-m", "k2convert", "run", f"hf://{SOURCE}", f"hf://{RESULT}", *options]
 
     def num_converted(self) -> int:
-        return len(list((self.work / ".k2convert" / "done").glob("*.json")))
+        return len(list((self.work / WORK_ROOT / RESULT.replace("/", "--") / WORK_FOLDER / "done").glob("*.json")))
 
     def run(self, *, kill_at: int | None = None, outage_at: int | None = None) -> None:
         """Run to the end, or to the kill at this number of converted shards; raises RuntimeError if it fails."""
         began = time.monotonic()
-        process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            self.command(), cwd=self.work, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         self.etas.clear()
         reader = threading.Thread(target=self._follow, args=(process,))
         reader.start()
@@ -184,7 +188,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("bench-work/whole"))
     arguments = parser.parse_args()
     work = arguments.work.absolute()
-    sources, small = make_source(arguments.model, arguments.shards)
+    k2_shape = replace(K2_SHAPE, moe_layers=max(arguments.shards - 2, 1))
+    sources, small = make_source(K3_SHAPE if arguments.model == "k3" else k2_shape)
     size = sum(shard.num_bytes for shard in sources.values()) / 1e9
     print(f"{describe_machine()}; {size:.1f} GB, {len(sources)} shards\n")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
@@ -194,7 +199,8 @@ def main() -> None:
             os.environ |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
             os.environ["HF_HOME"] = str(work / "home")
             job = Job(hub, work / "job", max_disk, arguments.outage)
-            plan = subprocess.run(job.command("--dry-run", "--json"), stdout=subprocess.PIPE, check=True)
+            job.work.mkdir()
+            plan = subprocess.run(job.command("--dry-run", "--json"), cwd=job.work, stdout=subprocess.PIPE, check=True)
             job.run(kill_at=len(sources) // 3)
             job.run(outage_at=2 * len(sources) // 3)
             per_gb = [job.seconds / size, job.cpu_seconds / size, *(count / size / 1e9 for count in job.disk.values())]
