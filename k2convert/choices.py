@@ -17,6 +17,7 @@ QuantizerKind = Literal["native", "reference"]  # k2convert's own arithmetic, or
 Target = Literal["nvfp4", "bf16"]  # what a conversion writes; bf16 is a copy of the weights
 
 RoleName = Literal["experts", "shared_experts", "dense_mlp"]  # the roles whose weights a recipe may convert
+Fp8Role = Literal["attention", "shared_experts", "dense_mlp"]  # the roles whose weights a recipe may store in FP8
 KvCache = Literal["fp8"]  # KV cache types that a config may declare
 ServedKvCache = Literal["fp8", "bf16"]  # KV cache types that an engine may be asked for
 ComputedKvCache = Literal["fp8"]  # KV cache types that an evaluation can compute, besides FP32

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 35_900, "tests": 28_300, "scripts": 6_700}
+BUDGET = {"k2convert": 35_900, "tests": 28_700, "scripts": 6_700}
 """Lines of code. The test allows 3 % more, so that a small change does not fail for its size."""
 
 FOLLOW = "a reader follows too many files or calls: put the code where its caller is"
@@ -47,7 +47,7 @@ def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
     found = traced("validate", converted[0], "--source", TINY, "--quiet")
-    assert len(found["entered"]) <= 49, f"{FOLLOW}: {found['entered']}"
+    assert len(found["entered"]) <= 50, f"{FOLLOW}: {found['entered']}"
     assert "torch" not in found["loaded"]
 
 

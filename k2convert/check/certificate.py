@@ -12,6 +12,8 @@ Modules, experts and partners are found by their names. A right result fulfills 
     max      block scales and codes are those of the formula, in FP32 from BF16 weights
     gptq     scales are normal E4M3 numbers, 1 in an empty block, and no code is -0. Codes and scales depend on inputs
              that are not here, so beside this only size and direction of the errors are checked: see `check_errors`
+    fp8      s of a row: max |w| / 448 in FP32, 1 for zeros. Every code is the nearest to w / s in FP32, at most 448,
+             ties to even, with the sign of w
     copies   the source's bytes; under smoothing, the source's numbers times the power of two of their column
 
 Every weight of a shard of up to `ALL_WEIGHTS` is checked. Of a larger one, rows are drawn: at least one in 1,024 and
@@ -52,6 +54,7 @@ from k2convert.check.certified_weights import (
     check_best,
     check_cast,
     check_errors,
+    check_fp8,
     check_int4,
     check_max,
     check_scales,
@@ -72,6 +75,8 @@ _DIVISORS: Final = ("compressed-tensors",)  # layouts that store 1/g
 _PARTNERS: Final = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _DOWN: Final = ("down_proj", "w2")
 _ROLE: Final = re.compile(r".*\.(?:(shared_experts|experts(?=\.\d))\..*|layers\.\d+\.mlp\.(?:gate|up|down)_proj)")
+_ATTENTION: Final = re.compile(r".*\.self_attn\.(?:q_a_proj|kv_a_proj_with_mqa|q_b_proj|o_proj)")
+_FP8_PARAMETERS: Final = ("weight", "weight_scale")
 _NORM: Final = re.compile(r".*\.layers\.(\d+)\.post_attention_layernorm\.weight")
 _READERS: Final = re.compile(
     r".*\.layers\.(\d+)\.mlp\.(?:gate|(?:shared_experts|experts\.\d+)\.(?:gate|up)_proj)\.weight(?:_packed|_scale\w*)?"
@@ -85,7 +90,8 @@ class Claim:
     rule           "max", "mse" or "gptq"; of any other only codes, scales and the error are checked
     layout         "modelopt" or "compressed-tensors"
     input_scales   those of gate and up, and of down; empty in W4A16
-    roles          of the weights that are converted
+    roles          of the weights that are converted to NVFP4
+    fp8            of the weights that are converted to FP8
     exponents      of smoothing, by layer: int8 [K], a in the norm's w * 2**a
     """
 
@@ -93,6 +99,7 @@ class Claim:
     layout: str | None = None
     input_scales: tuple[float, ...] | None = None
     roles: tuple[str, ...] | None = None
+    fp8: tuple[str, ...] | None = None
     exponents: Mapping[int, NDArray[np.int8]] = field(default_factory=dict[int, NDArray[np.int8]])
 
 
@@ -198,10 +205,16 @@ class Certificate:
         modules = {m: layout for m, _, p in names for layout, own in _PARAMETERS.items() if p == own[2]}
         of_modules = {f"{module}.{p}" for module, layout in modules.items() for p in _PARAMETERS[layout]}
         tensors = {name: tensor for name in file.header if (tensor := file.tensor(name)) is not None}
+        fp8 = [m for m, _, p in names if p == "weight" and tensors[f"{m}.{p}"].dtype == "F8_E4M3"]
+        if self.claim.fp8 is None:
+            fp8 = []  # another tool has forms of its own
+        of_modules |= {f"{module}.{parameter}" for module in fp8 for parameter in _FP8_PARAMETERS}
         weights = sum(2 * t.size for n, t in tensors.items() if n in of_modules and t.dtype in ("U8", "I8"))
+        weights += sum(tensors[f"{module}.weight"].size for module in fp8)
         self.share = min(1.0, max(LEAST_SHARE, ALL_WEIGHTS / max(weights, 1)))
         self.found = Verdict(all_rows=self.share == 1.0)
         checks: dict[str, Callable[[], None]] = {m: partial(self._module, m, layout) for m, layout in modules.items()}
+        checks |= {module: partial(self._fp8, module) for module in fp8}
         checks |= {name: partial(self._copy, name, t) for name, t in tensors.items() if name not in of_modules}
         for name, check in checks.items():
             try:
@@ -227,6 +240,25 @@ class Certificate:
         energy = error = 0.0
         for part in parts_of(chosen, columns):
             sums = self._errors(weight, part, Written(nibbles_of(codes.rows(part)), scales.rows(part), g))
+            energy, error = energy + sums[0], error + sums[1]
+        if self.found.all_rows:
+            self.found.errors[module] = (energy, error)
+
+    def _fp8(self, module: str) -> None:
+        self.found.rows[module] = 0
+        role = _role(module)
+        expect(role in (self.claim.fp8 or ()), "is FP8, but the recipe leaves it in BF16")
+        before = self.source.get(f"{module}.weight")
+        is_right = before.dtype == "BF16" and len(before.shape) == 2
+        expect(is_right, f"the source's weight is {before.dtype} {list(before.shape)}")
+        rows, columns = before.shape
+        codes = self._tensor(f"{module}.weight", "F8_E4M3", (rows, columns))
+        scales = self._tensor(f"{module}.weight_scale", "F32", (rows, 1))
+        chosen = self._rows(module, rows)
+        self.found.rows[module] = chosen.size
+        energy = error = 0.0
+        for part in parts_of(chosen, columns):
+            sums = check_fp8(bf16(before.rows(part)), codes.rows(part), scales.rows(part).view("<f4"))
             energy, error = energy + sums[0], error + sums[1]
         if self.found.all_rows:
             self.found.errors[module] = (energy, error)
@@ -305,6 +337,8 @@ class Certificate:
         role = _role(name.rpartition(".")[0])
         is_left = tensor.dtype != "I32" and self.claim.roles is not None and role in self.claim.roles
         expect(not is_left, f"was copied, but the recipe names {role}")
+        is_left = name.endswith(".weight") and len(tensor.shape) == 2 and role in (self.claim.fp8 or ())
+        expect(not is_left, f"was copied, but the recipe's fp8 names {role}")
         self.found.copies += 1
         norm = _NORM.fullmatch(name)
         exponents = self.claim.exponents.get(int(norm[1])) if norm is not None else None
@@ -352,5 +386,7 @@ def _partner(module: str) -> str | None:
 
 
 def _role(module: str) -> str | None:
+    if _ATTENTION.fullmatch(module):
+        return "attention"
     found = _ROLE.fullmatch(module)
     return None if found is None else found[1] or "dense_mlp"

@@ -55,7 +55,7 @@ class Shards:
             return nullcontext
         of_result: dict[str, Ranges] = {shard: {shard: {(0, h.file_bytes)}} for shard, h in result.headers.items()}
         of_result |= {shard: {shard: {(0, 1 << 62)}} for shard in result.unreadable}  # their size is not known
-        for module in result.converted:  # what is checked together may lie in different shards
+        for module in (*result.converted, *result.fp8):  # what is checked together may lie in different shards
             for shard in {tensor.shard for tensor in module.parameters.values()}:
                 for tensor in module.parameters.values():
                     if tensor.shard != shard:

@@ -19,7 +19,7 @@ import numpy as np
 
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
-from k2convert.check.contract.result import Result, Scaling, open_shard
+from k2convert.check.contract.result import FP8_PARAMETERS, Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.check.decode import Figures, differing_totals, is_same_error, measure_decoded, measured_figures
@@ -28,11 +28,12 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError, SourceReadError, remedy
-from k2convert.models.names import Family, TensorName
+from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
+from k2convert.quantize.metrics.measure import measure_fp8
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
@@ -103,6 +104,7 @@ def claim_of(result: Result) -> Claim:
         layout=recipe.layout,
         input_scales=(scales.gate_up, scales.down) if recipe.activations == "w4a4" else (),
         roles=recipe.roles,
+        fp8=recipe.fp8,
         exponents=exponents,
     )
 
@@ -189,6 +191,8 @@ class _Measurer:
         """Keep one tensor; measure its module once codes, block scales and global scale are there."""
         names = self.result.names
         needed = (names.weight, names.block_scale, names.global_scale)
+        if self.result.modules[module].is_fp8:
+            needed = FP8_PARAMETERS
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
             return
         parts = self._parts.setdefault(module, {})
@@ -203,6 +207,8 @@ class _Measurer:
 
     def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> WeightMetrics:
         try:
+            if self.result.modules[module].is_fp8:
+                return self._measure_fp8(module, parts)
             names = self.result.names
             with remedy(SOURCE_REMEDY):
                 source = load_projection(self.reader.read, projection_of(self.source, place))
@@ -221,6 +227,12 @@ class _Measurer:
             )
         finally:
             self._room.release()
+
+    def _measure_fp8(self, module: str, parts: Mapping[str, Bytes]) -> WeightMetrics:
+        source = self.source.tensors[f"{module}.{WEIGHT}"]
+        bits = self.reader.read(source).view(np.uint16).reshape(source.shape)
+        scales = parts[WEIGHT_SCALE].view(np.float32).reshape(-1, 1)
+        return measure_fp8(bits, parts[WEIGHT].reshape(source.shape), scales)
 
     def _global_scale(self, module: str, raw: bytes) -> float:
         """Return g, and note if it is not exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""
@@ -319,9 +331,11 @@ def check_finished_shard(
 def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
     for name, count in found.scan.different.items():
         yield name, f"{count:,} bytes are not the source's"
+    fp8 = {module.name for module in result.fp8}
     for name in result.tensors:
         module, _, parameter = name.rpartition(".")
-        is_measured = module in found.measured and parameter in result.expected_parameters
+        expected = FP8_PARAMETERS if module in fp8 else result.expected_parameters
+        is_measured = module in found.measured and parameter in expected
         if name not in found.scan.compared and not is_measured:
             yield name, "could not be compared with the source"
     yield from found.certified.problems.items()

@@ -196,7 +196,7 @@ def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, Weights
         journal_mismatches=tuple(found.misstated),
         journal_compared=found.num_stated,
     )
-    is_whole = errors.keys() >= {module.name for module in result.converted}
+    is_whole = errors.keys() >= {module.name for module in (*result.converted, *result.fp8)}
     totals = found.figures if is_whole and errors else None
     return check_result(result, found.scan, errors=errors, totals=totals, doubts=found.doubts), weights
 

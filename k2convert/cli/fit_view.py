@@ -30,6 +30,7 @@ from k2convert.deploy.serving import (
     NVFP4_NOTES,
     Deployment,
     ServeCommand,
+    has_fp8,
     nvfp4_scheme,
     serve_command,
 )
@@ -174,6 +175,7 @@ def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
         kv_cache=asked.kv,
         utilization=None if asked.settings.utilization == UTILIZATION else asked.settings.utilization,
         revision=None if recipe is not None or repo is None else repo.revision,
+        has_fp8=recipe is None and has_fp8(config),
     )
     return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
 

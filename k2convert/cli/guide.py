@@ -48,6 +48,8 @@ def recipes(json: Json = False) -> None:
     for recipe in shipped:
         family = recipe.family or "any family"
         roles = ", ".join(recipe.roles)
+        if recipe.fp8:
+            roles += f"; in FP8 {', '.join(recipe.fp8)}"
         terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
         lines.append(recipe.name)
         for text in (recipe.purpose, terms):  # lines have at most 80 columns

@@ -328,15 +328,16 @@ def _plan(job: Job, source: str) -> JobPlan:
 
 def _show_plan(job: Job, plan: JobPlan) -> None:
     recipe = job.plan.recipe
+    fp8 = f", fp8 {', '.join(recipe.fp8)}" if recipe.fp8 else ""
     print_line(
         f"{plan.source} ({plan.family}) -> {plan.destination}: {recipe.name}, {recipe.target}, "
-        f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
+        f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}{fp8}"
     )
     num_done = len([shard for shard in plan.shards if shard.finished])
     print_line(f"{counted(len(plan.shards), 'shard')}, {num_done} done")
     rows = [
         (
-            "copy, times powers of two" if name == "scale" else name,
+            {"scale": "copy, times powers of two", "fp8": "convert to FP8"}.get(name, name),
             f"{action['source_tensors']:,}",
             format_bytes(action["bytes_in"]),
             f"{action['tensors']:,}",

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.compressed_tensors import MIXED_FORMAT
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.deploy.layouts import WIDTH_ALIGNMENT, Parallelism
 from k2convert.models import find_family
@@ -63,6 +64,7 @@ class Deployment:
     kv_cache: ServedKvCache | None = None
     utilization: float | None = None
     revision: str | None = None
+    has_fp8: bool = False  # weights beside NVFP4
 
     @property
     def needs_marlin(self) -> bool:
@@ -132,7 +134,15 @@ def result_deployment(
     """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
     facts = find_family(family).card
     layout = usual_parallelism(config)
-    return Deployment(model, *nvfp4_scheme(config), facts, layout, kv_cache=kv_cache, revision=revision)
+    scheme = nvfp4_scheme(config)
+    is_mixed = has_fp8(config)
+    return Deployment(model, *scheme, facts, layout, kv_cache=kv_cache, revision=revision, has_fp8=is_mixed)
+
+
+def has_fp8(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json declares FP8 weights beside NVFP4, as k2convert writes them."""
+    _, quantization = find_quantization_config(config) or ("", {})
+    return quantization.get("format") == MIXED_FORMAT
 
 
 def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:
@@ -163,6 +173,8 @@ def _refusal(engine: Engine, deployment: Deployment) -> str | None:
     for refusing, trait, reason in deployment.family.refusals:
         if refusing == engine and trait in traits:
             return reason
+    if engine == "tensorrt-llm" and deployment.has_fp8:
+        return "TensorRT-LLM does not load FP8 weights beside NVFP4 in this layout. Serve it with vLLM or SGLang."
     if engine == "vllm" and parallelism.expert not in (1, parallelism.tensor):
         return (
             f"vLLM gives whole experts to all {parallelism.tensor} GPUs that hold a layer or to none, so not to "

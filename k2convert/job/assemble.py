@@ -31,7 +31,7 @@ from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, HF_QUANT_CO
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
-from k2convert.plan.plan import ConvertStep, CopyStep, Plan
+from k2convert.plan.plan import ConvertStep, Plan
 from k2convert.records.fingerprint import JobDescription, Source
 from k2convert.records.ledger import ShardRecord, build_ledger, encode_ledger
 
@@ -47,7 +47,7 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
 
 def _declared(plan: Plan) -> Quantization:
     recipe = plan.recipe
-    return Quantization(recipe.activations, recipe.kv_cache, plan.excludes, plan.banks)
+    return Quantization(recipe.activations, recipe.kv_cache, plan.excludes, plan.banks, plan.fp8_targets)
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:
@@ -111,10 +111,10 @@ def _placed_names(plan: Plan) -> Iterator[tuple[str, str]]:
     tensors: list[tuple[str, str, ConvertStep | None, Projection | None]] = []
     for shard in plan.jobs:
         for step in shard.steps:
-            if isinstance(step, CopyStep):
-                tensors.append((step.tensor.name, shard.name, None, None))
-            else:
+            if isinstance(step, ConvertStep):
                 tensors += ((f"{member.module}.", shard.name, step, member) for member in step.members)
+            else:
+                tensors += ((output.name, shard.name, None, None) for output in step.outputs)
     tensors.sort(key=itemgetter(0))
     for name, shard, step, member in tensors:
         if step is None or member is None:

@@ -26,10 +26,11 @@ from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import CheckpointError, FormatError, InterruptedRun, MalformedFileError, remedy
 from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
-from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
+from k2convert.plan.plan import ConvertStep, CopyStep, Fp8Step, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
-from k2convert.quantize.metrics.measure import measure_quantized
+from k2convert.quantize.formats.fp8 import quantize_fp8
+from k2convert.quantize.metrics.measure import measure_fp8, measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
@@ -236,7 +237,10 @@ class _Work:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
-                call = partial(self._quantize_members, step)
+                if isinstance(step, Fp8Step):
+                    call = partial(_quantize_fp8, step)
+                else:
+                    call = partial(self._quantize_members, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, step.num_outputs, reads, call)
 
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
@@ -286,6 +290,18 @@ class _Work:
         if scaling is None or calibration is None:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
+
+
+def _quantize_fp8(step: Fp8Step, loading: Future[_Loaded]) -> _Result:
+    tensor = step.tensor
+    bits = loading.result()[tensor.name].view(np.uint16).reshape(tensor.shape)
+    try:
+        weight = quantize_fp8(bits, name=f"{tensor.shard}: {tensor.name}")
+    except FormatError as error:
+        raise MalformedFileError(str(error)) from None
+    metrics = measure_fp8(bits, weight.codes, weight.scales)
+    record = ProjectionRecord(step.module, step.role, 1.0, metrics)
+    return [weight.codes.reshape(-1), weight.scales.view(np.uint8).reshape(-1)], [record]
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
+from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, fp8_tensors
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError, cut, quoted, shortened
 from k2convert.models.names import (
@@ -328,6 +328,11 @@ class DescribedModel:
         dtype, _, sizes = text.rpartition(": ")
         shape = evaluate_shape(sizes, self.config, self.where)
         module, _, parameter = name.rpartition(".")
+        stored = tensors.get(name)
+        if stored is not None and stored.dtype == "F8_E4M3" and shape is not None and len(shape) == 2:
+            for own, fp8_dtype, fp8_shape, _ in fp8_tensors(*shape):
+                yield Expected(f"{module}.{own}", (fp8_dtype,), fp8_shape, sizes)
+            return
         place = self.family.classify(module)
         is_linear = place is not None and place.role in CONVERTIBLE_ROLES and parameter == WEIGHT
         form = _form(module, tensors, self.family) if is_linear else ""

@@ -198,14 +198,37 @@ def unconverted(
     whole: Sequence[str], has_vision: bool, roles: Sequence[str], architecture: Architecture
 ) -> list[tuple[str, bool]]:
     """Return the modules left in BF16: `Family.unconverted`. Nothing may follow after the name parts in `whole`."""
-    names = ["self_attn"]
+    names = [] if Role.ATTENTION in roles else ["self_attn"]
     if Role.SHARED_EXPERTS not in roles:
         names.append("shared_experts")
     if Role.DENSE_MLP not in roles:
         names += [f"layers.{layer}.mlp" for layer in range(architecture.num_dense_layers)]
     vision = ("vision_tower", "mm_projector") if has_vision else ()
+    if Role.ATTENTION in roles:
+        whole = (_KEPT_ATTENTION, *whole)
     entries = [(name, True) for name in (*names, "lm_head")] + [(name, False) for name in whole]
     return entries + [(name, True) for name in vision]
+
+
+_KEPT_ATTENTION: Final = "kv_b_proj"  # engines decode with its BF16 values, whatever the checkpoint has
+
+
+def _linear_patterns(roles: Sequence[str], architecture: Architecture) -> list[str]:
+    """Return the names of linear layers by role: `Family.linear_patterns`.
+
+    SGLang refuses a fused layer that matches nothing, so the names of fused layers are here too.
+    """
+    mlp = r"(gate_up|gate|up|down)_proj"
+    dense = "|".join(map(str, range(architecture.num_dense_layers)))
+    dense = f"({dense})" if architecture.num_dense_layers > 1 else dense
+    attention = "fused_qkv_a_proj(_with_mqa)?|q_a_proj|kv_a_proj_with_mqa|q_b_proj|o_proj"
+    names = {
+        Role.EXPERTS: r"mlp\.experts\.\d+\.(gate|up|down)_proj",
+        Role.ATTENTION: rf"self_attn\.({attention})",
+        Role.SHARED_EXPERTS: rf"mlp\.shared_experts\.{mlp}",
+        Role.DENSE_MLP: rf"layers\.{dense}\.mlp\.{mlp}",
+    }
+    return [f".*{pattern}$" for role, pattern in names.items() if role in roles]
 
 
 def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:
@@ -227,6 +250,9 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
         unconverted=partial(unconverted, ("mlp.gate",), has_vision),
+        fp8_layout="compressed-tensors",
+        kept_attention=_KEPT_ATTENTION,
+        linear_patterns=_linear_patterns,
         model_types=(model_type,),
         source_format=INT4,
         card=ModelCardFacts(

@@ -185,6 +185,10 @@ class Family:
     tensor_parallel_sizes: tuple[int, ...] = ()  # that the model can be split to; empty: any
     least_expert_piece: int = 0  # columns to which vLLM pads what a GPU has of an expert; 0: it pads nothing
     not_computed: str = ""  # why no forward pass is computed; empty: it is
+    fp8_layout: Layout | None = None  # in which engines load FP8 beside NVFP4; None: FP8 is not written for the family
+    kept_attention: str = ""  # the linear layer of attention that stays BF16 beside FP8
+    # (roles, counts) -> the linear layers by regular expressions of their names, also of those that engines fuse
+    linear_patterns: Callable[[Sequence[str], Architecture], list[str]] = lambda _, __: []
     has_kv_scheme: bool = True  # whether engines accept a KV cache type in the config
     naming: EngineNaming = EngineNaming()
     outer_tensors: Callable[[Mapping[str, Any]], dict[str, str]] | None = None  # outside the layers; None: not known
@@ -192,6 +196,11 @@ class Family:
     layer_tensors: Callable[[Mapping[str, Any], int, bool], dict[str, str]] = lambda _, __, ___: {}
     # tower and projector, whole or not there; empty if not known
     vision_tensors: Callable[[Mapping[str, Any]], dict[str, str]] = lambda _: {}
+
+    def takes_fp8(self, place: TensorName, roles: Sequence[str]) -> bool:
+        """Return whether a linear layer becomes FP8 with these roles in a recipe's fp8."""
+        is_kept = self.kept_attention != "" and place.module.endswith(self.kept_attention)
+        return place.role in roles and not is_kept
 
     def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         """Return every name of every bank of experts, sorted."""

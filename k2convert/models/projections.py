@@ -4,6 +4,7 @@ Also here: the checks that the source is in its family's format, and that its te
 config.json describes; and a projection's bytes as arrays.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Layout
 from k2convert.errors import FormatError, MalformedFileError, PlanError, quoted
 from k2convert.models.config import EXPERTS_KEY, DescribedModel, Experts, find_quantization_config, key_of
 from k2convert.models.names import (
@@ -264,6 +265,50 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
                 f"{p.where}: is {form}, but the recipe does not name its role {p.role}. "
                 f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain {form}."
             )
+
+
+def find_fp8(
+    source: Checkpoint,
+    names: Mapping[str, TensorName],
+    roles: Sequence[str],
+    *,
+    family: Family,
+    architecture: Architecture,
+) -> dict[str, Role]:
+    """Find the BF16 weights [N, K] that become FP8, with their roles; PlanError for one in another form."""
+    found: dict[str, Role] = {}
+    patterns = family.linear_patterns(roles, architecture)
+    for name, tensor_name in names.items():
+        tensor = source.tensors[name]
+        if not family.takes_fp8(tensor_name, roles) or tensor_name.parameter != WEIGHT or len(tensor.shape) < 2:
+            continue
+        _expect(tensor, dtypes=("BF16",), rank=2)
+        found[name] = tensor_name.role
+        if not any(re.fullmatch(pattern, tensor_name.module) for pattern in patterns):
+            raise PlanError(
+                f"{tensor.shard}: {name}: FP8 is known for multi-head latent attention only, in which no linear layer "
+                "has this name. Remove attention from the recipe's fp8."
+            )
+    for role in roles:
+        if role not in found.values():
+            raise PlanError(
+                f"{source.folder}: the recipe's fp8 names the role {role}, but no tensor has it. Remove {role} from it."
+            )
+    return found
+
+
+def check_fp8(family: Family, *, layout: Layout, where: str) -> None:
+    """Refuse FP8 for a family and in a layout of which engines do not load it (PlanError)."""
+    if family.fp8_layout is None:
+        raise PlanError(
+            f"{where}: FP8 is written for Kimi K2 only, not for {family.title}. Remove fp8 from the recipe: its "
+            "weights stay in BF16."
+        )
+    if layout != family.fp8_layout:
+        raise PlanError(
+            f"{where}: SGLang and TensorRT-LLM do not load FP8 for {family.title} in the layout {layout}. Use --layout "
+            f"{family.fp8_layout}, or remove fp8 from the recipe."
+        )
 
 
 def check_recipe(family: Family, roles: tuple[str, ...], *, kv_cache: str | None, where: str) -> None:

@@ -14,18 +14,29 @@ from typing import Final, NamedTuple
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.choices import Activations, Layout, Target
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import check_source_config
-from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, Family, TensorName, column_scaling
+from k2convert.models.names import (
+    WEIGHT,
+    Architecture,
+    ColumnScaling,
+    Family,
+    Role,
+    TensorName,
+    column_scaling,
+)
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
+    check_fp8,
     check_model,
     check_recipe,
     check_roles_match,
     check_source_form,
+    find_fp8,
     find_projections,
 )
 from k2convert.plan.recipe import Recipe
@@ -104,13 +115,41 @@ class CopyStep:
         return self.tensor.num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Step:
+    """A BF16 weight [N, K] that becomes FP8, with one scale for each of its rows."""
+
+    tensor: TensorInfo
+    role: Role
+
+    @property
+    def module(self) -> str:
+        return self.tensor.name.rpartition(".")[0]
+
+    @property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        rows, columns = self.tensor.shape
+        return tuple(OutputTensor(f"{self.module}.{tensor[0]}", *tensor[1:]) for tensor in fp8_tensors(rows, columns))
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs)
+
+
+Step = ConvertStep | Fp8Step | CopyStep
+
+
 @dataclass(frozen=True)
 class ShardJob:
     """The content of one output shard, in file order. What is added up over its steps is added up once."""
 
     name: str
     metadata: tuple[tuple[str, str], ...]
-    steps: tuple[ConvertStep | CopyStep, ...]
+    steps: tuple[Step, ...]
 
     @property
     def outputs(self) -> list[OutputTensor]:
@@ -146,6 +185,7 @@ class Plan:
     excludes: tuple[str, ...]
     banks: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
+    fp8_targets: tuple[tuple[str, ...], ...] = ()
 
     @property
     def data_bytes(self) -> int:
@@ -156,9 +196,9 @@ class Plan:
         return [m for j in self.jobs for s in j.steps if isinstance(s, ConvertStep) for m in s.members]
 
 
-def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
+def step_sources(step: Step) -> list[TensorInfo]:
     """Return the source tensors that a step reads, including those of partners."""
-    if isinstance(step, CopyStep):
+    if not isinstance(step, ConvertStep):
         return [step.tensor]
     return [t for p in (*step.members, *step.partners) for t in p.sources]
 
@@ -182,6 +222,8 @@ def claim_projections(
     check_source_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
+    if recipe.fp8:
+        check_fp8(family, layout=recipe.layout, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_model(source, names, architecture, family)
@@ -206,27 +248,44 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    steps = _make_steps(source, projections, recipe, scalings)
+    fp8 = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
+    steps = _make_steps(source, projections, recipe, scalings, fp8)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
-    unconverted = family.unconverted(recipe.roles, architecture) if recipe.target == "nvfp4" else ()
+    unconverted = family.unconverted((*recipe.roles, *recipe.fp8), architecture) if recipe.target == "nvfp4" else ()
     excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
-    return Plan(family.name, recipe, excludes, family.bank_names(architecture.moe_layers), tuple(jobs))
+    banks = family.bank_names(architecture.moe_layers)
+    targets = fp8_targets(family, recipe, architecture)
+    return Plan(family.name, recipe, excludes, banks, tuple(jobs), targets)
+
+
+def fp8_targets(family: Family, recipe: Recipe, architecture: Architecture) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the NVFP4 and of the FP8 layers as groups of a config have them; empty without FP8."""
+    if not recipe.fp8:
+        return ()
+    patterns = (family.linear_patterns(roles, architecture) for roles in (recipe.roles, recipe.fp8))
+    return tuple(tuple(f"re:{pattern}" for pattern in group) for group in patterns)
 
 
 def _make_steps(
-    source: Checkpoint, projections: dict[str, Projection], recipe: Recipe, scalings: Mapping[str, ColumnScaling]
-) -> list[tuple[str, ConvertStep | CopyStep]]:
+    source: Checkpoint,
+    projections: dict[str, Projection],
+    recipe: Recipe,
+    scalings: Mapping[str, ColumnScaling],
+    fp8: Mapping[str, Role],
+) -> list[tuple[str, Step]]:
     """Return (shard, step) in source order. Partners are found across shards."""
     claimed: dict[str, Projection] = {t.name: p for p in projections.values() for t in p.sources}
     sharing: dict[str, list[Projection]] = defaultdict(list)
     for projection in projections.values():
         sharing[projection.sharing_key].append(projection)
-    steps: list[tuple[str, ConvertStep | CopyStep]] = []
+    steps: list[tuple[str, Step]] = []
     done: set[str] = set()
     for shard, header in source.headers.items():
         for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
             projection = claimed.get(tensor.name)
-            if projection is None:
+            if tensor.name in fp8:
+                steps.append((shard, Fp8Step(tensor, fp8[tensor.name])))
+            elif projection is None:
                 steps.append((shard, CopyStep(tensor, scalings.get(tensor.name))))
             elif tensor is projection.home and projection.module not in done:
                 group = sharing[projection.sharing_key]
@@ -237,8 +296,8 @@ def _make_steps(
     return steps
 
 
-def _same_shards(source: Checkpoint, steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob]:
-    by_shard: dict[str, list[ConvertStep | CopyStep]] = defaultdict(list)
+def _same_shards(source: Checkpoint, steps: list[tuple[str, Step]]) -> list[ShardJob]:
+    by_shard: dict[str, list[Step]] = defaultdict(list)
     for shard, step in steps:
         by_shard[shard].append(step)
     # A shard that has only parts of projections of other shards gets no output shard.
@@ -249,8 +308,8 @@ def _same_shards(source: Checkpoint, steps: list[tuple[str, ConvertStep | CopySt
     ]
 
 
-def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob]:
-    parts: list[list[ConvertStep | CopyStep]] = [[]]
+def _resharded(steps: list[tuple[str, Step]]) -> list[ShardJob]:
+    parts: list[list[Step]] = [[]]
     filled = 0
     for _, step in steps:
         num_bytes = step.num_bytes
@@ -266,7 +325,7 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
 
 
 def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return tensors and bytes by action, of source and result; `scale` only if smoothing changes tensors."""
+    """Return tensors and bytes by action, of source and result; `scale` and `fp8` only if there are such tensors."""
     none = dict.fromkeys(("source_tensors", "bytes_in", "tensors", "bytes_out"), 0)
     counts = {"convert": none | {"projections": 0}, "copy": {**none}}
     for step in (step for job in plan.jobs for step in job.steps):
@@ -275,7 +334,7 @@ def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
             sources = [t for member in step.members for t in member.sources]
             counts[action]["projections"] += len(step.members)
         else:
-            action = "copy" if step.scaling is None else "scale"
+            action = "fp8" if isinstance(step, Fp8Step) else "copy" if step.scaling is None else "scale"
             sources = [step.tensor]
         entry = counts.setdefault(action, {**none})
         entry["source_tensors"] += len(sources)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from k2convert.checkpoint.files import DuplicateKeyError, read_small_file
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
+from k2convert.choices import MAX_SEED, Activations, Fp8Role, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import ArgumentError, MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
 from k2convert.quantize.rules import RULES
@@ -34,9 +34,13 @@ def _is_family(value: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def _are_roles(value: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
+def _are_unique(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(value)) != len(value):
         raise ValueError("a role is repeated; remove one")
+    return value
+
+
+def _are_roles(value: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
     if "experts" not in value:
         raise ValueError("must contain 'experts', because the source's 4-bit weights are the routed experts")
     return value
@@ -87,26 +91,38 @@ class Recipe(_Part):
     quantizer: QuantizerKind = "native"
     activations: Activations = "w4a4"
     smoothing: bool | None = None
-    roles: Annotated[tuple[RoleName, ...], AfterValidator(_are_roles)] = ("experts",)
+    roles: Annotated[tuple[RoleName, ...], AfterValidator(_are_unique), AfterValidator(_are_roles)] = ("experts",)
+    fp8: Annotated[tuple[Fp8Role, ...], AfterValidator(_are_unique)] = ()
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
     budget: Budget = Budget()
     calibration: TextUse = TextUse()
 
+    def least_sqnr_db(self, role: str) -> float:
+        """Return the budget of a converted tensor of this role."""
+        if role in self.fp8:
+            return FP8_SQNR_DB
+        return self.budget.tensor_sqnr_db
+
     def document(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data, with every default; `smoothing` only if it is set.
+        """Return the resolved recipe as plain data, with every default; `smoothing` and `fp8` only if they are set.
 
         Without the purpose, and without the text, which the ledger has itself.
         """
         document = self.model_dump(mode="json", exclude={"purpose", "calibration"})
         if self.smoothing is None:
             del document["smoothing"]
+        if not self.fp8:
+            del document["fp8"]
         return document
 
 
 GPTQ_TENSOR_SQNR_DB: Final = 13.0
 """The budget of a tensor by rule gptq, which keeps outputs, not weights: the worst tensor of k2-tiny had 17.2 dB and
 that of SmolLM2 18.2 dB, against 22.5 dB by rule mse on k2-tiny."""
+
+FP8_SQNR_DB: Final = 28.0
+"""The budget of an FP8 tensor, by any rule: weights of attention have 31.5 dB."""
 
 _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
@@ -137,6 +153,10 @@ def _contradictions(r: Recipe, *, text: bool, to_hub: bool) -> Iterator[tuple[ob
     rule = RULES[r.rule]
     is_nvfp4 = r.target == "nvfp4"
     unused = [key for key in sorted(r.model_fields_set & _NVFP4_KEYS) if getattr(r, key) is not None]
+    both = [role for role in r.fp8 if role in r.roles]
+    yield both, f"{', '.join(both)} is in roles and in fp8. Remove it from one of the two."
+    yield not is_nvfp4 and r.fp8, f"target {r.target} converts nothing to FP8. Leave out fp8."
+    yield r.fp8 and text, "a conversion with fp8 cannot be calibrated. Leave out --calibrate, or fp8."
     yield not is_nvfp4 and text, f"target {r.target} cannot be calibrated. Leave out --calibrate."
     yield not is_nvfp4 and unused, f"target {r.target} converts nothing to NVFP4. Leave out {', '.join(unused)}."
     yield r.quantizer == "reference" and text, "quantizer reference cannot be calibrated. Leave out --calibrate."
@@ -292,6 +312,7 @@ def _explain(error: ValidationError) -> str:
                 expected = reason.removeprefix("Input should be ").replace("a valid ", "a ")
                 reason = f"{quoted(problem['input'])} must be {expected}"
             if problem["type"] == "tuple_type":
-                reason = "must be a list, as in `roles: [experts, shared_experts]` or --set 'roles=[experts]'"
+                example = "[attention]" if key == "fp8" else "[experts, shared_experts]"
+                reason = f"must be a list, as in `{key}: {example}` or --set '{key}={example}'"
             problems.append(f"{shortened(key)}: {reason}" if key else reason)
     return "; ".join(problems[:MAX_PROBLEMS])

@@ -23,7 +23,7 @@ from k2convert.checkpoint.index import Checkpoint, check_level
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
-from k2convert.plan.recipe import Recipe
+from k2convert.plan.recipe import FP8_SQNR_DB, Recipe
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
@@ -63,7 +63,7 @@ Metrics = Annotated[WeightMetrics, BeforeValidator(_of_this_version), AfterValid
 
 @dataclass(frozen=True, slots=True)
 class ProjectionRecord:
-    """Measurements of one converted projection."""
+    """Measurements of one converted projection. The global scale of FP8 is 1: each row has a scale of its own."""
 
     module: str
     role: str
@@ -287,8 +287,8 @@ def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
 
 def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, float]:
     """Return the SQNR in dB of the measured tensors that `validate` refuses by the recipe's budget, the worst first."""
-    measured = ((p.module, p.metrics) for r in records for p in r.projections if p.metrics and p.metrics.energy > 0.0)
-    missed = {name: m.sqnr_db for name, m in measured if not m.sqnr_db >= recipe.budget.tensor_sqnr_db}
+    measured = ((p, p.metrics) for r in records for p in r.projections if p.metrics and p.metrics.energy > 0.0)
+    missed = {p.module: m.sqnr_db for p, m in measured if not m.sqnr_db >= recipe.least_sqnr_db(p.role)}
     return dict(sorted(missed.items(), key=lambda item: item[1]))
 
 
@@ -323,10 +323,13 @@ def _some(names: Sequence[str]) -> str:
 def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> None:
     """Raise InvalidCheckpointError if tensors are below the recipe's budget: `validate` fails. The result stays."""
     if missed:
+        least = recipe.budget.tensor_sqnr_db
+        if min(missed.values()) >= least:  # only FP8 has a higher one
+            least = FP8_SQNR_DB
         worst = ", ".join(f"{name} has {figure:.2f} dB" for name, figure in list(missed.items())[:3])
         raise InvalidCheckpointError(
             f"{folder}: {len(missed)} {'tensor is' if len(missed) == 1 else 'tensors are'} below the error budget of "
-            f"{recipe.budget.tensor_sqnr_db:g} dB, so `validate` fails: {worst}{', ...' if len(missed) > 3 else ''}. "
+            f"{least:g} dB, so `validate` fails: {worst}{', ...' if len(missed) > 3 else ''}. "
             "Choose a different rule, or set `budget` in the recipe."
         )
 

@@ -14,10 +14,12 @@ from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.models.source_formats import INT4
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.report.content import role_name
 from k2convert.report.figures import Report
 from k2convert.report.render import code, escape, render_text
+from k2convert.report.wording import joined
 
 _KEEP_INPUT_SCALE: Final = (
     "**Keep `input_scale` at 1.0.** At run time, each block of 16 activations gets its own E4M3 scale. With 1.0, these "
@@ -83,7 +85,8 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     bits = "W4A16: 4-bit weights, 16-bit activations"
     if recipe.activations == "w4a4":
         bits = "W4A4: 4-bit weights and activations"
-    kept = [*family.kept, *(role_name(role) for role in CONVERTIBLE_ROLES if role not in recipe.roles)]
+    kept = [_KEPT_ATTENTION if name in recipe.fp8 else name for name in family.kept]
+    kept += (role_name(role) for role in CONVERTIBLE_ROLES if role not in (*recipe.roles, *recipe.fp8))
     if family.has_vision:
         kept.append("vision tower and projector")
     exceptions = ""
@@ -92,9 +95,22 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
     return (
         f"{base} with its {', '.join(map(role_name, recipe.roles))} converted to NVFP4 ({bits}): E2M1 values, one E4M3 "
-        f"scale for every 16 weights, and {scale} per tensor. Everything else is copied byte for byte: "
-        f"{', '.join(kept)}{exceptions}.\n\n"
+        f"scale for every 16 weights, and {scale} per tensor. {_fp8_sentence(recipe)}Everything else is copied byte "
+        f"for byte: {', '.join(kept)}{exceptions}.\n\n"
         f"Rule {code(recipe.rule)}{'' if rule is None else f': {escape(rule.summary)}'}"
+    )
+
+
+_KEPT_ATTENTION: Final = "`kv_b_proj` of attention"
+
+
+def _fp8_sentence(recipe: Recipe) -> str:
+    if not recipe.fp8:
+        return ""
+    names = joined([role_name(role) for role in recipe.fp8])
+    return (
+        f"{names[0].upper()}{names[1:]} became FP8 (W8A8: 8-bit weights and activations): E4M3 values, one FP32 scale "
+        "for each output row, and at run time one for each token. "
     )
 
 
@@ -139,6 +155,11 @@ def _hardware(report: Report) -> Iterator[str]:
             yield _INT4_IS_FASTER
     else:
         yield "Weight-only: activations stay in 16 bits on every GPU, including Blackwell."
+    if report.ledger.recipe.fp8:
+        yield (
+            "Hopper and Blackwell multiply the FP8 layers in 8 bits. A token reads half of their bytes, which is a "
+            "bound on the speed. No speed was measured."
+        )
     yield (
         "Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there, and "
         f"the {source_format.title} source serves as well. All shards together need "

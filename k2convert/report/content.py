@@ -109,7 +109,10 @@ def caution(report: Report) -> str:
     bits = f"{source.title} has {source.bits:g} bits per weight, NVFP4 {NVFP4_BITS:g}"
     if source.bits == NVFP4_BITS:
         bits = f"{source.title} and NVFP4 both have {source.bits:g} bits per weight"
-    text = f"These are errors of weights against {exact}. {change} The result is no smaller than the source: {bits}."
+    size = f"The result is no smaller than the source: {bits}."
+    if report.ledger.recipe.fp8:
+        size = f"The 4-bit weights are no smaller than the source's: {bits}. What became FP8 has half of its bytes."
+    text = f"These are errors of weights against {exact}. {change} {size}"
     if calibration is not None and calibration.gptq:
         text += (
             " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are larger than those "
@@ -416,6 +419,7 @@ def provenance(report: Report) -> Section:
         ("recipe", recipe.name),
         ("rule", recipe.rule),
         ("roles", ", ".join(recipe.roles)),
+        ("in FP8", ", ".join(recipe.fp8)),
         ("layout", recipe.layout),
         ("activations", recipe.activations),
         ("input scales", f"gate_up {recipe.input_scale.gate_up}, down {recipe.input_scale.down}"),

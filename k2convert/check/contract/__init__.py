@@ -22,7 +22,7 @@ from k2convert.check.contract.folder import (
     check_sidecars,
 )
 from k2convert.check.contract.matchers import check_exclude_list
-from k2convert.check.contract.result import NO_SOURCE, Result
+from k2convert.check.contract.result import FP8_PARAMETERS, NO_SOURCE, Result
 from k2convert.check.contract.scan import ScanResult
 from k2convert.check.contract.tensors import (
     check_alignment,
@@ -37,7 +37,8 @@ from k2convert.check.results import ContractReport, Findings
 from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, shortened
-from k2convert.models.names import CONVERTIBLE_ROLES, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
+from k2convert.plan.recipe import FP8_SQNR_DB
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import ALL_ZERO
 
@@ -81,7 +82,7 @@ def check_result(
     found += [check(result) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(check_hf_quant_config(result, compare_lists=list_is_good))
-    on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
+    on_data = [*check_block_scales(result, scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
@@ -96,12 +97,18 @@ def check_result(
     )
 
 
-def check_block_scales(scan: ScanResult) -> list[Findings]:
+def check_block_scales(result: Result, scan: ScanResult) -> list[Findings]:
     """Rules 4 and 5. 0x7F and 0xFF are NaN, engines do not read the sign, and Marlin flushes 0x01 to 0x07 to zero."""
     wrong = Findings(4)
     subnormal = Findings(5)
     for name, count in scan.invalid_scales.items():
-        wrong.error(name, f"{count:,} block scales are NaN or negative", count=count)
+        module, _, parameter = name.rpartition(".")
+        what = "block scales are NaN or negative"
+        if module in result.modules and result.modules[module].is_fp8:
+            what = "scales of rows are not positive numbers"
+            if parameter == WEIGHT:
+                what = "codes are NaN, or rows use less than half of their range"
+        wrong.error(name, f"{count:,} {what}", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
         wrong.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
     for name, count in scan.subnormal_scales.items():
@@ -176,7 +183,7 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
     for name, tensor in result.tensors.items():
         before = result.source.tensors.get(name)
         module = result.modules.get(name.rpartition(".")[0])
-        if before is None or (module is not None and (module.is_converted or module.other_form)):
+        if before is None or (module is not None and module.has_converted(name.rpartition(".")[2])):
             continue
         problem = f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}"
         if result.is_recast(name) and name not in reported:
@@ -216,29 +223,33 @@ def check_errors(
     """
     found = Findings(18)
     for name in sorted(scan.all_zero & result.modules.keys()):
-        if result.modules[name].parts.role in CONVERTIBLE_ROLES:  # rule 1 reports any other
+        module = result.modules[name]
+        if module.is_fp8 or module.parts.role in CONVERTIBLE_ROLES:  # rule 1 reports any other
             found.warn(name, ALL_ZERO)
     for name, doubt in doubts.items():
         found.warn(name, doubt)
     if errors is None:
         return found.skip(result.no_source or NO_SOURCE)
-    if not errors and not result.converted:
+    converted = [*result.converted, *result.fp8]
+    if not errors and not converted:
         return found.skip("no weight is converted")
     budget = result.budget.tensor_sqnr_db
     worst = math.inf
-    for module in result.converted:
+    for module in converted:
         measured = errors.get(module.name)
         if measured is None:
             # Rule 1 or 3 reports a projection that cannot be decoded, rule 1 or 9 one that the source does not have.
-            if set(result.expected_parameters) <= set(module.parameters) and result.is_in_source(module):
+            expected = FP8_PARAMETERS if module.is_fp8 else result.expected_parameters
+            if set(expected) <= set(module.parameters) and result.is_in_source(module):
                 found.error(module.name, "not measured")
             continue
         if measured.is_zero:
             continue
         sqnr = measured.sqnr_db
         worst = min(worst, sqnr)
-        if not sqnr >= budget:
-            found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {budget:.2f} dB")
+        least = FP8_SQNR_DB if module.is_fp8 else budget
+        if not sqnr >= least:
+            found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
     found.note = f"worst {worst:.2f} dB, budget {budget:.2f} dB" if math.isfinite(worst) else f"budget {budget:.2f} dB"
     return found
 

@@ -9,6 +9,7 @@ from stat import S_ISREG
 from typing import Any, Final, cast
 
 from k2convert import __version__
+from k2convert.check.contract.groups import QUARK, check_groups
 from k2convert.check.contract.result import Result, read_leniently
 from k2convert.check.results import Findings
 from k2convert.checkpoint.files import (
@@ -23,7 +24,7 @@ from k2convert.checkpoint.files import (
     walk_folder,
 )
 from k2convert.checkpoint.index import engine_links_out, list_sidecars, missing_sidecars
-from k2convert.checkpoint.layouts.compressed_tensors import SCALE_DTYPE
+from k2convert.checkpoint.layouts.compressed_tensors import MIXED_FORMAT
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization
 from k2convert.checkpoint.layouts.modelopt import MIXED_PRECISION
 from k2convert.checkpoint.names import (
@@ -39,9 +40,8 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import K2ConvertError, counted, quoted, shortened
 from k2convert.models.config import FP8, KV_SCALES, kv_cache_form
 from k2convert.models.names import Role
+from k2convert.plan.plan import fp8_targets
 from k2convert.records.fingerprint import config_obstacle
-
-QUARK: Final = "the config is for AMD Quark's loader, which is not checked here"
 
 
 def check_quantization_config(result: Result) -> Findings:
@@ -67,7 +67,7 @@ def check_quantization_config(result: Result) -> Findings:
             _check_banks(declared.get(key), cast(dict[str, object], value), found)
         elif not is_same_json(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
-    _check_groups(result, declared, next(iter(wanted["config_groups"].values())), found)
+    check_groups(result, mapping_or_empty(wanted["config_groups"]), found)
     if result.names.needs_marlin and not result.has_input_scale:
         found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
     return found
@@ -79,8 +79,8 @@ def _allow_other_forms(result: Result, expected: dict[str, object], found: Findi
     if "group_size" not in declared and declared.get("config_groups"):
         expected.pop("group_size", None)  # ModelOpt states it in the groups, which are checked below
     if result.names.library != "modelopt":
-        if declared.get("format") == _MIXED_FORMAT:
-            expected["format"] = _MIXED_FORMAT
+        if declared.get("format") == MIXED_FORMAT:
+            expected["format"] = MIXED_FORMAT
         return
     algorithm = "NVFP4" if result.has_input_scale else "W4A16_NVFP4"
     has_banks = expected.pop("quantized_layers", None) is not None
@@ -95,9 +95,6 @@ def _allow_other_forms(result: Result, expected: dict[str, object], found: Findi
         del expected["quant_algo"]  # without input activations in its groups, NVFP4 is W4A16 to vLLM
     if str(declared.get("quant_method")).startswith(result.names.library):
         del expected["quant_method"]
-
-
-_MIXED_FORMAT: Final = "mixed-precision"
 
 
 def _check_listed(result: Result, entry: Mapping[str, object], found: Findings) -> None:
@@ -134,77 +131,12 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
 def _expected_declaration(result: Result) -> Quantization:
     """Return what the configs must declare of the tensors; the exclude list is rule 14's."""
     activations = "w4a4" if result.has_input_scale else "w4a16"
+    targets: tuple[tuple[str, ...], ...] = ()
+    if result.fp8 and result.recipe is not None and result.config is not None:
+        architecture = result.family.read_architecture(result.config, str(result.folder))
+        targets = fp8_targets(result.family, result.recipe, architecture)
     moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
-    return Quantization(activations, None, (), result.family.bank_names(sorted(moe_layers)))
-
-
-def _check_groups(result: Result, declared: dict[str, object], wanted: Mapping[str, Any], found: Findings) -> None:
-    """Compare every group with the scheme of its library's loaders, stated here, and with the wanted targets."""
-    own, dynamic = _SCHEMES[result.names.library]
-    scheme = _SCHEME | own
-    groups = mapping_or_empty(declared.get("config_groups"))
-    is_flat = result.is_foreign and result.names.library == "modelopt" and "group_size" in declared
-    if any(module.other_form for module in result.modules.values()):
-        groups = {k: g for k, g in groups.items() if _num_bits(g) == 4} or groups
-    if not groups and not is_flat:
-        found.error("quantization_config.config_groups", "missing")
-    for name, group in groups.items():
-        where = f"quantization_config.config_groups.{shortened(name)}"
-        _check_scheme(mapping_or_empty(group).get("weights"), scheme | {"dynamic": False}, f"{where}.weights", found)
-        activations = mapping_or_empty(group).get("input_activations")
-        if result.has_input_scale:
-            _check_scheme(activations, scheme | {"dynamic": dynamic}, f"{where}.input_activations", found)
-            if "scale_dtype" in wanted["input_activations"]:
-                _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
-        elif activations is not None:
-            found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
-        targets: Any = mapping_or_empty(group).get("targets")
-        if result.selects or (result.is_foreign and result.names.library == "modelopt"):
-            continue  # the targets of compressed-tensors are compared below, no engine reads ModelOpt's
-        if wanted["targets"] == ["Linear"]:
-            if not isinstance(targets, list) or "Linear" not in targets:
-                found.error(f"{where}.targets", "does not name Linear")
-        elif targets != wanted["targets"]:
-            found.error(f"{where}.targets", "does not name the banks of experts")
-
-
-def nvfp4_targets(result: Result) -> list[str]:
-    """Return what the groups of 4 bits name: names and regular expressions of modules."""
-    groups = map(mapping_or_empty, mapping_or_empty(result.declared.get("config_groups")).values())
-    targets = [cast(list[object], group.get("targets") or []) for group in groups if _num_bits(group) == 4]
-    return [str(target) for named in targets for target in named]
-
-
-def _num_bits(group: object) -> object:
-    return mapping_or_empty(mapping_or_empty(group).get("weights")).get("num_bits")
-
-
-_SCHEME: Final[dict[str, object]] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
-_SCHEMES: Final[dict[str, tuple[dict[str, object], object]]] = {
-    "modelopt": ({}, False),
-    "compressed-tensors": ({"strategy": "tensor_group", "symmetric": True}, "local"),
-}
-"""What a scheme has beside these keys, and `dynamic` of activations, in a config of each library."""
-
-
-def _check_scheme(scheme: Any, expected: Mapping[str, object], where: str, found: Findings) -> None:
-    if not isinstance(scheme, dict):
-        found.error(where, "missing; engines would assume a different scheme")
-        return
-    for key, value in expected.items():
-        stated = mapping_or_empty(cast(object, scheme)).get(key)
-        if not is_same_json(stated, value):
-            found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")
-
-
-def _check_scale_dtype(activations: Any, where: str, found: Findings) -> None:
-    """Engines round block scales of activations to E4M3 whatever is stated; compressed-tensors only if this key is."""
-    stated = mapping_or_empty(activations).get("scale_dtype")
-    if stated is None:
-        effect = "transformers with compressed-tensors 0.13 and later does not round the block scales of activations"
-        found.warn(where, f'missing; {effect}. Add "scale_dtype": "{SCALE_DTYPE}"')
-    elif stated not in (SCALE_DTYPE, SCALE_DTYPE.removeprefix("torch.")):
-        found.error(where, f"{stated!r}, expected {SCALE_DTYPE!r}")
+    return Quantization(activations, None, (), result.family.bank_names(sorted(moe_layers)), targets)
 
 
 def check_config_unchanged(result: Result) -> Findings:

@@ -33,7 +33,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, Final, cast
 
-from k2convert.check.contract.folder import QUARK, nvfp4_targets
+from k2convert.check.contract.groups import QUARK, nvfp4_targets
 from k2convert.check.contract.result import CONVERTED_WHILE_LOADING, Module, Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
@@ -382,7 +382,7 @@ def engine_modules(linears: Sequence[Module], engine: Engine) -> dict[tuple[str,
     converted: dict[tuple[str, bool], bool] = defaultdict(bool)
     for module in linears:
         is_moe = module.parts.role is Role.EXPERTS and engine.fuses_experts
-        converted[_engine_name(module, engine), is_moe] |= module.is_converted
+        converted[_engine_name(module, engine), is_moe] |= module.is_converted or module.is_fp8
     return converted
 
 

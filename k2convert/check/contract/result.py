@@ -102,6 +102,7 @@ NO_SCALING: Final = Scaling({}, {})
 class Module:
     """One module of the result: its parameters by name, and its place in the model.
 
+    `is_converted` is set for NVFP4, `is_fp8` for a weight in a result of ours that is FP8, or should be.
     `other_form` is the form or dtype of a weight that another tool quantized, but not to NVFP4; empty for any other.
     """
 
@@ -110,6 +111,14 @@ class Module:
     parameters: Mapping[str, TensorInfo]
     is_converted: bool
     other_form: str = ""
+    is_fp8: bool = False
+
+    def has_converted(self, parameter: str) -> bool:
+        """Return whether a tensor of the module belongs to its converted weight; others are copies."""
+        return self.is_converted or bool(self.other_form) or (self.is_fp8 and parameter in FP8_PARAMETERS)
+
+
+FP8_PARAMETERS: Final = (WEIGHT, WEIGHT_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +215,11 @@ class Result:
     def converted(self) -> list[Module]:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
+
+    @property
+    def fp8(self) -> list[Module]:
+        """The modules that are FP8, or should be."""
+        return [module for module in self.modules.values() if module.is_fp8]
 
     def is_unjudged(self, name: str) -> bool:
         """Return whether another tool's tensor is not compared with the source: dtype, form, name or use are others."""
@@ -343,6 +357,12 @@ def _from_headers(
     modules: dict[str, Module] = {}
     for module, found in parameters.items():
         weight = found.get(WEIGHT)
+        is_fp8 = weight is not None and weight.dtype == "F8_E4M3"
+        if recipe is not None and family.takes_fp8(places[module], recipe.fp8):
+            is_fp8 |= WEIGHT_SCALE in found or (weight is not None and len(weight.shape) > 1)
+        if recipe is not None and is_fp8:
+            modules[module] = Module(module, places[module], found, is_converted=False, is_fp8=True)
+            continue
         other_form = _other_form(found) if recipe is None and places[module].role is not Role.EXPERTS else ""
         looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
         is_converted = not other_form and (looks_converted or module in int4 or places[module].role in roles)

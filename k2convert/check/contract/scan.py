@@ -19,11 +19,13 @@ from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
+from k2convert.models.names import WEIGHT
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Scalar, is_weight
 
 BATCH_BYTES = 16 << 20
 SUBNORMAL_LAST = 0x07
+_LEAST_LARGEST = 0x76  # 224; the largest weight of a row of FP8 is 448 times its scale
 LARGEST_FINITE = 0x7E
 _CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
 _MAGNITUDES = np.uint8(0x77)  # of the two codes in a byte
@@ -114,10 +116,10 @@ def scan_shards(
 
 def _targets(result: Result) -> dict[tuple[str, str], _Target]:
     targets: dict[tuple[str, str], _Target] = {}
-    problems = {module.name: shape_problems(result, module) for module in result.converted}
+    problems = {module.name: shape_problems(result, module) for module in (*result.converted, *result.fp8)}
     for name, tensor in result.tensors.items():
         module_name, _, parameter = name.rpartition(".")
-        if module_name in problems:
+        if module_name in problems and result.modules[module_name].has_converted(parameter):
             readable = parameter not in problems[module_name]
             targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
             continue
@@ -213,6 +215,11 @@ class _Scan:
                     self.found.all_zero.add(target.name)
         if target.source is not None:
             self._compare(target, target.source, begin, data)
+        elif target.module is not None and target.module.is_fp8:
+            if target.is_readable:
+                self._count_unusable(target, target.module, data)
+            if self.tensor_visitor is not None:
+                self.tensor_visitor(target.module.name, target.parameter, data)
         elif target.module is not None:
             names = self.result.names
             if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
@@ -236,6 +243,21 @@ class _Scan:
         if not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
             found.different[target.name] = found.different.get(target.name, 0) + changed
+
+    def _count_unusable(self, target: _Target, module: Module, data: Bytes) -> None:
+        """Count FP8 codes that are NaN and rows whose largest code is below 224; or scales that are no numbers > 0."""
+        if target.parameter != WEIGHT:
+            scales = data.view(np.float32)
+            count = int(np.count_nonzero(~(np.isfinite(scales) & (scales > 0))))
+        else:
+            codes = data.reshape(module.parameters[WEIGHT].shape) & np.uint8(LARGEST_FINITE + 1)
+            largest = codes.max(axis=1, initial=0)
+            count = int(np.count_nonzero(codes > LARGEST_FINITE))
+            count += int(np.count_nonzero((largest > 0) & (largest < _LEAST_LARGEST)))
+            if not largest.any():
+                self.found.all_zero.add(module.name)
+        if count:
+            self.found.invalid_scales[target.name] = count
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""

@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from typing import Final
 
-from k2convert.check.contract.result import Module, Result
+from k2convert.check.contract.result import FP8_PARAMETERS, Module, Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
@@ -21,7 +22,7 @@ from k2convert.models.config import (
     key_of,
     text_config,
 )
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Role
 from k2convert.models.projections import experts_remedy, find_experts, format_of
 
 HIDDEN_ALIGNMENT = 256
@@ -57,6 +58,8 @@ def check_names(result: Result) -> Findings:
             found.error(f"{module.name}.{parameter}", "missing")
         for parameter in sorted(set(module.parameters) - expected):
             found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
+    for module in result.fp8:
+        _check_fp8_names(result, module, found)
     experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()}
@@ -74,12 +77,30 @@ def check_names(result: Result) -> Findings:
             continue
         for parameter, tensor in module.parameters.items():
             name = f"{module.name}.{parameter}"
+            if module.is_fp8 and parameter in FP8_PARAMETERS:
+                continue
             if name not in result.source.tensors and not result.is_unjudged(name):
                 new = "a new name" if module.name in allowed else "a new module"
                 found.error(name, f"{new} ({tensor.shard}), not in the source")
     for what, count in others.items():
         found.warn(what, f"{count:,} modules, not checked here: not every engine loads this form", count=count)
     return found
+
+
+def _check_fp8_names(result: Result, module: Module, found: Findings) -> None:
+    """An FP8 layer has a weight and the scales of its rows, and is one that the recipe names."""
+    weight = module.parameters.get(WEIGHT)
+    recipe = result.recipe
+    if recipe is None or not result.family.takes_fp8(module.parts, recipe.fp8):
+        found.error(module.name, "is FP8, but the recipe leaves it in BF16")
+    elif weight is not None and weight.dtype in ("BF16", "F16", "F32") and WEIGHT_SCALE not in module.parameters:
+        found.error(module.name, f"is {weight.dtype}, but the recipe's fp8 names {module.parts.role}")
+    else:
+        for parameter in FP8_PARAMETERS:
+            if parameter not in module.parameters:
+                found.error(f"{module.name}.{parameter}", "missing")
+        if not result.is_in_source(module):
+            found.error(module.name, "a new module, not in the source")
 
 
 _UNQUANTIZED: Final = (Role.ROUTER, Role.NORM, Role.EMBEDDINGS, Role.VISION_TOWER)
@@ -100,7 +121,7 @@ def check_prefix(result: Result) -> Findings:
 def check_shapes(result: Result) -> Findings:
     """Rule 3: codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], scalars F32 [] or [1], K a multiple of 16."""
     found = Findings(3)
-    for module in result.converted:
+    for module in (*result.converted, *result.fp8):
         for parameter, problem in shape_problems(result, module).items():
             found.error(f"{module.name}.{parameter}", problem)
     return found
@@ -108,6 +129,8 @@ def check_shapes(result: Result) -> Findings:
 
 def shape_problems(result: Result, module: Module) -> dict[str, str]:
     """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
+    if module.is_fp8:
+        return _fp8_problems(result, module)
     names = result.names
     problems = dict[str, str]()
     weight = module.parameters.get(names.weight)
@@ -133,6 +156,21 @@ def shape_problems(result: Result, module: Module) -> dict[str, str]:
         tensor = module.parameters.get(parameter)
         if tensor is not None and (tensor.dtype != "F32" or tensor.shape not in ((), (1,))):
             problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected F32 [] or [1]"
+    return problems
+
+
+def _fp8_problems(result: Result, module: Module) -> dict[str, str]:
+    weight = module.parameters.get(WEIGHT)
+    size = _source_size(result, module)
+    if size is None and weight is not None and len(weight.shape) == 2:
+        size = (weight.shape[0], weight.shape[1])
+    if size is None:
+        return {}
+    problems = dict[str, str]()
+    for parameter, dtype, shape, _ in fp8_tensors(*size):
+        tensor = module.parameters.get(parameter)
+        if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
+            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
     return problems
 
 
@@ -166,9 +204,14 @@ def check_totals(result: Result) -> Findings:
     size = 0
     done: set[str] = set()
     converted = result.int4_modules | {module.name for module in result.converted}
+    fp8 = {f"{module.name}.{WEIGHT}" for module in result.fp8}
     for name, tensor in result.source.tensors.items():
         parts = result.source_names.get(name)
-        if parts is None or parts.module not in converted:
+        if name in fp8 and len(tensor.shape) == 2:
+            tensors = fp8_tensors(*tensor.shape)
+            count += len(tensors)
+            size += sum(t[3] for t in tensors)
+        elif parts is None or parts.module not in converted:
             count += 1
             size += tensor.num_bytes
         elif parts.module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
@@ -241,6 +284,8 @@ def _is_reported(result: Result, fault: Fault) -> bool:
         if not fault.name.endswith(f".{WEIGHT}") or fault.expected is None or fault.found is None:
             return True
         return fault.found.shape == fault.expected.shape
+    if module is not None and module.is_fp8 and fault.name.rpartition(".")[2] in FP8_PARAMETERS:
+        return True
     if module is not None and module.is_converted:
         is_complete = set(result.expected_parameters) <= set(module.parameters)
         is_named = module.parts.role not in CONVERTIBLE_ROLES or not is_complete or shape_problems(result, module)

@@ -9,6 +9,8 @@ from k2convert.checkpoint.layouts.layout import CheckpointLayout, Quantization
 from k2convert.choices import BLOCK_SIZE, Activations
 
 _FORMAT: Final = "nvfp4-pack-quantized"
+_FP8_FORMAT: Final = "float-quantized"
+MIXED_FORMAT: Final = "mixed-precision"
 SCALE_DTYPE: Final = "torch.float8_e4m3fn"
 """Without it compressed-tensors does not round the block scales of activations."""
 
@@ -34,15 +36,31 @@ def _quantization_config(declared: Quantization, _: str) -> dict[str, Any]:
         "targets": ["Linear"],
         "weights": shared | {"dynamic": False, "observer": "memoryless_minmax"},
     }
+    groups = {"group_0": group}
+    if declared.fp8_targets:
+        nvfp4, fp8 = map(list, declared.fp8_targets)
+        groups = {"group_0": {"format": _FORMAT, **group, "targets": nvfp4}, "group_1": _fp8_group(fp8)}
     kv_scheme = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
     return {
-        "config_groups": {"group_0": group},
-        "format": _FORMAT,
+        "config_groups": groups,
+        "format": MIXED_FORMAT if declared.fp8_targets else _FORMAT,
         "global_compression_ratio": None,
         "ignore": list(declared.excludes),
         "kv_cache_scheme": kv_scheme if declared.kv_cache == "fp8" else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
+    }
+
+
+def _fp8_group(targets: list[str]) -> dict[str, Any]:
+    """Return the group of layers with one scale for each output row, and one for each token at run time."""
+    shared: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "format": _FP8_FORMAT,
+        "input_activations": shared | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+        "targets": targets,
+        "weights": shared | {"strategy": "channel", "dynamic": False, "observer": "memoryless_minmax"},
     }
 
 

@@ -16,12 +16,16 @@ QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Declarations in the configs of a result. `banks` are the converted layers, if engines look each up by name."""
+    """Declarations in the configs of a result. `banks` are the converted layers, if engines look each up by name.
+
+    `fp8_targets` are the names of the NVFP4 layers and those of the FP8 layers; empty without FP8.
+    """
 
     activations: str
     kv_cache: str | None
     excludes: Sequence[str]
     banks: Sequence[str] = ()
+    fp8_targets: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,12 @@ class CheckpointLayout:
     def quantized_config(self, config: Mapping[str, Any], declared: Quantization, *, version: str) -> dict[str, Any]:
         """Return config.json of the result: the source's with exactly one quantization_config, at the top level."""
         return unquantized_config(config) | {QUANTIZATION_KEYS[0]: self.quantization_config(declared, version)}
+
+
+def fp8_tensors(rows: int, columns: int) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+    """Return (parameter, dtype, shape, num_bytes) of an FP8 weight [rows, columns], in file order."""
+    weight = ("weight", "F8_E4M3", (rows, columns), rows * columns)
+    return weight, ("weight_scale", "F32", (rows, 1), 4 * rows)
 
 
 def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight, bf16_values
+from k2convert.quantize.formats.fp8 import decode_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
-from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, row_slices
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, mxfp4_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -83,6 +84,27 @@ def measure_quantized(
         sampled_error_max=error_max,
         **counts,
     )
+
+
+def measure_fp8(bits: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> WeightMetrics:
+    """Measure FP8 codes uint8 [N, K] with scales float32 [N, 1] against BF16 bits uint16 [N, K].
+
+    There are no blocks. The error is NaN if a code or a scale is not finite.
+    """
+    energies = list[float]()
+    errors = list[float]()
+    num_nonzero = 0
+    equal_nonzero = 0
+    for rows in row_slices(*bits.shape):
+        exact = bf16_values(bits[rows]).astype(np.float64)
+        difference = decode_fp8(codes[rows], scales[rows]) - exact
+        is_nonzero = exact != 0
+        num_nonzero += int(np.count_nonzero(is_nonzero))
+        equal_nonzero += int(np.count_nonzero(is_nonzero & (difference == 0)))
+        energies += np.einsum("nk,nk->n", exact, exact).tolist()
+        errors += np.einsum("nk,nk->n", difference, difference).tolist()
+    sums = Sums(_sum(np.array(energies)), _sum(np.array(errors)), num_nonzero, equal_nonzero, equal_blocks=0)
+    return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=bits.size)
 
 
 def metrics_of(sums: Sums, block_scales: NDArray[np.uint8]) -> WeightMetrics:
