@@ -26,7 +26,9 @@ def inspect(
     if inspection.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
     elif inspection.nvfp4_projections:
-        console.print_next(console.command("k2convert", "validate", source))
+        origin = (inspection.conversion or {}).get("source")
+        words = () if origin is None else ("--source", origin)
+        console.print_next(console.command("k2convert", "validate", source, *words))
 
 
 def status(

@@ -91,7 +91,9 @@ def publish(
 def _show_left(folder: Path, repo: str) -> None:
     """Say where the shards of a folder went; raises K2ConvertError if it is not this repository."""
     from k2convert.cli import console
+    from k2convert.job.locations import named_source
     from k2convert.records.journal import check_shards_are_here, find_published
+    from k2convert.records.ledger import find_ledger
 
     published = find_published(folder)
     if published is None or published.repo != repo:
@@ -101,7 +103,8 @@ def _show_left(folder: Path, repo: str) -> None:
         {"repo": repo, "commit": published.commit, "published_before": True},
         f"{folder}: published as {published}. Its shards are no longer here",
     )
-    console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
+    words = named_source(folder, find_ledger(folder))
+    console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}", *words))
 
 
 def _send(publication: "Publication", source: str | None, *, yes: bool) -> str:

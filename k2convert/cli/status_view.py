@@ -1,6 +1,7 @@
 """The view of `status`: how far a conversion or an evaluation is, and what else a path holds."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,13 @@ from k2convert.forward.work import WorkFolder
 from k2convert.hub.client import SCHEME, Hub, RepoRef
 from k2convert.hub.source import resolve_source
 from k2convert.job.evaluation import evaluation_works
-from k2convert.job.locations import fetch_ledger, repo_at
+from k2convert.job.locations import fetch_ledger, named_source, repo_at
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.evaluation import find_evaluation
 from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION, JobDescription, earlier_result
-from k2convert.records.journal import Journal, find_published, has_left
-from k2convert.records.ledger import TOTAL
+from k2convert.records.journal import Journal, find_published, has_left, is_current
+from k2convert.records.ledger import TOTAL, find_ledger
 from k2convert.records.work_log import read_lock
 
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
@@ -74,6 +75,7 @@ class JobStatus:
     calibration: dict[str, Any] | None  # how many layers of rule gptq are done
     evaluation: EvaluationStatus | None
     published: dict[str, str] | None
+    published_is_current: bool | None  # whether what was published is what the folder has now
 
 
 def show_status_of(place: str) -> None:
@@ -181,7 +183,7 @@ def _show_job(folder: Path) -> None:
         raise DestinationError(earlier)
     command = read_command(folder)
     status = _job_status(folder, job, command, evaluation)
-    console.show(status, partial(_show_state, status, command))
+    console.show(status, partial(_show_state, status))
 
 
 def _show_copy(folder: Path) -> None:
@@ -243,10 +245,11 @@ def _job_status(
         calibration=calibration,
         evaluation=evaluation,
         published=None if published is None else {"repo": published.repo, "commit": published.commit},
+        published_is_current=None if published is None else is_current(folder, published),
     )
 
 
-def _show_state(status: JobStatus, command: JobCommand | None) -> None:
+def _show_state(status: JobStatus) -> None:
     folder = Path(status.destination)
     progress = status.progress
     word = "not finished"
@@ -269,14 +272,14 @@ def _show_state(status: JobStatus, command: JobCommand | None) -> None:
         console.print_line(f"calibrate: {done} layers are done")
     if status.evaluation is not None:
         _show_evaluation(status.evaluation)
-    elif not status.running and not _show_published(folder):
-        _show_next(status, command)
+    elif not status.running and not _show_published(folder, is_complete=status.complete):
+        _show_next(status)
 
 
 def _other_contents(folder: Path) -> str:
     """Return what a folder without a job holds, and the command for it; "" if nothing is known of it."""
     if (folder / LEDGER_NAME).is_file():
-        command = console.command("k2convert", "validate", folder)
+        command = console.command("k2convert", "validate", folder, *_source_words(folder))
         return f"{folder}: is a finished result without the records of its job. `{command}` checks it."
     if any(folder.glob(f"*{SHARD_SUFFIX}")) and not (folder / INDEX_NAME).exists():
         return (
@@ -295,14 +298,20 @@ def _other_contents(folder: Path) -> str:
     return ""
 
 
-def _show_next(status: JobStatus, command: JobCommand | None) -> None:
+def _show_next(status: JobStatus) -> None:
+    folder = Path(status.destination)
     if not status.complete:
         _show_resume(status.resume, "run", is_resumable=status.resumable)
     elif status.recipe["target"] == "nvfp4":
-        words: tuple[str, ...] = ()
-        if command is not None and command.source:
-            words = ("--source", command.place(command.source, here=str(Path.cwd())))
-        console.print_next(console.command("k2convert", "validate", status.destination, *words))
+        console.print_next(console.command("k2convert", "validate", folder, *_source_words(folder)))
+
+
+def _source_words(folder: Path) -> tuple[str, ...]:
+    """Return the option for the source of a finished result."""
+    ledger = None
+    with suppress(CheckpointError):
+        ledger = find_ledger(folder)
+    return named_source(folder, ledger)
 
 
 def show_progress(progress: Mapping[str, Any], age: float) -> None:
@@ -361,21 +370,26 @@ def show_repository(text: str) -> None:
     origin: tuple[str, ...] = ()
     if ledger.source.repo is not None:
         lines.append(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
-        origin = ("--source", str(RepoRef(ledger.source.repo, ledger.source.revision)))
+        origin = ("--source", str(RepoRef(ledger.source.repo)))
     if TOTAL in ledger.totals:
         lines.append(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
     console.show(document, *lines)
     console.print_next(console.command("k2convert", "validate", text, *origin))
 
 
-def _show_published(folder: Path) -> bool:
+def _show_published(folder: Path, *, is_complete: bool) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
     found = find_published(folder)
     left = has_left(folder)
     if found is not None:
-        console.print_line(f"published as {found}")
+        is_behind = not is_current(folder, found)
+        console.print_line(f"published as {found}{', and the folder has changed since' if is_behind else ''}")
+        if is_behind and is_complete and not left:
+            console.print_next(console.command("k2convert", "publish", folder, "--repo", found.repo))
+            return True
         if left:
-            console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
+            place = f"{SCHEME}{found.repo}"
+            console.print_next(console.command("k2convert", "validate", place, *_source_words(folder)))
     elif left:
         console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
         if (command := _line(read_command(folder))) is not None:

@@ -44,6 +44,7 @@ from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
 from k2convert.plan.recipe import Recipe
+from k2convert.records.command import read_command
 from k2convert.records.fingerprint import Obstacle, Source, config_obstacle
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import MAX_NAMED, Ledger, parse_ledger
@@ -198,6 +199,21 @@ def commit_of(ledger: Ledger | None, place: str) -> str | None:
     if ledger is None or ref is None or ref.repo != ledger.source.repo:
         return None
     return ledger.source.revision
+
+
+def named_source(folder: Path, ledger: Ledger | None) -> tuple[str, ...]:
+    """Return the option that names the source of the result in a folder: the job's own, or the ledger's repository.
+
+    Empty if neither is known, or if the folder of the source is no longer there.
+    """
+    command = read_command(folder)
+    if command is not None and command.source:
+        place = command.place(command.source, here=str(Path.cwd()))
+        if place.startswith(SCHEME) or Path(place).exists():
+            return ("--source", place)
+    if ledger is not None and ledger.source.repo is not None:
+        return ("--source", str(RepoRef(ledger.source.repo)))
+    return ()
 
 
 def read_destination(text: str) -> Destination:

@@ -12,7 +12,7 @@ from k2convert.checkpoint.names import TOKENIZER_FILES
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError
 from k2convert.hub.client import Hub
-from k2convert.job.locations import open_checkpoint_at
+from k2convert.job.locations import named_source, open_checkpoint_at
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
@@ -93,6 +93,7 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
             ledger = find_ledger(opened.checkpoint.folder)
         if ledger is not None:
             conversion = {name: getattr(ledger.recipe, name) for name in ("rule", "layout", "activations", "target")}
+            conversion["source"] = next(iter(named_source(opened.checkpoint.folder, ledger)[1:]), None)
             if (total := ledger.totals.get(TOTAL)) is not None:
                 conversion |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
         return inspect_checkpoint(opened.checkpoint, shown_as=source, conversion=shown(conversion))

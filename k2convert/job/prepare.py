@@ -1,6 +1,6 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import Checkpoint, engine_links_out, list_sidecars, refuse_links_out
-from k2convert.checkpoint.names import DOWNLOADS_FOLDER, INDEX_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import DOWNLOADS_FOLDER, INDEX_NAME, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.errors import (
     CheckpointError,
@@ -26,7 +26,6 @@ from k2convert.job.locations import (
     check_destination,
     commit_of,
     fetch_ledger,
-    named,
     open_checkpoint_at,
     refuse_other_files,
     refuse_symlinks,
@@ -55,7 +54,6 @@ from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.document import JsonObject
 from k2convert.records.fingerprint import (
     IDENTITY_VERSION,
     JobDescription,
@@ -68,7 +66,7 @@ from k2convert.records.fingerprint import (
     source_digest,
 )
 from k2convert.records.journal import Journal, PackedRecords
-from k2convert.records.ledger import Ledger, find_ledger
+from k2convert.records.ledger import find_ledger
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
@@ -222,6 +220,8 @@ def prepare(
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=source.local)
+    if folder.is_symlink():
+        hub.notify(f"{folder}: is a link, so the result is in {folder.resolve()}")
     # With a text, which channels of a layer are scaled is known when the layer pass has done it: any may be.
     scaled_layers = read_architecture(checkpoint).moe_layers if recipe.smoothing else ()
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=scaled_layers)
@@ -277,8 +277,10 @@ def prepare(
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
     is_done = False
     if target is not None:
+        from k2convert.job.published import has_shards, is_published
+
         copies = {path.as_posix(): checkpoint.folder / path for path in sidecars}
-        is_same = partial(_has_shards, description=description, source=source, folder=folder, hub=hub)
+        is_same = partial(has_shards, description=description, source=source, folder=folder, hub=hub)
         is_done = is_published(hub, target, description.fingerprint, copies, is_same=is_same)
     limits = _plan_limits(options, plan, items, source, num_finished=len(finished), calibration=calibration)
     return Job(
@@ -372,54 +374,6 @@ def _check_target(
     if words := card_words(None, published_card(hub, target), target.repo):
         target = replace(target, notices=(*target.notices, words))
     return target, accepted_card(hub, card)
-
-
-def is_published(
-    hub: Hub, target: "Target", fingerprint: JsonObject, files: Mapping[str, Path], *, is_same: Callable[[Ledger], bool]
-) -> bool:
-    """Return whether the target's branch has the result with this fingerprint, and these `files` by their names there.
-
-    `is_same` tells whether the shards of another ledger are the same: then the rest is to be published again. Raises
-    HubError if the branch has any other weights.
-    """
-    from k2convert.hub.preflight import other_weights_error
-    from k2convert.hub.source import matches
-
-    there = target.files
-    if target.head is None or not target.has_weights:
-        return False
-    ledger = None
-    with suppress(CheckpointError):
-        ledger = fetch_ledger(hub, target.repo, target.head, there)
-    if ledger is None or not (ledger.fingerprint == fingerprint or is_same(ledger)):
-        raise other_weights_error(target)
-    if ledger.fingerprint != fingerprint or not ledger.shards:
-        return False
-    has_shards = all(name in there and there[name].num_bytes == s.num_bytes for name, s in ledger.shards.items())
-    return has_shards and all(name in there and matches(path, there[name]) for name, path in files.items())
-
-
-def _has_shards(ledger: Ledger, description: JobDescription, source: Source, folder: Path, hub: Hub) -> bool:
-    """Return whether a published result has the shards of this job: by its records, or because the source's are."""
-    if not description.describes(ledger.fingerprint):
-        return False
-    records, _ = Journal(folder).find_records(description.digest)
-    if {name: record.blake3 for name, record in records.items()} == {n: s.blake3 for n, s in ledger.shards.items()}:
-        return True
-    if source.remote is None or source.repo != ledger.source.repo:
-        return False
-    from k2convert.hub.source import changed_files, find_commit
-
-    then = find_commit(hub, source.remote.repo, ledger.source.revision)
-    commit = str(ledger.source.revision)[:7]
-    if then is None:
-        hub.warn(f"{source.repo} does not have the commit {commit} that was published, so nobody knows its weights")
-        return False
-    if changed := [path for path in changed_files(then, source.remote) if path.endswith(SHARD_SUFFIX)]:
-        hub.warn(f"the source has other weights than at commit {commit}, which was published: {named(changed)}")
-        return False
-    hub.warn(f"{folder} is not the folder that converted what is published: every shard is converted again")
-    return True
 
 
 def check_room(job: Job) -> None:

@@ -44,7 +44,8 @@ from k2convert.hub.source_card import SourceCard, accepted_card, read_source_car
 from k2convert.job.assemble import gone_files
 from k2convert.job.locations import LOG_SUFFIXES
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.prepare import Job, is_published
+from k2convert.job.prepare import Job
+from k2convert.job.published import is_published
 from k2convert.job.resources import Item, output_headers
 from k2convert.job.results import OpenResult
 from k2convert.job.transfers import Uploads

@@ -105,11 +105,10 @@ def read_architecture(checkpoint: Checkpoint) -> Architecture:
 
 def _other_model_type(checkpoint: Checkpoint, family: Family) -> PlanError:
     stated = checkpoint.config.get("model_type")
-    known = " and ".join(f"{' or '.join(f.model_types)} ({f.name})" for f in reversed(FAMILIES) if f.model_types)
     problem = "is missing" if stated is None else f"is {quoted(stated)}"
     return PlanError(
-        f"{checkpoint.folder}: config.json: model_type {problem}, but the tensors have the names of {family.name}. "
-        f"Known: {known}. Use the model's own config.json. {family.source_hint}"
+        f"{checkpoint.folder}: config.json: model_type {problem}, but the tensors have the names of {family.name}, "
+        f"whose model_type is {' or '.join(family.model_types)}. Use the model's own config.json. {family.source_hint}"
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
+    file_digest,
     is_temporary,
     is_there,
     list_folder,
@@ -36,6 +37,7 @@ from k2convert.checkpoint.folders import check_no_link, make_folder, remove_file
 from k2convert.checkpoint.index import check_level
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
+    EVALUATION_NAME,
     IGNORE_NAME,
     INDEX_NAME,
     JOB_NAME,
@@ -50,6 +52,7 @@ from k2convert.records.fingerprint import (
     JobDescription,
     changed_shards,
     check_version,
+    fingerprint_digest,
     parse_described,
     source_error,
 )
@@ -251,10 +254,14 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A repository, owner/name[@branch], and the commit of its main or that branch that has the result."""
+    """A repository, owner/name[@branch], and the commit of its main or that branch that has the result.
+
+    `contents` is the digest of what the folder had then; None if an earlier release published it.
+    """
 
     repo: str
     commit: str
+    contents: str | None = None
 
     def __str__(self) -> str:
         return f"hf://{self.repo} at commit {self.commit}"
@@ -264,7 +271,22 @@ def record_published(folder: Path, published: Published) -> None:
     """Note where the result of a folder was published; raises DestinationWriteError, DiskFullError."""
     check_no_link(folder / WORK_FOLDER)
     make_folder(folder / WORK_FOLDER)
-    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, encode(published))
+    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, encode(replace(published, contents=_contents(folder))))
+
+
+def is_current(folder: Path, published: Published) -> bool:
+    """Return whether the result in a folder is still what was published, as far as its job and its evaluation tell."""
+    return published.contents in (None, _contents(folder))
+
+
+def _contents(folder: Path) -> str | None:
+    """Return the digest of a folder's result by its job and its evaluation; None without the job."""
+    with suppress(CheckpointError):
+        if (job := Journal(folder).job()) is not None:
+            evaluation = folder / EVALUATION_NAME
+            measured = file_digest(evaluation) if evaluation.is_file() else ""
+            return fingerprint_digest({**job.fingerprint, "copies": {**job.copies}, "evaluation": measured})
+    return None
 
 
 def find_published(folder: Path) -> Published | None:

@@ -53,15 +53,13 @@ def done(hub_after: LoopbackHub) -> str:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
 def test_next_commands_work_as_printed(done: str, hub_after: LoopbackHub, cli: RunCli, words: tuple[str, ...]) -> None:
-    commit = hub_after.store.repos["moon/tiny"].refs["main"]
-    origin = f" --source hf://moon/tiny@{commit}" if words == ("status", "hf://me/out") else ""
     lines: list[str] = []
     while words[0] != "serve":
         shown = cli(*words, code=0)
         (line,) = (line for line in said(shown.stderr).splitlines() if line.startswith("next: "))
         lines.append(line.removeprefix("next: "))
         words = tuple(shlex.split(lines[-1])[1:])
-    assert lines == [f"k2convert validate hf://me/out{origin}", SERVE]
+    assert lines == ["k2convert validate hf://me/out --source hf://moon/tiny", SERVE]
 
 
 def test_the_work_folder_is_published_and_has_no_shards(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
@@ -77,7 +75,7 @@ def test_the_work_folder_is_published_and_has_no_shards(done: str, hub_after: Lo
     assert again == {"repo": "me/out", "commit": done, "published_before": True}
     for shown in (cli("status", WORK), cli("publish", WORK, "--repo", "me/out", "--yes")):
         assert f"published as hf://me/out at commit {done}" in shown.stdout
-        assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
+        assert said(shown.stderr) == "next: k2convert validate hf://me/out --source hf://moon/tiny\n"
     assert "published as hf://me/out" in cli("publish", WORK, "--repo", "me/other", "--yes", code=1).stderr
     assert hub_after.traffic.requests == []
 
@@ -158,3 +156,24 @@ def test_an_evaluation_made_after_publishing_is_published_by_the_same_command(
     report = json.loads(cli("report", "hf://me/out", "--json", code=0).stdout)
     assert report["evaluation"] == json.loads((cwd / "out" / "evaluation.json").read_text())
     assert "Evaluation of the whole model" in Path("report.html").read_text()
+
+
+def test_status_says_that_the_published_copy_lags_behind(
+    server: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
+) -> None:
+    """After the folder has taken over what changed at the source. The next command brings the copy up to date."""
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    cli("run", source, "out", code=0)
+    cli("publish", "out", "--repo", "me/out", "--yes", code=0)
+    behind = "and the folder has changed since"
+    assert behind not in cli("status", "out", code=0).stdout
+    assert json.loads(cli("status", "out", "--json").stdout)["published_is_current"] is True
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    cli("run", source, "out", code=0)
+    assert json.loads(cli("status", "out", "--json").stdout)["published_is_current"] is False
+    shown = cli("status", "out", code=0)
+    assert behind in shown.stdout
+    assert said(shown.stderr) == "next: k2convert publish out --repo me/out\n"
+    cli("publish", "out", "--repo", "me/out", "--yes", code=0)
+    assert server.store.read("me/out", "chat_template.jinja") == b"{{ messages }}"
+    assert behind not in cli("status", "out", code=0).stdout

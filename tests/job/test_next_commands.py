@@ -49,7 +49,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     words = ("run", name, "it's $here", "--rule", "max", "--set", "input_scale.down=0.5")
     assert shlex.split(follow(*words, "--dry-run")[0]) == ["k2convert", *words], "the options of the dry run"
     assert follow("run", name, "bf16", "--set", "target=bf16") == [""]
-    assert follow("inspect", "DEST") == ["k2convert validate DEST", serve]
+    assert follow("inspect", "DEST") == [f"k2convert validate DEST --source {quoted}", serve]
     assert follow("status", "DEST") == [f"k2convert validate DEST --source {quoted}", serve]
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 

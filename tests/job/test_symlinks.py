@@ -74,7 +74,8 @@ def test_the_report_follows_no_link(name: str, copied: Path, tmp_path: Path) -> 
 def test_a_destination_that_is_a_link_is_what_the_user_named(small: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    assert run("run", small, tmp_path / "out", "--json") == 0
+    shown = run_here("run", small, tmp_path / "out", code=0)
+    assert f"{tmp_path / 'out'}: is a link, so the result is in {tmp_path / 'disk'}" in shown.stderr
     assert (tmp_path / "disk" / "config.json").is_file()
 
 
