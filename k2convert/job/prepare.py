@@ -254,12 +254,7 @@ def prepare(
     )
     begun = Journal(folder).job()
     if begun is not None:
-        changes = begun.changes(description, folder)
-        description = begun.resumed_by(description, is_changed=bool(changes))
-        Journal(folder).check_resumes(begun, description)
-        if changes:
-            more = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-            hub.warn(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
+        description = _resumed(begun, description, folder, hub)
     finished = Journal(folder).finished(description.digest)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *sidecars], finished=finished)
     others = refuse_other_files(folder, jobs=plan.jobs, sidecars=sidecars)
@@ -298,6 +293,17 @@ def prepare(
         gptq=calibration,
         calibrated=calibrated,
     )
+
+
+def _resumed(begun: JobDescription, now: JobDescription, folder: Path, hub: Hub) -> JobDescription:
+    """Return the job as it goes on in its folder, and say what it takes over from the source; raises ResumeError."""
+    changes = begun.changes(now, folder)
+    description = begun.resumed_by(now, is_changed=bool(changes))
+    Journal(folder).check_resumes(begun, description)
+    if changes:
+        more = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+        hub.warn(f"takes over what has changed at the source: {'; '.join(changes[:_MOST_CHANGES])}{more}")
+    return description
 
 
 def _plan_limits(

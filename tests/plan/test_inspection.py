@@ -37,7 +37,7 @@ def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path:
     assert "cannot be converted" not in shown.stdout
     assert f"converted by rule mse, layout {layout}, w4a4: weight error 0.00" in shown.stdout
     assert " of that of rule max\n" in shown.stdout
-    assert said(shown.stderr) == f"next: k2convert validate {out}\n"
+    assert said(shown.stderr) == f"next: k2convert validate {out} --source {tiny}\n"
 
 
 def test_a_folder_is_shown_as_it_was_given(tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:

@@ -148,6 +148,7 @@ def check_config_unchanged(result: Result) -> Findings:
         return found.skip("config.json cannot be read, see rule 11")
     is_foreign = result.is_foreign
     is_as_converted = _is_config_as_converted(result)
+    changed = _source_changed(result) if is_as_converted else ""
     for place, before, after in config_differences(
         result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS
     ):
@@ -161,7 +162,7 @@ def check_config_unchanged(result: Result) -> Findings:
         is_added = before is ABSENT or after is ABSENT or before == after
         is_usual = is_foreign and (is_added or place.rpartition(".")[2] in _NOT_READ)
         if is_as_converted:
-            problem = f"{stated}, {'missing' if before is ABSENT else quoted(before)} now: {_source_changed(result)}"
+            problem = f"{stated}, {'missing' if before is ABSENT else quoted(before)} now: {changed}"
         (found.warn if is_usual or is_as_converted else found.error)(place, problem)
     return found
 
@@ -359,12 +360,13 @@ def check_sidecars(result: Result) -> Findings:
     if result.source is None:
         return found.skip(result.no_source)
     copied = {} if result.job is None else result.job.copies
+    changed = _source_changed(result) if copied else ""
 
     def differs(relative: Path, problem: str, *, is_usual: bool = False) -> None:
         path = result.folder / relative
         found_digest = file_digest(path) if path.is_file() else None
         if copied and found_digest == copied.get(str(relative)):
-            found.warn(str(relative), f"{problem}: {_source_changed(result)}")
+            found.warn(str(relative), f"{problem}: {changed}")
         else:
             (found.warn if is_usual else found.error)(str(relative), problem)
 
