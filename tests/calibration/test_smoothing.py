@@ -153,6 +153,7 @@ SHARED = f"{STEM}.mlp.shared_experts.up_proj.weight"
 SCALES = f"{STEM}.mlp.experts.5.gate_proj.weight_scale"
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("name", "change", "kept"),
     [

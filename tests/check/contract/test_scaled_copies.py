@@ -57,7 +57,7 @@ def offenders(report: ValidationReport) -> dict[int, dict[str, str]]:
     return {rule.number: {o.name: o.problem for o in rule.offenders} for rule in failed}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("recipe", "tensors"),
     [

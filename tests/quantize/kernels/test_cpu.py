@@ -42,6 +42,7 @@ def assert_equals_rules(weight: SourceWeight, rule: Rule, global_scale: float) -
     assert np.array_equal(result.packed, expected.packed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rule", KERNELS)
 def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     """Every usable scale in one tensor, and most blocks outside the normal range."""
@@ -142,6 +143,7 @@ def made(maker: str) -> SourceWeight:
     return ALL_MAKERS[maker]()
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("rule", KERNELS)
 @pytest.mark.parametrize("maker", ALL_MAKERS)
 def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
