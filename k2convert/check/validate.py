@@ -98,8 +98,8 @@ def _check_operands(result: Result) -> None:
     known = result.family.source_format
     packed = (t for name, t in result.tensors.items() if name.endswith(f".{WEIGHT_PACKED}"))
     has_packed = any(t.dtype == known.packed_dtype for t in packed)
-    is_source = has_packed and not _is_nvfp4(result.tensors)
-    is_result = source is not None and _is_nvfp4(source.tensors)
+    is_source = has_packed and not is_nvfp4(result.tensors)
+    is_result = source is not None and is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(
             f"{folder} is an {known.title} checkpoint and {source.folder} an NVFP4 one. Swap them: the result comes "
@@ -127,7 +127,7 @@ def _check_foreign(result: Result) -> None:
     if stated is not None and types and stated not in types:
         titles = " and ".join(dict.fromkeys(family.title for family in FAMILIES))
         problem = f"model_type is {quoted(stated)}, and the rules are about {titles} alone"
-    elif not _is_nvfp4(result.tensors) and not result.is_quark and result.tensors:
+    elif not is_nvfp4(result.tensors) and not result.is_quark and result.tensors:
         dtypes = {t.dtype for n, t in result.tensors.items() if ".experts." in n and n.endswith(f".{WEIGHT}")}
         method = other_method(config) or " and ".join(sorted(dtypes)) or "not NVFP4"
         problem = f"its weights are {method}, and the rules are about NVFP4"
@@ -159,7 +159,8 @@ def _check_pruned_source(result: Result) -> None:
     )
 
 
-def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
+def is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a checkpoint has NVFP4 weights, by its tensors."""
     global_scales = tuple(names.global_scale for names in LAYOUTS.values())
     return any(name.rpartition(".")[2] in global_scales for name in tensors)
 

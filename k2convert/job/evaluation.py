@@ -92,6 +92,8 @@ def open_evaluation(
             recipes = [one.ledger.recipe for one in found if one.ledger is not None and commit_of(one.ledger, place)]
             recipe = next(iter(recipes), None)
             opened = stack.enter_context(open_checkpoint_at(place, hub=hub, pinned=revision, recipe=recipe))
+            if revision not in (None, opened.revision) and "@" in place:
+                hub.warn(f"{place}: is not at the commit {str(revision)[:7]}, which a result was converted from")
             name = names[place] if counts[names[place]] == 1 else place
             ledger = None
             with suppress(CheckpointError):  # without one that can be read, it is anybody's checkpoint

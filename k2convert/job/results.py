@@ -11,7 +11,7 @@ from pathlib import Path
 
 from k2convert.check.remote import Shards, folder_bytes
 from k2convert.check.results import LayersRequest, ValidationReport
-from k2convert.check.validate import validate_checkpoint
+from k2convert.check.validate import is_nvfp4, validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import CheckpointError, HubError
@@ -97,8 +97,8 @@ def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: 
     Hub has at the ledger's commit. Returns why the bytes are not known, if the commit is gone; else "".
     """
     stated = ledger.source
-    if not stated.headers or ledger.pruning is not None:
-        return ""
+    if not stated.headers or ledger.pruning is not None or is_nvfp4(source.checkpoint.tensors):
+        return ""  # nothing to compare, or the validation says what is wrong with such a source
     then = None
     is_of_repo = source.repo is not None and source.repo == stated.repo
     if is_of_repo and source.revision != stated.revision:

@@ -116,6 +116,50 @@ def test_publish_goes_on_without_the_source(upstream: LoopbackHub, cli: RunCli) 
     assert b"base_model: moon/tiny" in upstream.store.read("me/other", "README.md")
 
 
+@pytest.mark.slow
+def test_an_evaluation_against_other_weights_says_so(
+    upstream: LoopbackHub, cli: RunCli, tiny: Path, tmp_path: Path, ids: Path
+) -> None:
+    """The user named them. Without a revision, the weights of then are the reference."""
+    cli("run", SOURCE, "out", code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    first = repo.refs["main"]
+    repo.commit("main", retrained(upstream, tiny, tmp_path / "retrained"))
+    options = ("out", "--text", ids, "--tokens", "64", "--window", "32", "--device", "cpu", "--dry-run", "--quiet")
+    words = f"{SOURCE}@main: is not at the commit {first[:7]}, which a result was converted from"
+    assert words in cli("evaluate", f"{SOURCE}@main", *options, code=0).stderr
+    shown = cli("evaluate", SOURCE, *options, code=0).stderr
+    assert f"main has moved ({first[:7]} -> " in shown
+    assert "is not at" not in shown
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_without_the_work_folder_no_weights_are_replaced(
+    is_gone: bool, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, tmp_path: Path
+) -> None:
+    """Whether the commit that was published is gone, or its weights are known to be others."""
+    cli("run", SOURCE, "hf://me/out", "--yes", code=0)
+    repo = upstream.store.repos["moon/tiny"]
+    first = repo.refs["main"]
+    repo.commit("main", retrained(upstream, tiny, tmp_path / "retrained"))
+    words = f"the source has other weights than at commit {first[:7]}, which was published: {SHARD}"
+    if is_gone:
+        forget(upstream, first)
+        words = f"moon/tiny does not have the commit {first[:7]} that was published"
+    shutil.rmtree(cwd / "k2convert-work")
+    refused = cli("run", f"{SOURCE}@main", "hf://me/out", "--yes", "--quiet", code=1).stderr
+    assert words in refused
+    assert "Publish to hf://me/out@v2" in refused
+    cli("run", f"{SOURCE}@main", "hf://me/out@v2", "--yes", code=0)
+    assert upstream.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_a_result_in_place_of_the_source_is_named(local_result: Path, cli: RunCli) -> None:
+    refused = cli("validate", local_result, "--source", local_result, code=1).stderr
+    assert "its weights are NVFP4, so it is not the source" in refused
+
+
 @pytest.mark.parametrize("source", [SOURCE, "source"])
 def test_validate_and_run_judge_a_config_alike(
     source: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
