@@ -11,7 +11,7 @@ from command import python, run, run_here
 from structure import TINY
 
 import k2convert
-from k2convert.errors import CheckpointError, InvalidCheckpointError
+from k2convert.errors import ArgumentError, CheckpointError, FitError, InvalidCheckpointError
 
 SOURCE = Path(k2convert.__file__).read_text()
 PATH = "AnyPath"
@@ -172,6 +172,15 @@ def test_fit_names_the_gpus_of_the_command() -> None:
         (fit["gpu"], fit["count"], fit["kv_tokens"]) for fit in fits
     ]
     assert len({holder.gpu.name for holder in k2convert.fit(TINY)}) > 5
+
+
+def test_fit_takes_a_memory_and_nothing_else_than_text() -> None:
+    assert {holder.gpu.memory_bytes for holder in k2convert.fit(TINY, gpu="96GB")} == {96 * 10**9}
+    for gpu in (3, b"b200", Path("b200"), "96 cows"):
+        with pytest.raises(ArgumentError):
+            k2convert.fit(TINY, gpu=gpu)  # type: ignore[arg-type]
+    with pytest.raises(FitError, match="an unknown GPU"):
+        k2convert.fit(TINY, gpu="b100")
 
 
 def test_events_may_override_what_they_want(tmp_path: Path) -> None:

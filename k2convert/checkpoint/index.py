@@ -27,6 +27,7 @@ from k2convert.checkpoint.files import (
     mode_of,
     parse_json_object,
     read_json_file,
+    read_small_file,
     read_text_file,
     walk_folder,
 )
@@ -284,7 +285,8 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
     Also the links that are left out, whose files a result and the Hub will lack.
     """
     there = [name for name in _TOKENIZERS if (folder / name).exists()]
-    missing = [(name, problem) for name in there if (problem := _damage_of(folder / name))]
+    rows = _vocabulary_size(folder)
+    missing = [(name, problem) for name in there if (problem := _damage_of(folder / name, rows))]
     if not there:
         missing.append((TOKENIZER_NAME, f"missing, and {TIKTOKEN_NAME} too: engines need the tokenizer"))
     needed: dict[str, str] = {}
@@ -311,16 +313,40 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
 _FILE_NAME: Final = re.compile(r"([\w-]+/)*[\w-]+(\.\w+)+")
 
 
-def _damage_of(path: Path) -> str:
-    """Return why no engine can read a tokenizer's file; empty if one may."""
+def _vocabulary_size(folder: Path) -> int | None:
+    with suppress(CheckpointError):
+        config = read_json_file(folder / CONFIG_NAME)
+        size = mapping_or_empty(config.get("text_config", config)).get("vocab_size")
+        return size if isinstance(size, int) else None
+    return None
+
+
+def _damage_of(path: Path, rows: int | None) -> str:
+    """Return why no engine can use a tokenizer's file with an embedding of so many rows; empty if one may."""
     if path.stat().st_size == 0:
         return "empty: engines need the tokenizer"
-    if path.suffix == ".json":
-        try:
-            read_json_file(path)
-        except CheckpointError:
-            return "not a JSON object: engines need the tokenizer"
+    try:
+        count = _count_ids(path)
+    except CheckpointError:
+        return "not a JSON object: engines need the tokenizer" if path.suffix == ".json" else ""
+    if rows is not None and count > rows:
+        return f"has {count:,} ids, but the embedding has {rows:,} rows: use the tokenizer of these weights"
     return ""
+
+
+def _count_ids(path: Path) -> int:
+    """Return the number of ids of tokenizer.json or tiktoken.model; 0 for other files. Raises CheckpointError."""
+    if path.name == TIKTOKEN_NAME:
+        return sum(map(bool, read_small_file(path).splitlines())) + NUM_SPECIAL_TOKENS
+    document = read_json_file(path) if path.suffix == ".json" else {}
+    added: object = document.get("added_tokens")
+    ids: list[object] = list(mapping_or_empty(mapping_or_empty(document.get("model")).get("vocab")).values())
+    ids += [mapping_or_empty(token).get("id") for token in cast(list[object], added if isinstance(added, list) else [])]
+    return 1 + max((number for number in ids if isinstance(number, int)), default=-1)
+
+
+NUM_SPECIAL_TOKENS: Final = 256
+"""The ids after the last rank are special tokens in Kimi's tokenizer, named by the config or reserved."""
 
 
 def _named_files(path: Path) -> dict[str, str]:

@@ -29,7 +29,8 @@ def fit(
     ] = None,
     count: Annotated[int | None, option("Number of GPUs.", "N", min=1, max=1024)] = None,
     context: Annotated[
-        int | None, option("Tokens of one request, with its answer [default: 8192].", "N", min=1)
+        int | None,
+        option("Tokens of one request, with its answer [default: 8192, or the model's most].", "N", min=1),
     ] = None,
     requests: Annotated[int, option("Requests at a time.", "N", min=1)] = 1,
     kv: Annotated[ServedKvCache | None, option("KV cache [default: as config.json declares, else bf16].")] = None,
@@ -87,7 +88,7 @@ def fit(
         model=whole if experts in (None, AUTO) else whole.with_experts(int(experts)),
         settings=Settings(
             kv=kv or whole.kv,
-            context=context or CONTEXT,
+            context=context or min(CONTEXT, whole.shape.max_context or CONTEXT),
             requests=requests,
             utilization=utilization,
             overhead_bytes=parse_size(overhead),
@@ -112,11 +113,10 @@ def fit(
 
 def _find_gpu(text: str) -> "Gpu":
     """Return the kind of GPU, or one that has so much memory; raises FitError, and BadParameter for a wrong size."""
-    from k2convert.deploy.gpus import Gpu, find_gpu
+    from k2convert.deploy.gpus import find_gpu
 
     if text[:1].isdigit():
         check_size(text)
-        return Gpu(text, f"GPU of {text}", parse_size(text))
     try:
         return find_gpu(text)
     except FitError as error:

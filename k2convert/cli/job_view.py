@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.index import missing_sidecars
 from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.names import EVALUATION_NAME
 from k2convert.cli import console
 from k2convert.cli.console import format_duration, print_line, print_table
 from k2convert.cli.interrupts import say_when_interrupted
@@ -272,7 +274,8 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     views += [partial(console.print_note, f"warning: {warning}") for warning in result.warnings]
     if contract is not None:
         views.append(contract.summary)
-    if recipe.target == "nvfp4" and not find_family(job.plan.family).not_computed:
+    is_evaluated = is_there(job.destination.folder / EVALUATION_NAME)
+    if recipe.target == "nvfp4" and not is_evaluated and not find_family(job.plan.family).not_computed:
         views.append(partial(console.print_note, f"`{_evaluation_command(job, source)}` measures the whole model"))
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from k2convert.errors import FitError, quoted
+from k2convert.errors import FitError, parse_size, quoted
 
 Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 """Ways in which a GPU computes with NVFP4: in hardware; in hardware, by kernels that INT4's outrun; as weight-only."""
@@ -36,7 +36,8 @@ class Gpu:
 
 
 _RTX: Final = "rtxpro6000(?!d)|rtx6000(pro|blackwell)|^g7e|^g4standard"
-_H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|64gb|9[46]))|^p5[0-9]|^a3(high|mega|edge)gpu"  # of 80 GB
+_H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|9[46]))|^p5([0-9]*xlarge)?$|^a3(high|mega|edge)gpu"  # of 80 GB
+_A100: Final = "^(nvidia)?a100$|a100.*80g|^p4de|^a2ultragpu|(amsr|ads)a100"  # not each that a cloud calls A100
 _ALL: Final = (
     Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", "(?<!g)b200|^a4highgpu"),
     Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", "(?<!g)b300"),
@@ -44,19 +45,34 @@ _ALL: Final = (
     Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", "gb300|^a4xmaxgpu", per_machine=4),
     Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", _RTX),
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)|gx10", per_machine=1),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?[0-9]|^a3ultragpu"),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?([0-9]*xlarge)?$|^a3ultragpu"),
     Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", _H100),
-    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", "a100(?!.*(40|64)gb)|^p4de|^a2ultragpu"),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", _A100),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 
 
+_SIZE: Final = re.compile("(?:^|[^0-9a-z]|[a-z][0-9]00)([2-9][0-9]|[1-9][0-9][0-9]) ?gi?b?(?![0-9a-z])")
+"""A memory in GB that a name states. Fewer than 20 are a number of GPUs."""
+_TOLERANCE: Final = 0.15
+
+
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name, as nvidia-smi or a cloud prints it; raises FitError that lists the known names."""
-    wanted = "".join(c for c in name.lower() if c.isalnum())
+    """Return the GPU of this name, as nvidia-smi or a cloud prints it, or one that has the memory that it is, such as
+    "96GB". Raises FitError that lists the known names, ArgumentError for a wrong size.
+    """
+    if name[:1].isdigit():
+        return Gpu(name, f"GPU of {name}", parse_size(name))
+    stated = name.lower().removeprefix("ml.")  # AWS's machines in SageMaker
+    wanted = "".join(c for c in stated if c.isalnum())
+    sizes = [int(size) * 1e9 for size in _SIZE.findall(stated)]
     for gpu in _ALL:
         if "mig" not in wanted and re.search(gpu.names, wanted):
-            return gpu
+            if all(abs(size / gpu.memory_bytes - 1) < _TOLERANCE for size in sizes):
+                return gpu
+            break
+    if "a100" in wanted and not sizes:
+        raise FitError(f"{quoted(name)}: an A100 of 40 GB or of 80 GB. Pass a100 for one of 80 GB.")
     if re.search("mi[0-9]{3}", wanted):
         raise FitError(f"{quoted(name)}: a GPU of AMD, which cannot run NVFP4. Known: {', '.join(GPUS)}.")
     raise FitError(f"{quoted(name)}: an unknown GPU. Known: {', '.join(GPUS)}.")

@@ -35,6 +35,7 @@ from k2convert.checkpoint.files import (
     read_small_file,
     read_text_file,
 )
+from k2convert.checkpoint.index import NUM_SPECIAL_TOKENS
 from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy, require_extra
 
@@ -57,9 +58,6 @@ KIMI_PATTERN: Final = "|".join(
     )
 )
 """Pattern by which Kimi's tokenization_kimi.py cuts a text before the byte pairs are merged, character by character."""
-
-NUM_SPECIAL_TOKENS: Final = 256
-"""The ids after the last rank are special tokens in Kimi's tokenizer, named by the config or reserved."""
 
 MAX_CALL_CHARS: Final = 400_000
 MAX_RUN_CHARS: Final = 25_000

@@ -203,13 +203,27 @@ def test_the_list_says_where_nvfp4_does_not_pay(tiny: Path) -> None:
     assert shown.index("53 to 55 tokens/s") < shown.index("next:")
 
 
+def test_no_request_is_longer_than_the_model_allows(tiny: Path, tmp_path: Path) -> None:
+    tiny = Path(shutil.copytree(tiny, tmp_path / "short"))
+    edit_json(tiny / "config.json", lambda config: config.update(max_position_embeddings=1024))
+    shown = run_fit(tiny).stdout
+    assert "with 1 request of 1,024 tokens" in shown
+    assert "8,192" not in shown
+    assert "with 1 request of 9,000 tokens" in run_fit(tiny, "--context", "9000").stdout
+
+
 PRINTED = {
-    "a100": ("A100", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "p4de.24xlarge", "Standard_ND96amsr_A100_v4"),
-    "h100": ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "p5.48xlarge", "a3-edgegpu-8g", "Standard_ND96isr_H100_v5"),
-    "h200": ("NVIDIA H200", "NVIDIA H200 NVL", "p5en.48xlarge", "a3-ultragpu-8g", "nvidia-h200-141gb"),
-    "b200": ("NVIDIA B200", "p6-b200.48xlarge", "a4-highgpu-8g", "gpu_8x_b200_sxm6", "HGX B200"),
+    "a100": ("A100", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "p4de.24xlarge", "Standard_ND96amsr_A100_v4",
+             "nvidia-a100-80gb", "gpu_8x_a100_80gb_sxm4", "A100-80G", "ml.p4de.24xlarge", "a2-ultragpu-8g",
+             "nvidia a100", "Standard_NC24ads_A100_v4"),
+    "h100": ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "p5.48xlarge", "a3-edgegpu-8g", "Standard_ND96isr_H100_v5",
+             "ml.p5.48xlarge", "ml.p5.4xlarge", "p5", "gpu_8x_h100_sxm5", "nvidia-h100-80gb", "h100-80g"),
+    "h200": ("NVIDIA H200", "NVIDIA H200 NVL", "p5en.48xlarge", "a3-ultragpu-8g", "nvidia-h200-141gb",
+             "ml.p5en.48xlarge", "ml.p5e.48xlarge", "p5en"),
+    "b200": ("NVIDIA B200", "p6-b200.48xlarge", "a4-highgpu-8g", "gpu_8x_b200_sxm6", "HGX B200",
+             "ml.p6-b200.48xlarge", "B200 192GB"),
     "b300": ("NVIDIA B300 SXM6 AC", "p6-b300.48xlarge", "DGX B300"),
-    "gb200": ("NVIDIA GB200", "a4x-highgpu-4g", "p6e-gb200.36xlarge"),
+    "gb200": ("NVIDIA GB200", "a4x-highgpu-4g", "p6e-gb200.36xlarge", "ml.p6e-gb200.36xlarge"),
     "gb300": ("NVIDIA GB300", "Standard_ND128isr_GB300_v6"),
     "rtx-pro-6000": (
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
@@ -218,14 +232,27 @@ PRINTED = {
         "RTX 6000 Pro",
         "RTX 6000 Blackwell",
         "g4-standard-384",
+        "ml.g7e.48xlarge",
+        "g7e",
+        "RTX PRO 6000 96GB",
     ),
     "dgx-spark": ("NVIDIA GB10", "spark", "DGX Spark", "ASUS Ascent GX10"),
     "": (
         "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 NVL", "NVIDIA H20",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX 6000 Ada Generation", "NVIDIA L40S", "p4d.24xlarge",
         "NVIDIA H100L-94C", "Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5", "NVIDIA A100-SXM-64GB", "RTX 5090",
+        "a100-40g", "A100 40GB", "h100-94g", "H100 64GB", "ml.p4d.24xlarge", "ml.g6e.48xlarge", "p5000",
+        "a2-highgpu-8g",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia-tesla-a100", "gpu_8x_a100", "gpu_1x_a100_sxm4", "BM.GPU.A100-v2.8", "A100 PCIe"]
+)
+def test_a_name_of_two_gpus_is_no_answer(name: str) -> None:
+    with pytest.raises(FitError, match="an A100 of 40 GB or of 80 GB"):
+        find_gpu(name)
 
 
 @pytest.mark.parametrize("gpu", [*GPUS, ""])

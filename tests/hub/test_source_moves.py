@@ -294,7 +294,8 @@ def test_an_evaluation_survives_what_cannot_change_it(
     (source / "config.json").write_text(json.dumps(document | {field: 7.0}))
     for name in SMALL_FILES:
         (source / name).write_text("{}")
-    cli("run", source, "out", code=0)
+    shown = cli("run", source, "out", code=0)
+    assert ("measures the whole model" in shown.stderr) is not survives
     cli("validate", "out", "--source", source, code=0)
     assert (find_evaluation(out) is not None) is survives
     assert (out / ".k2convert" / "evaluation.json").exists() is not survives

@@ -55,6 +55,22 @@ def empty_tokenizer(source: Path) -> str:
     return "tokenizer.json: empty: engines need the tokenizer"
 
 
+def tokenizer_of_another_model(source: Path) -> str:
+    rows = json.loads((source / "config.json").read_text())["vocab_size"]
+    edit_json(source / "tokenizer.json", lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": rows + 6}))
+    words = f"has {rows + 7:,} ids, but the embedding has {rows:,} rows: use the tokenizer of these weights"
+    return f"tokenizer.json: {words}"
+
+
+def ranks_of_another_model(source: Path) -> str:
+    rows = json.loads((source / "config.json").read_text())["vocab_size"]
+    (source / "tokenizer.json").unlink()
+    (source / "tiktoken.model").write_text("".join(f"YQ== {rank}\n" for rank in range(rows - 255)))
+    return (
+        f"tiktoken.model: has {rows + 1:,} ids, but the embedding has {rows:,} rows: use the tokenizer of these weights"
+    )
+
+
 def page_as_tokenizer(source: Path) -> str:
     (source / "tokenizer.json").write_text("<html>404</html>")
     return "tokenizer.json: not a JSON object: engines need the tokenizer"
@@ -114,6 +130,7 @@ DAMAGES = [
     without_imported_code, without_code_of_imported_code, without_vocabulary_of_code, without_named_template,
     without_vocabulary_of_a_class, without_table_of_code, without_words_of_code,
     without_tokenizer, without_code, without_tokenizer_code, empty_tokenizer, page_as_tokenizer, cut_tokenizer,
+    tokenizer_of_another_model, ranks_of_another_model,
 ]  # fmt: skip
 
 

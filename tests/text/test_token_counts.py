@@ -9,7 +9,7 @@ from command import run_here
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli.needs import fewest_tokens
-from k2convert.text.windows import default_tokens
+from k2convert.text.windows import default_tokens, experts_per_token
 
 CONFIG = Path(__file__).resolve().parents[1] / "data" / "published-configs" / "nvidia--Kimi-K2.6-NVFP4_config.json"
 
@@ -29,6 +29,11 @@ def test_the_default_gives_an_expert_twice_its_inputs_and_fills_windows(tiny: Pa
     assert default_tokens(open_checkpoint(tiny), window=2048) == 131_072, "it is never less than that"
     absurd = with_counts(tiny, n_routed_experts=10_000, moe_intermediate_size=1_000_000)
     assert default_tokens(absurd, window=2048) == 1 << 20, "no config makes a pass endless"
+
+
+@pytest.mark.parametrize(("config", "chosen"), [(CONFIG, 8), (CONFIG.with_name("moonshotai--Kimi-K3_config.json"), 16)])
+def test_the_experts_of_a_token_are_read_under_each_name(config: Path, chosen: int, tiny: Path) -> None:
+    assert experts_per_token(replace(open_checkpoint(tiny), config_text=config.read_text())) == chosen
 
 
 def test_the_layer_with_the_least_median_is_the_one_that_is_named() -> None:
