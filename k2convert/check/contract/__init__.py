@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from k2convert.check.contract.folder import (
     check_config_unchanged,
     check_hf_quant_config,
+    check_kv_cache,
     check_package,
     check_quantization_config,
     check_sidecars,
 )
-from k2convert.check.contract.kv_cache import check_kv_cache
 from k2convert.check.contract.matchers import check_exclude_list
 from k2convert.check.contract.result import FP8_PARAMETERS, NO_SOURCE, Result
 from k2convert.check.contract.scan import ScanResult

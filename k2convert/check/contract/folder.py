@@ -1,6 +1,7 @@
-"""Rules 11 to 13, 16 and 17: configs and other files, compared with the tensors and the source."""
+"""Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
 import filecmp
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,8 @@ from k2convert.checkpoint.names import (
     TOKENIZER_NAME,
 )
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import K2ConvertError, quoted, shortened
-from k2convert.models.config import FP8, kv_cache_form
+from k2convert.errors import K2ConvertError, counted, quoted, shortened
+from k2convert.models.config import FP8, KV_SCALES, kv_cache_form
 from k2convert.models.names import Role
 from k2convert.plan.plan import fp8_targets
 from k2convert.records.fingerprint import config_obstacle
@@ -235,6 +236,56 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
             problem = f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
             found.error(f"quantization.{key}", problem)
     return found
+
+
+def check_kv_cache(result: Result) -> Findings:
+    """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1.
+
+    Without a v scale, vLLM and SGLang use the k scale for both (`BaseKVCacheMethod`); a v scale alone stops them.
+    """
+    found = Findings(15)
+    scheme = result.declared.get("kv_cache_scheme")
+    recipe = result.recipe
+    place = "quantization_config.kv_cache_scheme"
+    if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
+        asked = "does not ask for one"
+        if recipe.kv_cache is not None:
+            asked = "asks for one"
+        found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
+    form = kv_cache_form(result.declared)
+    if form not in ("", FP8):
+        result.habit(found)(place, f"{form}: only scales of a static FP8 cache are checked here")
+        return found
+    scales = _kv_scales(result)
+    attention = [m for m in result.modules.values() if m.parts.role is Role.ATTENTION]
+    latent = {m.parts.layer for m in attention if m.name.endswith("kv_b_proj")}  # linear attention has no cache
+    layers = (latent or {m.parts.layer for m in attention}) - scales.keys()
+    if scales:
+        found.note = f"{counted(len(scales), 'layer')} with scales of an FP8 cache"
+    if form and not result.names.vllm_reads_kv_cache:
+        found.warn(place, "no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8")
+    elif form and layers:
+        problem = "FP8 cache without k and v scales: engines use 1.0"
+        found.warn(place, f"{problem} in {counted(len(layers), 'layer')}" if scales else problem)
+    elif not form and scales:
+        found.warn(place, "missing, so the scales have no effect: serve with --kv-cache-dtype fp8")
+    for layer, kinds in scales.items():
+        if form and kinds == {"v"}:
+            found.error(f"layer {layer}", "has a v scale but no k scale: vLLM and SGLang refuse it")
+        elif kinds == {"k"}:
+            found.warn(f"layer {layer}", "has a k scale but no v scale: vLLM and SGLang use it for both")
+    return found
+
+
+def _kv_scales(result: Result) -> dict[int | None, set[str]]:
+    """Return of what each layer has scales: keys ("k"), values ("v")."""
+    scales: dict[int | None, set[str]] = defaultdict(set)
+    for module in result.modules.values():
+        for parameter in module.parameters.keys() & set(KV_SCALES):
+            name = module.name.rpartition(".")[2] if parameter == "output_scale" else parameter
+            kind = name.partition("_")[0]
+            scales[module.parts.layer] |= {kind} if kind in ("k", "v") else {"k", "v"}
+    return dict(sorted(scales.items(), key=str))
 
 
 def check_package(result: Result) -> Findings:
