@@ -21,12 +21,13 @@ from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.models import check_computed, detect_family, parse_tensor_names, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied, network_fields
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Family, Role
 from k2convert.models.projections import check_model
 from k2convert.records.fingerprint import Source, fingerprint_digest
 from k2convert.records.ledger import Ledger
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
+_COMPUTED: Final = "Only INT4 as in Kimi K2, NVFP4, BF16, and FP8 as k2convert writes it can be computed."
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
 
 
@@ -122,9 +123,11 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
         place = family.classify(module)
         if place is None or place.role in _NOT_COMPUTED or (place.layer or 0) >= architecture.num_layers:
             continue
+        if _is_fp8(checkpoint, family, place.role, module):
+            continue
         if place.role not in CONVERTIBLE_ROLES:
             if tensor.dtype not in _NUMBERS:
-                raise _quantized(found, tensor, "Use a checkpoint in which only MLPs are quantized.")
+                raise _quantized(found, tensor, "Only FP8 as k2convert writes it can be computed here.")
         elif parameter in (WEIGHT, WEIGHT_PACKED):
             known = _NUMBERS
             if any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values()):
@@ -132,10 +135,19 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             elif parameter == WEIGHT_PACKED:
                 known = ("I32",)
             if tensor.dtype not in known or len(tensor.shape) != 2:
-                raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
+                raise _quantized(found, tensor, _COMPUTED)
     if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
         check_source_config(checkpoint.config, family=family, where=found.place)
     check_model(checkpoint, parse_tensor_names(checkpoint, family=family), architecture, family)
+
+
+def _is_fp8(checkpoint: Checkpoint, family: Family, role: Role, module: str) -> bool:
+    """Return whether a layer is FP8 with one scale for each row, and one whose inputs engines round too."""
+    weight = checkpoint.tensors.get(f"{module}.{WEIGHT}")
+    scale = checkpoint.tensors.get(f"{module}.{WEIGHT_SCALE}")
+    if weight is None or scale is None or weight.dtype != "F8_E4M3" or module.endswith(family.kept_attention or " "):
+        return False
+    return role in (*CONVERTIBLE_ROLES, Role.ATTENTION) and scale.shape == (*weight.shape[:1], 1)
 
 
 def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:

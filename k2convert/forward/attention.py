@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from k2convert.errors import CheckpointError, cut, quoted
-from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
+from k2convert.forward.weights import DenseWeight, Fp8Weight, WeightReader, round_to_e4m3
 from k2convert.models.config import network_fields
+from k2convert.models.names import WEIGHT, WEIGHT_SCALE
 
 _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """transformers warns of special tokens outside the vocabulary. Attention has no use for them."""
@@ -34,9 +35,9 @@ _COMPILER_FOLDER: Final = "TORCHINDUCTOR_CACHE_DIR"
 class _Linear(nn.Module):
     """nn.Linear with a weight that keeps its stored dtype until it is used: half the memory of FP32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Fp8Weight, bias: Tensor | None) -> None:
         super().__init__()
-        self._weight = DenseWeight(weight)
+        self._weight = weight if isinstance(weight, Fp8Weight) else DenseWeight(weight)
         self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,13 +136,19 @@ def _config_and_modules(fields: dict[str, Any]) -> tuple[Any, tuple[Any, Any, An
     return Glm4MoeConfig(**fields), (gqa.Glm4MoeRotaryEmbedding, gqa.Glm4MoeAttention, gqa.Glm4MoeRMSNorm)
 
 
-def _read_state(reader: WeightReader, stem: str, modules: nn.Module) -> dict[str, Tensor]:
-    """Read the weights of the modules in FP32; CheckpointError for other shapes, and for weights they do not have."""
+_State = Mapping[str, Tensor | Fp8Weight]
+"""The weights of modules by name."""
+
+
+def _read_state(reader: WeightReader, stem: str, modules: nn.Module) -> _State:
+    """Read the weights of the modules; CheckpointError for other shapes, and for weights they do not have."""
     expected = modules.state_dict()
     prefix = f"{stem}.self_attn."
     for name, tensor in reader.checkpoint.tensors.items():
         if name.startswith(prefix) and (inner := name.removeprefix(f"{stem}.")) not in (*expected, *_NOT_WEIGHTS):
             if inner.rpartition(".")[2] in _CACHE_SCALES:
+                continue
+            if inner.endswith(f".{WEIGHT_SCALE}") and reader.is_fp8(name.rpartition(".")[0]):
                 continue
             raise CheckpointError(
                 f"{tensor.shard}: {name}: the attention that config.json describes has no {inner}. "
@@ -154,7 +161,14 @@ def _read_state(reader: WeightReader, stem: str, modules: nn.Module) -> dict[str
                 f"{info.shard}: {info.name} has shape {list(info.shape)}, but config.json makes it "
                 f"{list(value.shape)}. Use the model's own config.json."
             )
-    return {name: reader.read_numbers(f"{stem}.{name}") for name in expected}
+    return {name: _read(reader, f"{stem}.{name}") for name in expected}
+
+
+def _read(reader: WeightReader, name: str) -> Tensor | Fp8Weight:
+    module, _, parameter = name.rpartition(".")
+    if parameter == WEIGHT and reader.is_fp8(module):
+        return reader.read_fp8(module)
+    return reader.read_numbers(name)
 
 
 def _cache_scale(reader: WeightReader, stem: str, which: str) -> float:
@@ -183,16 +197,18 @@ def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat((key[..., :width], rotary.expand_as(key[..., width:])), dim=-1), value
 
 
-def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:
+def _fill(modules: Any, state: _State) -> None:
     """Give the modules their weights: norms in FP32, those of linear layers as they are stored."""
     for module in {name.rpartition(".")[0] for name in state}:
         place = modules.get_submodule(module)
         weight = state[f"{module}.weight"]
         bias = state.get(f"{module}.bias")
+        assert not isinstance(bias, Fp8Weight)
         if isinstance(place, nn.Linear):
             parent, _, attribute = module.rpartition(".")
             setattr(modules.get_submodule(parent), attribute, _Linear(weight, bias))
         else:
+            assert isinstance(weight, Tensor)
             place.weight = nn.Parameter(weight.float(), requires_grad=False)
 
 

@@ -144,8 +144,8 @@ class Mlp:
 def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu", fp4_inputs: bool = False) -> Mlp:
     """Read the MLP `stem` (a module name without its last part) of any checkpoint; CheckpointError if unusable.
 
-    Each projection is NVFP4, INT4 or BF16, by the tensors that it has. With `fp4_inputs`, the inputs of NVFP4 weights
-    are quantized, by the input scale that is stored, or by 1.
+    Each projection is NVFP4, FP8, INT4 or BF16, by the tensors that it has. With `fp4_inputs`, the inputs of NVFP4
+    weights are quantized, by the input scale that is stored, or by 1.
     """
     return Mlp(*(_read_linear(reader, f"{stem}.{name}", fp4_inputs).to(device) for name in PROJECTIONS))
 
@@ -181,6 +181,8 @@ def shared_module(reader: WeightReader, stem: str) -> str | None:
 
 
 def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearLayer:
+    if reader.is_fp8(module):
+        return LinearLayer(reader.read_fp8(module))
     if not reader.is_nvfp4(module):
         return LinearLayer(exact_weight(reader.read_source(module)))
     found = reader.read_converted(module)

@@ -6,6 +6,7 @@ formats' arithmetic shows as a wrong layer.
     INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
     NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
            times g (modelopt layout) or divided by 1/g (compressed-tensors layout)
+    FP8    a byte is an E4M3 number; times FP32 s of its row
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from k2convert.quantize.formats.nvfp4 import E4M3_MAX
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
 _NUMBERS: Final = ("BF16", "F32", "F16")
+FP8_DTYPE: Final = "F8_E4M3"
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -48,9 +50,16 @@ _E2M1_PAIRS: Final = _pairs([*_E2M1, *(-value for value in _E2M1)])
 _E4M3: Final = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def round_to_e4m3(x: Tensor, scale: float) -> Tensor:
+def round_to_e4m3(x: Tensor, scale: float | Tensor) -> Tensor:
     """Round FP32 values to E4M3 times `scale`: to nearest even, saturating at 448, as a KV cache in FP8 does."""
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def round_tokens_to_fp8(x: Tensor) -> Tensor:
+    """Round FP32 inputs [.., K] to E4M3 times one scale for each token, its largest number over 448; f32 [.., K]."""
+    amax = x.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    return round_to_e4m3(x, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,39 @@ class CodedWeight:
         return CodedWeight(self.packed.to(device), self.pairs.to(device), self.steps.to(device))
 
 
-def _linear(weight: DenseWeight | CodedWeight, x_TK: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in FP8, whose inputs are rounded too: codes uint8 [N, K], f32 scales [N, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def linear(self, x_TK: Tensor) -> Tensor:
+        """Return x W^T in f32 [T, N], x rounded to FP8 token by token: FP8 kernels multiply nothing else."""
+        return _linear(self, round_tokens_to_fp8(x_TK))
+
+    def decode(self) -> Tensor:
+        """Return the weight as f32 [N, K]."""
+        return self.rows(0, self.shape[0])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return some rows of the weight as f32 [stop - start, K]."""
+        return self.codes[start:stop].view(torch.float8_e4m3fn).float() * self.scales[start:stop]
+
+    def to(self, device: str) -> Fp8Weight:
+        """Return the weight on a device."""
+        return Fp8Weight(self.codes.to(device), self.scales.to(device))
+
+
+Weight = DenseWeight | CodedWeight | Fp8Weight
+
+
+def _linear(weight: Weight, x_TK: Tensor) -> Tensor:
     """Return x W^T in f32 [T, N]; a CPU decodes a few rows at a time, a GPU all of them."""
     rows, columns = weight.shape
     if x_TK.device.type != "cpu":
@@ -131,9 +172,9 @@ def _linear(weight: DenseWeight | CodedWeight, x_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer; `input_scale` is None if its input is not quantized."""
+    """A linear layer; `input_scale` is None if its input is not quantized to FP4."""
 
-    weight: DenseWeight | CodedWeight
+    weight: Weight
     input_scale: float | None = None
 
     def to(self, device: str) -> LinearLayer:
@@ -215,10 +256,31 @@ class WeightReader:
         """Return whether a layer is stored as NVFP4, in either layout."""
         return self._layout(module) is not None
 
+    def is_fp8(self, module: str) -> bool:
+        """Return whether a layer is stored as FP8."""
+        found = self.checkpoint.tensors.get(f"{module}.{WEIGHT}")
+        return found is not None and found.dtype == FP8_DTYPE
+
+    def read_fp8(self, module: str) -> Fp8Weight:
+        """Return an FP8 weight; CheckpointError if it has not one FP32 scale for each row."""
+        weight = self.info(f"{module}.{WEIGHT}")
+        scales = self.info(f"{module}.{WEIGHT_SCALE}")
+        if len(weight.shape) != 2 or (scales.dtype, scales.shape) != ("F32", (weight.shape[0], 1)):
+            raise CheckpointError(
+                f"{scales.shard}: {scales.name} is {scales.dtype} {list(scales.shape)}. FP8 is computed with one F32 "
+                "scale for each output row."
+            )
+        return Fp8Weight(self.raw(weight.name).view(weight.shape), self.read(scales.name))
+
     def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:
-        """Return a layer of a converted checkpoint, NVFP4 or BF16; CheckpointError if it does not have `shape`."""
+        """Return a layer of a converted checkpoint, NVFP4, FP8 or BF16; CheckpointError if its shape is not `shape`."""
         names = self._layout(module)
-        found = self._nvfp4(module, names) if names else LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        if names:
+            found = self._nvfp4(module, names)
+        elif self.is_fp8(module):
+            found = LinearLayer(self.read_fp8(module))
+        else:
+            found = LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
         if shape is not None and found.weight.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {module} has shape {list(found.weight.shape)}, but {list(shape)} in the "
