@@ -232,5 +232,5 @@ def read_result(
     shape = read_shape(config, family=family, where=where)
     groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
-    kv: ServedKvCache = "fp8" if kv_cache_form(quantization) == FP8 else "bf16"
+    kv: ServedKvCache = "fp8" if kv_cache_form(quantization).endswith(FP8) else "bf16"
     return Model(family, shape, groups, recipe, kv)

@@ -182,6 +182,8 @@ def test_a_cache_that_is_lost_is_named_by_its_form(
     edit_json(source / "config.json", lambda c: c["quantization_config"].update(kv_cache_scheme=SCHEME | change))
     shown = run_here("run", source, tmp_path / "out", "--dry-run", *options, code=0).stderr
     assert f"declares a KV cache in {words}" in shown
+    cache = "fp8" if "FP8" in words else "bf16"
+    assert f"KV cache in {cache}\n" in run_here("fit", source, code=0).stdout
 
 
 def test_the_family_follows_from_tensors_and_config() -> None:

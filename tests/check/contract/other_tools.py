@@ -213,6 +213,20 @@ def integers(part: str) -> Change:
     return tensors(change)
 
 
+def packed_integers(part: str) -> Change:
+    """The matrices of a part in INT4, as compressed-tensors packs them."""
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if part not in name or not name.endswith(".weight") or len(tensor.shape) != 2 or tensor.shape[1] % 32:
+            return None
+        rows, columns = tensor.shape
+        scales = torch.ones(rows, columns // 32, dtype=torch.bfloat16)
+        codes = torch.ones(rows, columns // 8, dtype=torch.int32)
+        return {f"{name}_packed": codes, f"{name}_scale": scales, f"{name}_shape": torch.tensor([rows, columns])}
+
+    return tensors(change)
+
+
 def one_kind(kind: str) -> Change:
     """Scales of keys or of values alone."""
 
