@@ -248,7 +248,9 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    fp8 = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
+    fp8: dict[str, Role] = {}
+    if recipe.fp8:
+        fp8 = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
     steps = _make_steps(source, projections, recipe, scalings, fp8)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = family.unconverted((*recipe.roles, *recipe.fp8), architecture) if recipe.target == "nvfp4" else ()

@@ -163,12 +163,16 @@ class Sent:
         return validate_sent(self.left, headers=headers, source=source, records=list(found.values()))
 
 
-@pytest.fixture(scope="module")
-def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[ShardRecord]]:
-    job = plan_job(tiny, tmp_path_factory.mktemp("sent") / "out")
+def all_sent(job: Job) -> tuple[Job, list[ShardRecord]]:
+    """Convert and validate every shard; the records are those that were written."""
     records = [sent_record(task) for task in tasks(job).values()]
     assemble(job, {record.shard: record for record in records})
     return job, [parse(ShardRecord, encode(record).decode(), where="record") for record in records]
+
+
+@pytest.fixture(scope="module")
+def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[ShardRecord]]:
+    return all_sent(plan_job(tiny, tmp_path_factory.mktemp("sent") / "out"))
 
 
 @pytest.fixture
@@ -178,7 +182,26 @@ def sent(converted: tuple[Job, list[ShardRecord]], tmp_path: Path) -> Sent:
     return Sent(job, records, shutil.copytree(job.destination.folder, tmp_path / "left", ignore=shards))
 
 
+def test_findings_on_shards_with_fp8_weights_give_the_verdict_too(tiny: Path, tmp_path: Path) -> None:
+    keys = {"layout": "compressed-tensors", "fp8": ("attention", "shared_experts", "dense_mlp")}
+    job, records = all_sent(plan_job(tiny, tmp_path / "out", **keys))
+    assert_same_verdict(Sent(job, records, tmp_path / "out"))
+    task = tasks(job)[SHARD]
+    codes = read_header(tmp_path / "out" / SHARD).tensors["model.layers.2.self_attn.o_proj.weight"]
+
+    def change(data: bytearray) -> None:
+        data[codes.begin + 100] ^= 1
+
+    with pytest.raises(InvalidCheckpointError, match=r"o_proj: 1 of .* codes are not the nearest ones"):
+        check(task, tampered(task, change))
+
+
 def test_findings_on_single_shards_give_the_verdict_on_the_whole_folder(sent: Sent) -> None:
+    assert_same_verdict(sent)
+
+
+def assert_same_verdict(sent: Sent) -> None:
+    """The findings on shards give the report on the folder."""
     found = sent.validate()
     whole = validate_checkpoint(folder=sent.job.destination.folder, source=sent.job.source.checkpoint)
     assert found.passed

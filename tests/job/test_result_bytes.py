@@ -41,6 +41,11 @@ def test_shards_have_known_bytes(rule: str, layout: str, activations: str, train
     assert found == DIGESTS[rule, layout, activations]
 
 
+def test_shards_with_fp8_have_known_bytes(trained: Path, tmp_path: Path) -> None:
+    execute(plan_job(trained, tmp_path / "out", "kimi-k2-thinking-nvfp4-fp8"))
+    assert digest_of_shards(tmp_path / "out") == "9f045c05bc8e439e5b7a4e67100b67be"
+
+
 EDGES = {
     "minus8": "f99d891919ceb99e7a84034c4357d995",
     "zeros": "89c93fdc6c41a13c87d3ce7aa67b589e",

@@ -105,6 +105,22 @@ def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: 
     assert advice[0] not in card(measured, config)[1]["Serving"]
 
 
+def test_what_became_fp8_is_not_called_copied(report: Report, config: Any) -> None:
+    mixed = changed(report, layout="compressed-tensors", fp8=("attention", "dense_mlp"))
+    quantization = config["quantization_config"] | {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    quantization["config_groups"] = {"group_0": {"format": "nvfp4-pack-quantized", "input_activations": {}}}
+    _, sections = card(mixed, config | {"quantization_config": quantization})
+    opening = sections[""]
+    assert "Attention and dense MLP of the first layers became FP8 (W8A8: 8-bit weights and activations)" in opening
+    assert "is copied byte for byte: `kv_b_proj` of attention, router, embeddings and output head, shared e" in opening
+    assert "no smaller than the source:" not in opening
+    assert "What became FP8 has half of its bytes." in opening
+    assert "TensorRT-LLM does not load FP8 weights beside NVFP4" in sections["Serving"]
+    assert "trtllm-serve" not in sections["Serving"]
+    assert "No speed was measured." in sections["Hardware"]
+    assert "attention, dense_mlp" in sections["Provenance"]
+
+
 def test_what_the_source_does_not_state_is_said_to_be_unknown(report: Report, config: Any) -> None:
     for family, task in (("kimi-k2.5", "image-text-to-text"), ("kimi-k2-thinking", "text-generation")):
         matter, sections = card(with_source(report, family=family), config, base=None, source="")
