@@ -50,7 +50,7 @@ VERBS = {
 NEXT = {
     "evaluate": {"report"},
     "fit": {"run", "prune"},
-    "inspect": {"run"},
+    "inspect": {"run", "validate"},
     "run": {"validate"},
     "status": {"validate", "run", "evaluate"},
     "report": {"publish"},

@@ -241,7 +241,7 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
 def check_kv_cache(result: Result) -> Findings:
     """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1.
 
-    Without a v scale, vLLM and SGLang use the k scale for both (`BaseKVCacheMethod`); a v scale alone stops them.
+    Without a v scale, vLLM and SGLang use the k scale for both; a v scale alone stops them.
     """
     found = Findings(15)
     scheme = result.declared.get("kv_cache_scheme")
