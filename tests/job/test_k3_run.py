@@ -172,7 +172,7 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
         (lambda q: q["quantized_layers"].update({"model.layers.9.mlp.experts": {}}), "no bank of experts has this"),
         (lambda q: q["quantized_layers"][BANKS[3]].update(quant_algo="W4A16_NVFP4"), "rule 11 fail"),
         (lambda q: q.update(quant_method="modelopt"), "quant_method: 'modelopt', expected 'modelopt_mixed'"),
-        (lambda q: q["ignore"].append("*.experts"), "is NVFP4, but *.experts excludes it"),
+        (lambda q: q["ignore"].append("*.experts"), "is quantized, but *.experts excludes it"),
         (lambda q: q["ignore"].remove("*_res_proj"), "mlp_res_proj: is BF16, but no entry excludes it"),
         (lambda q: q["ignore"].remove("*self_attn*"), "in_proj_qkvgfab: is BF16, but no entry excludes it"),
         (lambda q: q["ignore"].remove("*routed_expert_up_proj"), "routed_expert_up_proj: is BF16, but no entry"),

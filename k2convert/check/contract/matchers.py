@@ -358,7 +358,7 @@ def _engine_problems(engine: Engine, modules: Mapping[tuple[str, bool], bool]) -
         try:
             if is_converted and engine.may_exclude(module, is_moe, entries):
                 excluding = (entry for entry in entries if engine.may_exclude(module, is_moe, [entry]))
-                yield name, f"is NVFP4, but {next(excluding, 'several entries together')} excludes it"
+                yield name, f"is quantized, but {next(excluding, 'several entries together')} excludes it"
             elif not is_converted and not engine.excludes(module, is_moe, entries):
                 yield name, "is BF16, but no entry excludes it"
         except EngineRefusalError as error:
