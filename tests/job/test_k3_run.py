@@ -73,7 +73,8 @@ def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path
     for name in copied:
         assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
     validated = json.loads(run_here("validate", out, "--source", k3_tiny, "--json", code=0).stdout)
-    assert [rule["verdict"] for rule in validated["contract"]["rules"]].count("pass") == 19
+    verdicts = {rule["number"]: rule["verdict"] for rule in validated["contract"]["rules"]}
+    assert [number for number, verdict in verdicts.items() if verdict != "pass"] == [17], "its tokenizer has more ids"
     assert decoded_otherwise(out)[1] == []
 
 
