@@ -305,7 +305,8 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
             left_out[path.relative_to(folder)] = f"{quoted(str(path.readlink()))}, which leads to no file"
     advice = "If it is a part of the model, put the file in place of the link"
     for path, target in left_out.items():
-        if not any(part.startswith(".") for part in path.parts):
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        if not is_hidden and str(path) not in _NOT_COPIED:
             missing.append((str(path), f"left out: a link to {target}. {advice}"))
     return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
