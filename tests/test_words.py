@@ -32,7 +32,6 @@ HONEST = (
     "ast.walk",
     "os.walk",
     "walk_folder",
-    '"curvature"',  # a message of the compiled module
 )
 """Other meanings of these words; one that nothing uses any more leaves the list."""
 

@@ -178,7 +178,7 @@ void round_gptq(const In<float>& target, const In<float>& form, const In<float>&
     const size_t columns = block_factors.size() / k2::kBlock, rows = columns == 0 ? 0 : target.size() / columns;
     require(columns > 0 && columns % k2::kBlock == 0 && block_factors.size() == k2::kBlock * columns &&
                 form.size() == columns * columns && factor.size() == form.size() &&
-                block_inverses.size() == block_factors.size(), "curvature");
+                block_inverses.size() == block_factors.size(), "damped Hessian");
     require(target.size() == rows * columns && 2 * packed.size() == target.size() &&
                 k2::kBlock * scale_bytes.size() == target.size(), "sizes do not fit");
     k2::round_gptq({target.data(), form.data(), factor.data(), block_factors.data(), block_inverses.data(), rows,
