@@ -211,6 +211,7 @@ class Certificate:
         of_modules |= {f"{module}.{parameter}" for module in fp8 for parameter in _FP8_PARAMETERS}
         weights = sum(2 * t.size for n, t in tensors.items() if n in of_modules and t.dtype in ("U8", "I8"))
         weights += sum(tensors[f"{module}.weight"].size for module in fp8)
+        weights += sum(t.size // 2 for n, t in tensors.items() if n not in of_modules)
         self.share = min(1.0, max(LEAST_SHARE, ALL_WEIGHTS / max(weights, 1)))
         self.found = Verdict(all_rows=self.share == 1.0)
         checks: dict[str, Callable[[], None]] = {m: partial(self._module, m, layout) for m, layout in modules.items()}
