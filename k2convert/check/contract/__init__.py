@@ -55,7 +55,6 @@ _FROM_CONFIGS: tuple[Callable[[Result], Findings], ...] = (
     check_alignment,
     check_quantization_config,
     check_config_unchanged,
-    check_kv_cache,
     check_package,
     check_sidecars,
 )
@@ -82,6 +81,7 @@ def check_result(
     found += [check(result) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(check_hf_quant_config(result, compare_lists=list_is_good))
+    found.append(check_kv_cache(result, scan.kv_scales))
     on_data = [*check_block_scales(result, scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
     if result.incomplete:
         for findings in on_data:
@@ -186,13 +186,15 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
         if before is None or (module is not None and module.has_converted(name.rpartition(".")[2])):
             continue
         problem = f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}"
-        if result.is_recast(name) and name not in reported:
-            habit(name, f"{problem}: engines convert it while loading, and its values were not compared")
-            continue
         compared += 1
         if name in reported:
             continue
-        if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+        if result.is_recast(name):
+            if name not in scan.different:
+                habit(name, f"{problem}: engines convert it while loading")
+            elif name not in scan.not_finite:
+                found.error(name, f"{problem}: {scan.different[name]:,} numbers are not the source's, rounded")
+        elif (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
             found.error(name, problem)
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")

@@ -1,6 +1,7 @@
 """Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
 import filecmp
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -238,10 +239,13 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     return found
 
 
-def check_kv_cache(result: Result) -> Findings:
+_Range = tuple[float, float]
+
+
+def check_kv_cache(result: Result, values: Mapping[str, _Range]) -> Findings:
     """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1.
 
-    Without a v scale, vLLM and SGLang use the k scale for both; a v scale alone stops them.
+    `values` are the least and the largest number of each tensor of scales.
     """
     found = Findings(15)
     scheme = result.declared.get("kv_cache_scheme")
@@ -256,7 +260,7 @@ def check_kv_cache(result: Result) -> Findings:
     if form not in ("", FP8):
         result.habit(found)(place, f"{form}: only scales of a static FP8 cache are checked here")
         return found
-    scales = _kv_scales(result)
+    scales = _kv_scales(result, values)
     attention = [m for m in result.modules.values() if m.parts.role is Role.ATTENTION]
     latent = {m.parts.layer for m in attention if m.name.endswith("kv_b_proj")}  # linear attention has no cache
     layers = (latent or {m.parts.layer for m in attention}) - scales.keys()
@@ -270,21 +274,38 @@ def check_kv_cache(result: Result) -> Findings:
     elif not form and scales:
         found.warn(place, "missing, so the scales have no effect: serve with --kv-cache-dtype fp8")
     for layer, kinds in scales.items():
-        if form and kinds == {"v"}:
-            found.error(f"layer {layer}", "has a v scale but no k scale: vLLM and SGLang refuse it")
-        elif kinds == {"k"}:
-            found.warn(f"layer {layer}", "has a k scale but no v scale: vLLM and SGLang use it for both")
+        place = f"layer {layer}"
+        stated = " and ".join(f"{kind} scale {least:g}" for kind, (least, _) in sorted(kinds.items()))
+        k, v = (kinds.get(kind, _NO_SCALE)[0] for kind in "kv")
+        if not form:
+            continue
+        if k < 0 and v < 0:
+            found.warn(place, f"{stated}: vLLM and SGLang use 1.0 in place of scales below zero")
+        elif not k > 0:
+            found.error(place, f"{stated}, but no k scale above zero: vLLM and SGLang refuse it")
+        elif not v > 0:
+            found.warn(place, f"{stated}, but no v scale above zero: vLLM and SGLang use the k scale for both")
+        for least, largest in kinds.values():
+            if _LARGEST_KV_SCALE < largest < math.inf:  # rule 7 reports infinity
+                found.error(place, f"scale {largest:g}: an FP8 cache rounds what is below {largest / 1024:g} to zero")
+            elif 0 < least < 1 / _LARGEST_KV_SCALE:
+                found.error(place, f"scale {least:g}: an FP8 cache holds nothing above {448 * least:g}")
     return found
 
 
-def _kv_scales(result: Result) -> dict[int | None, set[str]]:
-    """Return of what each layer has scales: keys ("k"), values ("v")."""
-    scales: dict[int | None, set[str]] = defaultdict(set)
+_NO_SCALE: Final = (-1.0, -1.0)  # as vLLM and SGLang begin
+_LARGEST_KV_SCALE: Final = 1e6
+
+
+def _kv_scales(result: Result, values: Mapping[str, _Range]) -> dict[int | None, dict[str, _Range]]:
+    """Return the scales of each layer: of keys ("k"), of values ("v"), with least and largest number."""
+    scales: dict[int | None, dict[str, _Range]] = defaultdict(dict)
     for module in result.modules.values():
         for parameter in module.parameters.keys() & set(KV_SCALES):
             name = module.name.rpartition(".")[2] if parameter == "output_scale" else parameter
             kind = name.partition("_")[0]
-            scales[module.parts.layer] |= {kind} if kind in ("k", "v") else {"k", "v"}
+            value = values.get(f"{module.name}.{parameter}", (1.0, 1.0))
+            scales[module.parts.layer] |= dict.fromkeys((kind,) if kind in ("k", "v") else ("k", "v"), value)
     return dict(sorted(scales.items(), key=str))
 
 

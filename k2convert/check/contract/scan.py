@@ -12,14 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
-from k2convert.check.contract.result import Module, Result
+from k2convert.check.contract.result import CONVERTED_WHILE_LOADING, Module, Result
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.checkpoint.files import file_digest
-from k2convert.checkpoint.header import ShardHeader, TensorInfo
+from k2convert.checkpoint.header import DTYPE_BYTES, ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
+from k2convert.models.config import KV_SCALES
 from k2convert.models.names import WEIGHT
+from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Scalar, is_weight
 
@@ -47,7 +50,8 @@ class ScanResult:
 
     `not_finite` are copied tensors with NaN or infinite values, `all_zero` weights without any other value than zero.
     `compared` are the copied tensors that were compared with the source. `scaled` are those of them that smoothing
-    changes: the certificate compares them, and `misscaled` has its problems. `scalars` are four bytes each, as hex.
+    changes: the certificate compares them, and `misscaled` has its problems. `different` counts bytes; of a tensor in
+    another dtype than the source's, numbers. `scalars` are four bytes each, as hex. `kv_scales` are least and largest.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -56,6 +60,7 @@ class ScanResult:
     subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
     zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
     scalars: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
+    kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     different: dict[str, int] = field(default_factory=dict[str, int])
     misscaled: dict[str, str] = field(default_factory=dict[str, str])
     not_finite: set[str] = field(default_factory=set[str])
@@ -114,9 +119,17 @@ def scan_shards(
     return found
 
 
+def _numbers(data: Bytes, dtype: str) -> NDArray[np.float32]:
+    """Return numbers in BF16, F16 or F32 as float32, flat."""
+    if dtype == "BF16":
+        return bf16_values(data.view(np.uint16))
+    return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False)
+
+
 def _targets(result: Result) -> dict[tuple[str, str], _Target]:
     targets: dict[tuple[str, str], _Target] = {}
     problems = {module.name: shape_problems(result, module) for module in (*result.converted, *result.fp8)}
+    is_foreign = result.is_foreign
     for name, tensor in result.tensors.items():
         module_name, _, parameter = name.rpartition(".")
         if module_name in problems and result.modules[module_name].has_converted(parameter):
@@ -127,7 +140,7 @@ def _targets(result: Result) -> dict[tuple[str, str], _Target]:
         if result.source is not None:
             before = result.source.tensors.get(name)
         if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
-            before = None
+            before = before if is_foreign and result.is_recast(name) else None
         module = result.modules.get(module_name)
         is_scaled = False
         if module is not None:
@@ -213,7 +226,12 @@ class _Scan:
                     self.found.all_zero.discard(target.name)
                 elif begin == 0:
                     self.found.all_zero.add(target.name)
-        if target.source is not None:
+            if data.size and target.parameter in KV_SCALES and tensor.dtype in CONVERTED_WHILE_LOADING:
+                scales = _numbers(data, tensor.dtype)
+                self.found.kv_scales[target.name] = (float(scales.min()), float(scales.max()))
+        if target.source is not None and target.source.dtype != tensor.dtype:
+            self._compare_numbers(target, target.source, tensor, begin, data)
+        elif target.source is not None:
             self._compare(target, target.source, begin, data)
         elif target.module is not None and target.module.is_fp8:
             if target.is_readable:
@@ -243,6 +261,22 @@ class _Scan:
         if not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
             found.different[target.name] = found.different.get(target.name, 0) + changed
+
+    def _compare_numbers(
+        self, target: _Target, source: TensorInfo, tensor: TensorInfo, begin: int, data: Bytes
+    ) -> None:
+        """Compare with the source's numbers, rounded to the dtype of the tensor."""
+        first, last = (at // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[source.dtype] for at in (begin, begin + data.size))
+        before = _numbers(self.source_reader.read(source, begin=first, end=last), source.dtype)
+        if tensor.dtype == "BF16":
+            before = round_to_bf16(before)
+        elif tensor.dtype == "F16":
+            with np.errstate(over="ignore"):
+                before = before.astype(np.float16)
+        self.found.compared.add(target.name)
+        changed = int(np.count_nonzero(before != _numbers(data, tensor.dtype)))
+        if changed:
+            self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
 
     def _count_unusable(self, target: _Target, module: Module, data: Bytes) -> None:
         """Count FP8 codes that are NaN and rows whose largest code is below 224; or scales that are no numbers > 0."""

@@ -146,12 +146,18 @@ RECAST = {
 }
 
 
+def another(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with another last number."""
+    tensor.view(-1)[-1] = 3 * tensor.view(-1)[-1] + 1
+    return tensor
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RECAST)
-def test_numbers_that_engines_convert_while_loading_are_not_compared(
+def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
     name: str, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    """Neither the rules nor the certificate fails them, and neither counts them. Another shape still fails."""
+    """Neither the rules nor the certificate fails them. Another number fails rule 7, another shape fails both."""
     end, dtype = RECAST[name]
     found = foreign(convert(MODELOPT), tmp_path / "other")
     before = validate(found)
@@ -163,15 +169,48 @@ def test_numbers_that_engines_convert_while_loading_are_not_compared(
     assert report.passed, [report.contract.failed, report.weights]
     rule = report.contract.rules[6]
     assert (rule.verdict, rule.count) == (Verdict.WARN, len(recast))
-    assert "engines convert it while loading, and its values were not compared" in rule.offenders[0].problem
+    assert "engines convert it while loading" in rule.offenders[0].problem
+    assert rule.note == before.contract.rules[6].note
     assert before.weights is not None
     assert report.weights is not None
     assert report.weights.certificate.copies == before.weights.certificate.copies - len(recast)
+    last = max(recast)
+    tensors(lambda name, t: {name: another(t)} if name == last else None)(found.folder)
+    report = validate(found)
+    assert report.contract.failed == [7]
+    assert "1 numbers are not the source's" in report.contract.rules[6].offenders[0].problem
     tensors(lambda name, t: {name: t[1:].clone()} if name in recast else None)(found.folder)
     report = validate(found)
     assert 7 in report.contract.failed
     assert report.weights is not None
     assert recast <= report.weights.certificate.mismatches.keys()
+
+
+SCALES = {
+    "zero": (0.0, 0.0, Verdict.FAIL, "no k scale above zero: vLLM and SGLang refuse it"),
+    "keys zero": (0.0, 0.5, Verdict.FAIL, "no k scale above zero: vLLM and SGLang refuse it"),
+    "keys below zero": (-0.5, 0.5, Verdict.FAIL, "k scale -0.5 and v scale 0.5, but no k scale"),
+    "below zero": (-0.5, -0.5, Verdict.WARN, "vLLM and SGLang use 1.0"),
+    "values zero": (0.5, 0.0, Verdict.WARN, "vLLM and SGLang use the k scale for both"),
+    "huge": (1e30, 0.5, Verdict.FAIL, "to zero"),
+    "tiny": (0.5, 1e-30, Verdict.FAIL, "holds nothing above"),
+    "usual": (0.01, 0.5, Verdict.PASS, ""),
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_a_cache_are_judged_as_engines_use_them(
+    dtype: torch.dtype, convert: Callable[[Kind], Converted], tmp_path: Path
+) -> None:
+    found = foreign(convert(MODELOPT), tmp_path / "other")
+    kv_scales("{0}_scale")(found.folder)
+    for k, v, verdict, words in SCALES.values():
+        new = {"k_scale": torch.tensor(k, dtype=dtype), "v_scale": torch.tensor(v, dtype=dtype)}
+        tensors(lambda name, _: {name: new[end]} if (end := name.rpartition(".")[2]) in new else None)(found.folder)  # noqa: B023 - called here
+        rule = validate(found, with_source=False).contract.rules[14]
+        assert rule.verdict is verdict, (k, v)
+        assert words in " ".join(o.problem for o in rule.offenders), (k, v)
 
 
 def expert(change: Callable[[torch.Tensor], torch.Tensor | None], *ends: str) -> Change:
