@@ -221,9 +221,9 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     if main:
         assert head(server, trip.repo) == main
         shown = cli("status", f"{WORK}@{trip.branch}", code=0).stderr
-        assert said(shown) == f"next: k2convert validate {trip.to}\n"
+        assert said(shown) == f"next: k2convert validate {trip.to} --source hf://moon/tiny\n"
         other = cli("run", source, trip.to, "--yes", code=1)
-        assert f"{trip.repo}: {trip.branch} already holds other weights" in other.stderr
+        assert f"{WORK}@{trip.branch}: holds a different job" in other.stderr, other.stderr
     assert_arrived(trip, server, cli, prepared.local, job)
     ledger = server.store.read(trip.repo, "k2convert.json", trip.branch)
     ours, theirs = (json.loads(text) for text in (ledger, (prepared.local / "k2convert.json").read_bytes()))
