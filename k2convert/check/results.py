@@ -54,6 +54,10 @@ CONTRACT: dict[int, str] = {
 }
 
 
+COMPARED: Final = frozenset({7, 8, 12, 17, 18})
+"""The rules that compare with the source, and fail if it has changed since the conversion."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offender:
     """A tensor, module, file or config field that breaks a rule, and what is wrong with it."""
@@ -322,6 +326,11 @@ class ValidationReport:
     def passed(self) -> bool:
         parts = (self.weights, self.layers)
         return self.contract.passed and all(part.passed for part in parts if part is not None)
+
+    @property
+    def is_of_source(self) -> bool:
+        """Return whether all that fails compares with the source, so that a source that has changed explains it."""
+        return COMPARED.issuperset(self.contract.failed) and not (self.weights and self.weights.journal_mismatches)
 
 
 def validation_document(report: ValidationReport) -> dict[str, object]:

@@ -51,7 +51,10 @@ def report(
         which = "the validation failed"
         if failed := validation.contract.failed:
             which = f"the contract failed by rule {', '.join(map(str, failed))}"
-        advice = opened.doubt.rstrip(".") or "Do not publish or serve this result"
+        advice = "Do not publish or serve this result. "
+        if opened.is_gone and validation.is_of_source:
+            advice = ""
+        advice = f"{advice}{opened.doubt}".rstrip(" .")
         console.print_note(f"the report is written, but {which}. {advice}; see {files.page}")
     elif is_remote:
         return

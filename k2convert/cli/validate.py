@@ -28,6 +28,7 @@ from k2convert.hub.client import SCHEME, Hub, parse_repo
 if TYPE_CHECKING:
     from k2convert.check.results import LayersRequest
     from k2convert.checkpoint.index import Checkpoint
+    from k2convert.job.results import OpenResult
     from k2convert.records.command import JobCommand
 
 _SYNTHETIC_TOKENS: Final = 256
@@ -88,7 +89,7 @@ def validate(
         show_validation(report)
         if not report.passed:
             command = None if opened.shards.is_remote else read_command(opened.folder)
-            raise failed_validation(destination, source, command, doubt=opened.doubt)
+            raise failed_validation(opened, command, is_of_source=report.is_of_source)
         ref = parse_repo(destination) if destination.startswith(SCHEME) else None
         if ref is None:
             print_serve(destination, folder=opened.folder, family=report.contract.family)
@@ -128,21 +129,20 @@ def _layers_request(source: "Checkpoint", layers: str, files: list[Path] | None)
     return LayersRequest(numbers, windows, tokens, num_experts)
 
 
-def failed_validation(result: str, source: str | None, command: "JobCommand | None", *, doubt: str) -> K2ConvertError:
+def failed_validation(opened: "OpenResult", command: "JobCommand | None", *, is_of_source: bool) -> K2ConvertError:
     """Return the error of a validation; `command` is that of the job, if it is known.
 
-    With a `doubt` about the source it is no verdict on the result.
+    If all that fails compares with the source (`is_of_source`), and its commit is gone, it is no verdict.
     """
-    if doubt:
+    result = opened.name
+    if opened.is_gone and is_of_source:
         from k2convert.cli import console
 
         alone = console.command("k2convert", "validate", result)
-        return CheckpointError(f"{result}: differs from the source. {doubt} `{alone}` checks the result alone.")
+        return CheckpointError(f"{result}: differs from the source. {opened.doubt} `{alone}` checks the result alone.")
     problem = f"{result}: validation failed, see above. Do not publish or serve it."
     if command is not None:
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
     elif not result.startswith(SCHEME):
         problem += " If it is a copy, copy it again. Otherwise convert it again."
-    if command is None and source is not None:
-        problem += f" If {source} has changed since the conversion, what differs may be its own."
-    return InvalidCheckpointError(problem)
+    return InvalidCheckpointError(f"{problem} {opened.doubt}".rstrip())

@@ -8,17 +8,18 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copyfile
 
 from k2convert.check.remote import Shards, folder_bytes
 from k2convert.check.results import LayersRequest, ValidationReport
 from k2convert.check.validate import is_nvfp4, validate_checkpoint
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import SHARD_SUFFIX
+from k2convert.checkpoint.names import JOB_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, HubError
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import fetch_small_files, find_commit, mark_other_files, read_headers, resolve_source
-from k2convert.job.locations import commit_of, folder_of, named, open_checkpoint_at, repo_at
+from k2convert.job.locations import commit_of, folder_of, named, open_checkpoint_at, read_destination, repo_at
 from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import Source, changed_shards
@@ -30,8 +31,8 @@ from k2convert.records.ledger import Ledger, find_ledger
 class OpenResult:
     """A result and, if it is given, its source: their folders, and where shards that are not in them come from.
 
-    `source_name` is the source as the user named it. `doubt` says why it may differ from what was converted; "" if
-    nothing speaks for it.
+    `source_name` is the source as the user named it. `doubt` says why it may differ from what was converted, if nobody
+    knows; `is_gone` if the Hub no longer has the commit that was.
     """
 
     name: str
@@ -40,6 +41,7 @@ class OpenResult:
     shards: Shards
     source_name: str | None
     doubt: str
+    is_gone: bool
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +69,7 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
         shards = Shards()
         checkpoint = None
         doubt = ""
+        is_gone = False
         if (repo := repo_at(place)) is not None:
             remote = resolve_source(hub, repo)
             if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
@@ -75,6 +78,7 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
             fetch_small_files(hub, remote, folder=folder)
             mark_other_files(remote, folder=folder)
             shards = Shards(result=RemoteShards(hub, remote, folder, read_headers(hub, remote, folder=folder)))
+            _bring_job(place, folder)
         if source is not None:
             ledger = None
             with suppress(CheckpointError):  # the validation names a damaged one
@@ -85,20 +89,39 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
             checkpoint = opened.checkpoint
             if opened.remote is not None:
                 shards = replace(shards, source=RemoteShards(hub, opened.remote, checkpoint.folder))
+            doubt = f"If {source} has changed since the conversion, what differs may be its own."
             if ledger is not None:
-                doubt = _check_weights(place, folder, ledger, source, opened, hub)
-        yield OpenResult(place, folder, checkpoint, shards, source, doubt)
+                is_known, is_gone = _check_weights(place, folder, ledger, source, opened, hub)
+                now = "" if opened.revision is None else f" from {opened.revision[:7]}"
+                if is_gone:
+                    gone = str(ledger.source.revision)[:7]
+                    doubt = (
+                        f"{ledger.source.repo} does not have the commit {gone}, which was converted: what differs{now} "
+                        "may have changed since."
+                    )
+                elif is_known:
+                    doubt = ""
+        yield OpenResult(place, folder, checkpoint, shards, source, doubt, is_gone)
 
 
-def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: Source, hub: Hub) -> str:
+def _bring_job(place: str, folder: Path) -> None:
+    """Copy the description of the job of a repository from its work folder, if that is here: it knows the source."""
+    with suppress(HubError, OSError):
+        job = read_destination(place).folder / WORK_FOLDER / JOB_NAME
+        if job.is_file():
+            (folder / WORK_FOLDER).mkdir(exist_ok=True)
+            copyfile(job, folder / WORK_FOLDER / JOB_NAME)
+
+
+def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: Source, hub: Hub) -> tuple[bool, bool]:
     """Refuse a source with other weights than those that were converted (CheckpointError).
 
     Known of these are the headers, by the ledger; the bytes, by the job's own description, or by the hashes that the
-    Hub has at the ledger's commit. Returns why the bytes are not known, if the commit is gone; else "".
+    Hub has at the ledger's commit. Returns whether the bytes are known, and whether they are not as the commit is gone.
     """
     stated = ledger.source
     if not stated.headers or ledger.pruning is not None or is_nvfp4(source.checkpoint.tensors):
-        return ""  # nothing to compare, or the validation says what is wrong with such a source
+        return False, False  # nothing to compare, or the validation says what is wrong with such a source
     then = None
     is_of_repo = source.repo is not None and source.repo == stated.repo
     if is_of_repo and source.revision != stated.revision:
@@ -116,9 +139,8 @@ def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: 
     is_gone = is_of_repo and source.revision != stated.revision and then is None
     if changed:
         raise _other_weights(place, ledger, name, source, named(changed), is_gone=is_gone)
-    if is_gone and not known:
-        return f"{stated.repo} does not have the commit that was converted: what differs may have changed since."
-    return ""
+    is_known = bool(known) or (is_of_repo and source.revision == stated.revision)
+    return is_known, is_gone and not is_known
 
 
 def _other_weights(

@@ -34,7 +34,7 @@ def against(place: str, source: object) -> list[tuple[object, ...]]:
 def test_other_weights_are_no_verdict_and_every_remedy_works(
     place: str, is_gone: bool, upstream: LoopbackHub, cli: RunCli, tiny: Path, tmp_path: Path
 ) -> None:
-    """Template and weights have changed. Without work folder and commit, nothing says that the weights have."""
+    """Template and weights have changed. The folder of the job knows it, also if the commit is gone."""
     yes = ("--yes",) if place.startswith("hf://") else ()
     cli("run", SOURCE, place, *yes, code=0)
     repo = upstream.store.repos["moon/tiny"]
@@ -42,19 +42,13 @@ def test_other_weights_are_no_verdict_and_every_remedy_works(
     now = repo.commit("main", moved(retrained(upstream, tiny, tmp_path / "retrained")))
     if is_gone:
         forget(upstream, first)
-    is_known = place == "out" or not is_gone
     for words in against(place, f"{SOURCE}@main"):
-        shown = cli(*words, "--quiet", code=1 if is_known or words[0] == "validate" else 0)
+        shown = cli(*words, "--quiet", code=1)
         assert "Do not publish" not in shown.stderr
         assert "onvert it again" not in shown.stderr
-        if is_known:
-            assert (
-                f"moon/tiny at commit {now[:7]} has other weights than moon/tiny at commit {first[:7]}" in shown.stderr
-            )
-            assert SHARD in shown.stderr
-            assert shown.stdout == ""
-        else:
-            assert "moon/tiny does not have the commit that was converted: what differs may have" in shown.stderr
+        assert f"moon/tiny at commit {now[:7]} has other weights than moon/tiny at commit {first[:7]}" in shown.stderr
+        assert SHARD in shown.stderr
+        assert shown.stdout == ""
         follow(cli, shown.stderr)
         address = re.search(r"Pass (hf://\S+) with --source", shown.stderr)
         assert (address is None) is is_gone
@@ -69,6 +63,50 @@ def test_other_weights_are_no_verdict_and_every_remedy_works(
         cli("run", f"{SOURCE}@{way_back[1]}", place, *yes, code=0)
     else:
         assert f"moon/tiny does not have the commit {first[:7]} any more" in refused
+
+
+def test_a_repository_is_judged_by_its_work_folder(upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path) -> None:
+    """It knows a source in a folder. Without it nobody does, and the failure says that the source may have changed."""
+    source = Path(shutil.copytree(tiny, cwd / "source"))
+    cli("run", source, "hf://me/out", "--yes", code=0)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "n_routed_experts": 8}))
+    (source / "chat_template.jinja").write_text("{{ new }}")
+    validate, report = against("hf://me/out", source)
+    shown = cli(*validate, COLUMNS="300", code=0).stdout
+    assert "chat_template.jinja: missing: the source is not as at the conversion" in shown
+    assert "n_routed_experts was 16, now 8; it no longer describes the tensors" in shown
+    flip(source / SHARD, -1000)
+    for words in (validate, report):
+        assert SHARD in cli(*words, code=1).stderr
+    shutil.rmtree(cwd / "k2convert-work")
+    for words, code in ((validate, 3), (report, 0)):
+        shown = cli(*words, code=code)
+        assert f"If {source} has changed since the conversion, what differs may be its own" in said(shown.stderr)
+    assert upstream.store.repos["me/out"].num_commits("main") == 2
+
+
+@pytest.mark.slow
+def test_a_gone_commit_without_the_work_folder_excuses_only_what_compares_with_the_source(
+    upstream: LoopbackHub, cli: RunCli, cwd: Path
+) -> None:
+    cli("run", SOURCE, "hf://me/out", "--yes", code=0)
+    first, now = move(upstream)
+    forget(upstream, first)
+    assert "passed" in cli("validate", "hf://me/out", "--source", SOURCE, code=0).stdout
+    shutil.rmtree(cwd / "k2convert-work")
+    words = f"does not have the commit {first[:7]}, which was converted: what differs from {now[:7]} may have changed"
+    validate, report = against("hf://me/out", SOURCE)
+    for command, code in ((validate, 1), (report, 0)):
+        shown = cli(*command, code=code).stderr
+        assert words in said(shown)
+        assert "Do not publish" not in shown
+    result = upstream.store.repos["me/out"]
+    result.commit("main", with_config(result.files(), quantization_config={}))
+    for command, code in ((validate, 3), (report, 0)):
+        shown = cli(*command, code=code).stderr
+        assert words in said(shown)
+        assert "Do not publish" in shown
 
 
 def test_a_folder_whose_shard_has_changed_is_not_compared(tiny: Path, cli: RunCli, cwd: Path) -> None:
@@ -160,18 +198,25 @@ def test_a_result_in_place_of_the_source_is_named(local_result: Path, cli: RunCl
     assert "its weights are NVFP4, so it is not the source" in refused
 
 
-@pytest.mark.parametrize("source", [SOURCE, "source"])
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("field", "value"), [("n_routed_experts", 8), ("num_hidden_layers", 3), ("model_type", "llama")]
+)
+@pytest.mark.parametrize("source", ["source", SOURCE])
 def test_validate_and_run_judge_a_config_alike(
-    source: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
+    source: str, field: str, value: object, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path
 ) -> None:
-    """With a layer less, config.json no longer describes the tensors. The result of then is right."""
+    """config.json no longer describes the tensors. The result of then is right."""
     shutil.copytree(tiny, cwd / "source")
     cli("run", source, "out", code=0)
     repo = upstream.store.repos["moon/tiny"]
-    repo.commit("main", with_config(repo.files(), num_hidden_layers=3))
+    repo.commit("main", with_config(repo.files(), **{field: value}))
     config = cwd / "source" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
-    problem = "config.json has changed: num_hidden_layers was 4, now 3; it no longer describes the tensors"
+    before = json.loads(config.read_text())
+    config.write_text(json.dumps(before | {field: value}))
+    problem = (
+        f"config.json has changed: {field} was {before[field]!r}, now {value!r}; it no longer describes the tensors"
+    )
     shown = cli("validate", "out", "--source", source, COLUMNS="300", code=0)
     assert problem in shown.stdout + shown.stderr
     assert "takes" not in shown.stdout + shown.stderr

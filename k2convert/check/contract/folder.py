@@ -21,6 +21,7 @@ from k2convert.checkpoint.files import (
     is_same_json,
     mapping_or_empty,
     mode_of,
+    parse_json_object,
     read_json_file,
     walk_folder,
 )
@@ -151,7 +152,7 @@ def check_config_unchanged(result: Result) -> Findings:
     is_as_converted = _is_config_as_converted(result)
     changed = _source_changed(result) if is_as_converted else ""
     for place, before, after in config_differences(
-        result.source.parse_config(), result.config, unread=QUANTIZATION_KEYS
+        parse_json_object(result.source_config, where=CONFIG_NAME), result.config, unread=QUANTIZATION_KEYS
     ):
         stated = "missing" if after is ABSENT else quoted(after)
         problem = stated
@@ -176,12 +177,12 @@ def _source_changed(result: Result) -> str:
     """Say that the source is not as the job in the folder knows it, and what `run` makes of that."""
     job = result.job
     source = result.source
-    changed = "the source has changed since the conversion"
+    changed = "the source is not as at the conversion"
     if job is not None and source is not None:
-        obstacle = config_obstacle(job.config, source, source.config_text, job.recipe)
+        obstacle = config_obstacle(job.config, source, result.source_config, job.recipe)
         if obstacle is not None:
             return f"{changed}, and `k2convert run` refuses it: {obstacle.problem}"
-    return f"{changed}; the same `k2convert run` takes it over"
+    return f"{changed}; `k2convert run` with this source takes it over"
 
 
 def _is_config_as_converted(result: Result) -> bool:

@@ -5,6 +5,7 @@ and the ledger are read separately, and a file that cannot be read becomes a fin
 under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,8 @@ class Result:
     names, has_input_scale     layout and activations as found in the tensors: a differing config is wrong, not followed
     calibration                of the conversion, while it runs
     scaling                    exact smoothing, if the ledger states it
-    job                        the job that converted the folder, if its journal is here
+    job                        the job that converted the folder, if its journal is here; then the source is read by
+                               the config.json that it had, and source_config is the text of the one it has now
     """
 
     folder: Path
@@ -159,6 +161,7 @@ class Result:
     ledger_problem: str = ""
     no_source: str = ""
     job: JobDescription | None = None
+    source_config: str = ""
     calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
 
@@ -280,6 +283,10 @@ def read_result(
     if config is not None and ledger is None and find_quantization_config(config) is None:
         config = {**config, **_declared_beside(folder)}
     recipe = None if ledger is None else ledger.recipe
+    job = None if ledger is None else Journal(folder).job_of(ledger)
+    source_config = "" if source is None else source.config_text
+    if source is not None and job is not None and job.config is not None:
+        source = replace(source, config_text=json.dumps(job.config))
     if source is not None:
         detect_family(source)
     no_source = NO_SOURCE if source is None else ""
@@ -298,7 +305,8 @@ def read_result(
         ledger=ledger,
         ledger_problem=ledger_problem,
         no_source=no_source,
-        job=None if ledger is None else Journal(folder).job_of(ledger),
+        job=job,
+        source_config=source_config,
     )
 
 
