@@ -6,7 +6,7 @@ import typer
 
 from k2convert.choices import ServedKvCache
 from k2convert.cli.options import ADDRESS, Json, argument, check_size, check_source, flag, option, refuse_contradictions
-from k2convert.errors import FitError, parse_size, quoted
+from k2convert.errors import ArgumentError, FitError, parse_size, quoted
 
 if TYPE_CHECKING:
     from k2convert.deploy.gpus import Gpu
@@ -115,9 +115,9 @@ def _find_gpu(text: str) -> "Gpu":
     """Return the kind of GPU, or one that has so much memory; raises FitError, and BadParameter for a wrong size."""
     from k2convert.deploy.gpus import find_gpu
 
-    if text[:1].isdigit():
-        check_size(text)
     try:
         return find_gpu(text)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error}") from None
     except FitError as error:
         raise FitError(f"--gpu {error} For another one that runs NVFP4, pass its memory, such as --gpu 96GB.") from None

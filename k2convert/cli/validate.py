@@ -143,6 +143,7 @@ def failed_validation(opened: "OpenResult", command: "JobCommand | None", *, is_
     problem = f"{result}: validation failed, see above. Do not publish or serve it."
     if command is not None:
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
+        problem += " If a rule names a fault of the source, mend it first."
     elif not result.startswith(SCHEME):
         problem += " If it is a copy, copy it again. Otherwise convert it again."
     return InvalidCheckpointError(f"{problem} {opened.doubt}".rstrip())

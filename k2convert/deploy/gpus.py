@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from k2convert.errors import FitError, parse_size, quoted
+from k2convert.errors import ArgumentError, FitError, parse_size, quoted
 
 Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 """Ways in which a GPU computes with NVFP4: in hardware; in hardware, by kernels that INT4's outrun; as weight-only."""
@@ -22,7 +22,8 @@ GIB: Final = 1 << 30
 class Gpu:
     """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
 
-    `names` is a pattern of the names by nvidia-smi and of the machines of clouds, in letters and digits alone.
+    `names` is a pattern of the names by nvidia-smi and of the machines of clouds, in letters and digits, with "_"
+    between two numbers. A number that it ends with must end there in the name too.
     A machine has `per_machine` of them.
     """
 
@@ -36,7 +37,7 @@ class Gpu:
 
 
 _RTX: Final = "rtxpro6000(?!d)|rtx6000(pro|blackwell)|^g7e|^g4standard"
-_H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|9[46]))|^p5([0-9]*xlarge)?$|^a3(high|mega|edge)gpu"  # of 80 GB
+_H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|9[46]))|^p5(_[0-9]*xlarge)?$|^a3(high|mega|edge)gpu"  # of 80 GB
 _A100: Final = "^(nvidia)?a100$|a100.*80g|^p4de|^a2ultragpu|(amsr|ads)a100"  # not each that a cloud calls A100
 _ALL: Final = (
     Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", "(?<!g)b200|^a4highgpu"),
@@ -45,7 +46,7 @@ _ALL: Final = (
     Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", "gb300|^a4xmaxgpu", per_machine=4),
     Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", _RTX),
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)|gx10", per_machine=1),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?([0-9]*xlarge)?$|^a3ultragpu"),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?(_?[0-9]*xlarge)?$|^a3ultragpu"),
     Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", _H100),
     Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", _A100),
 )
@@ -61,13 +62,19 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of this name, as nvidia-smi or a cloud prints it, or one that has the memory that it is, such as
     "96GB". Raises FitError that lists the known names, ArgumentError for a wrong size.
     """
+    if several := re.fullmatch("([0-9]+) ?x ?([a-z].*[0-9].*)", name.lower()):
+        raise FitError(
+            f"{quoted(name)}: a number of GPUs. Pass --gpu {find_gpu(several[2]).name} --count {several[1]}."
+        )
     if name[:1].isdigit():
-        return Gpu(name, f"GPU of {name}", parse_size(name))
+        if (size := parse_size(name)) < MIB:
+            raise ArgumentError(f"{quoted(name)}: no memory of a GPU. Write for example 96GB.")
+        return Gpu(name, f"GPU of {name}", size)
     stated = name.lower().removeprefix("ml.")  # AWS's machines in SageMaker
-    wanted = "".join(c for c in stated if c.isalnum())
+    wanted = re.sub("(?<![0-9])_|_(?![0-9])", "", re.sub("[^0-9a-z]+", "_", stated))
     sizes = [int(size) * 1e9 for size in _SIZE.findall(stated)]
     for gpu in _ALL:
-        if "mig" not in wanted and re.search(gpu.names, wanted):
+        if "mig" not in wanted and re.search(f"({gpu.names})(?!(?<=[0-9])[0-9])", wanted):
             if all(abs(size / gpu.memory_bytes - 1) < _TOLERANCE for size in sizes):
                 return gpu
             break

@@ -44,15 +44,24 @@ Ids = NDArray[np.integer[Any]]
 _FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
 _OBJECT: Final = "python3 -c 'import json, sys; print(json.dumps(json.load(sys.stdin)))' < {} > {}.jsonl"
 _ARRAY: Final = "python3 -c 'import json, sys; [print(json.dumps(d)) for d in json.load(sys.stdin)]' < {} > {}.jsonl"
+_LIST: Final = (
+    "python3 -c 'import json, sys; [print(json.dumps(d)) for d in next(v for v in json.load(sys.stdin).values() "
+    "if isinstance(v, list))]' < {} > {}.jsonl"
+)
+_LINES: Final = "cp {} {}.jsonl"
+_PARQUET: Final = (
+    "python3 -c 'import pandas, sys; print(pandas.read_parquet(sys.argv[1])"
+    """.to_json(orient="records", lines=True))' {} > {}.jsonl"""
+)
 _TABLE: Final = (
-    """python3 -c 'import pandas, sys; print(pandas.read_%s(sys.argv[1]).to_json(orient="records", lines=True))' """
-    "{} > {}.jsonl"
+    """python3 -c 'import csv, json, sys; csv.field_size_limit(1 << 24); [print(json.dumps(d)) for d in """
+    """csv.DictReader(open(sys.argv[1], encoding="utf-8-sig", newline=""), dialect="%s")]' {} > {}.jsonl"""
 )
 _CONVERSIONS: Final = {
     ".json": _ARRAY,
-    ".parquet": _TABLE % "parquet",
-    ".csv": _TABLE % "csv",
-    ".tsv": _TABLE % "table",
+    ".parquet": _PARQUET,
+    ".csv": _TABLE % "excel",
+    ".tsv": _TABLE % "excel-tab",
     ".gz": "gunzip -k {}",
     ".bz2": "bunzip2 -k {}",
     ".xz": "unxz -k {}",
@@ -61,6 +70,7 @@ _CONVERSIONS: Final = {
 """Commands that make a text that is read, by the suffix of one that is not; of its path, with and without suffix."""
 
 _SKIPPED: Final = "with null in place of a text: skipped"
+_TEXT_KEYS: Final = ("text", "messages", "conversations")
 _MEDIA_KEYS: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA: Final = "with images or other media: their text is read, and only placeholders of the media"
 
@@ -142,8 +152,8 @@ def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate, counts
     try:
         document = parse_json_object(line, where="")
     except MalformedFileError as error:
-        raise CalibrationError(str(error).removeprefix(": ")) from None
-    given = [document[key] for key in ("text", "messages", "conversations") if key in document]
+        raise CalibrationError(f"{str(error).removeprefix(': ')} Write {_FORMS} on each line.") from None
+    given = [document[key] for key in _TEXT_KEYS if key in document]
     if given and all(value is None for value in given):
         counts[_SKIPPED] += 1
         return np.zeros(0, dtype=np.int64)
@@ -181,10 +191,11 @@ def _check_form(path: Path) -> None:
     except OSError as error:
         raise _unreadable(path, error) from None
     command = _CONVERSIONS.get(suffix)
-    if suffix == ".json" and first.startswith(b"{"):  # an object, or one in each line under another name
-        command = "cp {} {}.jsonl" if _is_json(first.partition(b"\n")[0]) else _OBJECT
+    if suffix == ".json" and first.startswith(b"{"):
+        command = _object_command(path, first)
     if command is not None:
-        raise CalibrationError(f"{path}: {suffix} is not read. Convert it: `{command.format(*names)}`")
+        needs = " `pip install pandas pyarrow` installs what reads it." if command == _PARQUET else ""
+        raise CalibrationError(f"{path}: {suffix} is not read.{needs} Convert it: `{command.format(*names)}`")
     if suffix not in (".txt", ".npy", LINES):
         raise CalibrationError(
             f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown. Give plain text a name in "
@@ -195,12 +206,18 @@ def _check_form(path: Path) -> None:
         raise CalibrationError(f"{path}: is one JSON array, not a document a line. Convert it: `{command}`")
 
 
-def _is_json(line: bytes) -> bool:
+def _object_command(path: Path, first: bytes) -> str:
+    """Return the command for a .json file of one object, of an object with a list of documents, or of one a line."""
+    if path.stat().st_size > MAX_LINE_BYTES:  # more than one document
+        return _LINES if b"}\n{" in first.replace(b"\r", b"") else _LIST
     try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        return _LINES if str(error).startswith("Extra data") else _OBJECT
+    except RecursionError:
+        return _OBJECT
+    is_list = not document.keys() & set(_TEXT_KEYS) and any(map(_are_objects, document.values()))
+    return _LIST if is_list else _OBJECT
 
 
 def _are_objects(value: object) -> TypeGuard[list[Any]]:

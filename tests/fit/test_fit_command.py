@@ -242,7 +242,7 @@ PRINTED = {
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX 6000 Ada Generation", "NVIDIA L40S", "p4d.24xlarge",
         "NVIDIA H100L-94C", "Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5", "NVIDIA A100-SXM-64GB", "RTX 5090",
         "a100-40g", "A100 40GB", "h100-94g", "H100 64GB", "ml.p4d.24xlarge", "ml.g6e.48xlarge", "p5000",
-        "a2-highgpu-8g",
+        "a2-highgpu-8g", "b2000", "h1000", "gb2001", "NVIDIA B2000", "h20000", "rtx-pro-60001",
     ),
 }  # fmt: skip
 
@@ -280,6 +280,9 @@ _AMD = f"--gpu 'mi300': a GPU of AMD, which cannot run NVFP4. Known: {', '.join(
         ("--count 4", 2, "--count needs --gpu"),
         ("--tp 4", 2, "--tp: needs --gpu and --count"),
         ("--gpu 96XB --count 1", 2, "not a size"),
+        ("--gpu 3", 2, "'3': no memory of a GPU. Write for example 96GB."),
+        ("--gpu 0GB", 2, "'0GB': no memory of a GPU"),
+        ("--gpu 8xH200", 1, "--gpu '8xH200': a number of GPUs. Pass --gpu h200 --count 8."),
         ("--experts auto --gpu b200", 2, "--experts auto: needs --gpu and --count"),
         ("--experts 0", 2, "'0' is not a number of experts. Pass one such as 192, or auto."),
         ("--experts most", 2, "'most' is not a number of experts"),

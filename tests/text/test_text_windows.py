@@ -1,6 +1,7 @@
 """Windows of token ids: drawn by a seed, never overlapping, in bounded memory."""
 
 import bz2
+import csv
 import gzip
 import json
 import os
@@ -138,7 +139,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.txt", b"PK\x03\x04\x00\x00", r"not text \(byte 4 is zero\)"),
         ("a.jsonl", b'{"text": "x"}\n\x80', r"not UTF-8 text \(byte 14 is 0x80\)"),
         ("a.jsonl", b'{"text": "x"}\n\n[1]', "line 3: not a JSON object"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r'line 2: not JSON .*\. Write {"messages": '),
         ("a.jsonl", b'{"text": 5}', 'line 1: has neither "text"'),
         ("a.jsonl", b'{"messages": []}', 'line 1: has neither "text"'),
         ("a.jsonl", b'{"messages": ["x"]}', 'line 1: has neither "text"'),
@@ -152,7 +153,8 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b'{"instruction": "x", "output": "y"}', "line 1: has neither .* but 'instruction', 'output'"),
         ("a.md", b"PK", r"Give plain text a name in \.txt"),
         ("a.docx", b"PK", r"does not end in \.txt, \.jsonl or \.npy"),
-        ("a.csv", b"text\nx\n", r"\.csv is not read\. Convert it: `python3 -c 'import pandas"),
+        ("a.csv", b"text\nx\n", r"\.csv is not read\. Convert it: `python3 -c 'import csv"),
+        ("a.parquet", b"PAR1", r"\.parquet is not read\. `pip install pandas pyarrow` .*`python3 -c 'import pandas"),
         ("a.jsonl.zst", b"", r"\.zst is not read\. Convert it: `zstd -d "),
         ("a.npy", b"\x93NUMPY\x01\x00", "not an .npy file"),
         ("a.npy", b"\x80\x04K\x01.", "not an .npy file"),
@@ -165,7 +167,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b"[1, 2]", "line 1: not a JSON object"),
         ("a.jsonl", b'{"input_ids": [1]}', 'line 1: has neither "text"'),
     ],
-    ids=range(32),
+    ids=range(33),
 )
 def test_a_file_that_cannot_be_used_is_one_line(
     name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
@@ -183,9 +185,14 @@ ROWS = [{"text": text} for text in TEXTS]
 
 
 def write_table(path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    write = getattr(pandas.DataFrame(ROWS), f"to_{path.suffix.removeprefix('.').replace('tsv', 'csv')}")
-    write(path, index=False, **({"sep": "\t"} if path.suffix == ".tsv" else {}))
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        table = csv.DictWriter(file, ["text"], dialect="excel-tab" if path.suffix == ".tsv" else "excel")
+        table.writeheader()
+        table.writerows(ROWS)
+
+
+def write_parquet(path: Path) -> None:
+    pytest.importorskip("pandas").DataFrame(ROWS).to_parquet(path, index=False)
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -200,7 +207,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(json.dumps({"text": "".join(TEXTS)}).encode())),
     "a.csv": write_table,
     "a.tsv": write_table,
-    "a.parquet": write_table,
+    "a.parquet": write_parquet,
+    "an object with a list.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})),
+    "an object with lines.json": lambda path: path.write_text(json.dumps({"data": ROWS, "n": [2]}, indent=1)),
 }
 
 
