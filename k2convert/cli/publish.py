@@ -46,6 +46,7 @@ def publish(
     from k2convert.hub.branch import Branch, branch_name
     from k2convert.job.locations import Destination
     from k2convert.job.publish import prepare_publication
+    from k2convert.job.results import open_result_at
     from k2convert.records.journal import Published, has_left, record_published
 
     console.set_output(json=json, quiet=quiet)
@@ -76,6 +77,9 @@ def publish(
     for notice in target.notices:
         console.print_note(f"note: {notice}")
     if publication.is_published:
+        if source is not None:
+            with open_result_at(str(folder), source=source, hub=hub):  # says what has moved
+                pass
         Branch(hub, target, branch_name(ledger.digest)).delete()  # a run killed after its last commit leaves it
         console.print_note(f"{target.repo}: {revision} already holds this result")
         commit = str(target.head)

@@ -224,18 +224,18 @@ def write_evaluation(path: Path, document: Evaluation, identity: str) -> None:
     write_atomically(path, data)
 
 
-def keep_evaluation(folder: Path, config: bytes) -> None:
+def keep_evaluation(folder: Path, config: bytes) -> bool:
     """Let a result's evaluation name the config.json that is about to be written, if no figure depends on what differs.
 
-    Else it goes into the work folder: it measures another model.
+    Else it goes into the work folder: it measures another model. Returns whether it stays.
     """
     path = folder / EVALUATION_NAME
     before = folder / CONFIG_NAME
     if not before.is_file():
-        return
+        return True
     if network_fields(read_json_file(before)) != network_fields(parse_json_object(config.decode(), where=str(before))):
         path.replace(folder / WORK_FOLDER / EVALUATION_NAME)
-        return
+        return False
     document = read_text_file(path)
     renamed = document.replace(file_digest(before), blake3(config).hexdigest()).encode()
     with suppress(K2ConvertError):
@@ -243,3 +243,4 @@ def keep_evaluation(folder: Path, config: bytes) -> None:
         if kept["document"] == file_digest(path):
             write_atomically(_record_path(path), seal(kept | {"document": blake3(renamed).hexdigest()}))
     write_atomically(path, renamed)
+    return True

@@ -27,7 +27,14 @@ from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS, Quantization, unquantized_config
-from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    EVALUATION_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    WORK_FOLDER,
+)
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.prepare import Job
 from k2convert.models.projections import Projection
@@ -137,7 +144,9 @@ def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
             if isinstance(content, bytes) and relative.name == CONFIG_NAME and (folder / EVALUATION_NAME).is_file():
                 from k2convert.evaluation.plan import keep_evaluation
 
-                keep_evaluation(folder, content)
+                if not keep_evaluation(folder, content):
+                    kept = f"{WORK_FOLDER}/{EVALUATION_NAME}"
+                    job.hub.warn(f"{folder}: {EVALUATION_NAME} measured another config.json: it is now {kept}")
             make_folder(target.parent)
             write_atomically(target, content)
     for name in gone_files(job.description, names):

@@ -44,7 +44,7 @@ from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
 from k2convert.plan.recipe import Recipe
-from k2convert.records.command import read_command
+from k2convert.records.command import read_command, shell_line
 from k2convert.records.fingerprint import Obstacle, Source, config_obstacle
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import MAX_NAMED, Ledger, parse_ledger
@@ -130,8 +130,9 @@ def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "tuple[RemoteRepo, R
         return resolve_source(hub, ref), None
     then = find_commit(hub, ref.repo, pinned)
     if then is None:  # the job began with a different repository, or the commit was removed
+        now = resolve_source(hub, ref)
         hub.warn(f"{ref.repo} does not have the commit {pinned[:7]}: {ref.revision or MAIN} is read")
-        return resolve_source(hub, ref), None
+        return now, None
     try:
         now = resolve_source(hub, ref)
     except HubError:
@@ -165,7 +166,10 @@ def _moved(then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, obstacle: Obstac
     branch = ref.revision or MAIN
     address = RepoRef(ref.repo, branch)
     verb = "differs" if len(changed) == 1 else "differ"
-    advice = f"`k2convert run` with {address} takes over what differs and converts no shard"
+    advice = (
+        f"`{shell_line(('k2convert', 'run', str(address), 'DEST'))}`, with the options of the first time, takes over "
+        "what differs; it converts shards again only if their records are not here"
+    )
     if any(path.endswith(SHARD_SUFFIX) for path in changed):
         advice = f"to convert {address}, choose a new destination"
     elif obstacle is not None:

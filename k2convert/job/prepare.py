@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.index import Checkpoint, engine_links_out, list_sidecars, refuse_links_out
-from k2convert.checkpoint.names import DOWNLOADS_FOLDER, INDEX_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import DOWNLOADS_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.writer import NUM_STAGING, STAGING_BYTES
 from k2convert.errors import (
     CheckpointError,
@@ -60,9 +59,8 @@ from k2convert.records.fingerprint import (
     Source,
     check_version,
     config_obstacle,
-    fingerprint_digest,
+    copied_files,
     job_fingerprint,
-    kept_metadata,
     source_digest,
 )
 from k2convert.records.journal import Journal, PackedRecords
@@ -247,10 +245,7 @@ def prepare(
         source=source.identities(),
         version=IDENTITY_VERSION,
         config=checkpoint.parse_config(),
-        copies={
-            **{str(path): file_digest(checkpoint.folder / path) for path in sidecars},
-            INDEX_NAME: fingerprint_digest(kept_metadata(checkpoint)),
-        },
+        copies=copied_files(checkpoint),
     )
     begun = Journal(folder).job()
     if begun is not None:

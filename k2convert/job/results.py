@@ -18,13 +18,14 @@ from k2convert.checkpoint.names import JOB_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, HubError
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.ranges import RemoteShards
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import fetch_small_files, find_commit, mark_other_files, read_headers, resolve_source
 from k2convert.job.locations import commit_of, folder_of, named, open_checkpoint_at, read_destination, repo_at
 from k2convert.records.command import shell_line
 from k2convert.records.events import SILENT, Events
-from k2convert.records.fingerprint import Source, changed_shards
+from k2convert.records.fingerprint import Source, changed_shards, copied_files
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import Ledger, find_ledger
+from k2convert.records.ledger import MAX_NAMED, Ledger, find_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,23 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
                 ledger = find_ledger(folder)
             recipe = None if ledger is None else ledger.recipe
             pinned = commit_of(ledger, source)
-            opened = stack.enter_context(open_checkpoint_at(source, hub=hub, pinned=pinned, recipe=recipe))
+            try:
+                opened = stack.enter_context(open_checkpoint_at(source, hub=hub, pinned=pinned, recipe=recipe))
+            except HubRequestError as error:
+                if error.status != 404:
+                    raise
+                alone = shell_line(("k2convert", "validate", place))
+                raise HubError(f"{error} `{alone}` checks the result alone.") from None
             checkpoint = opened.checkpoint
             if opened.remote is not None:
                 shards = replace(shards, source=RemoteShards(hub, opened.remote, checkpoint.folder))
             doubt = f"If {source} has changed since the conversion, what differs may be its own."
             if ledger is not None:
                 is_known, is_gone = _check_weights(place, folder, ledger, source, opened, hub)
+                if (job := Journal(folder).job_of(ledger)) is not None:
+                    now = replace(job, config=checkpoint.parse_config(), copies=copied_files(checkpoint))
+                    if changes := job.changes(now, folder):
+                        hub.warn(f"{source} is not as at the conversion: {'; '.join(changes[:MAX_NAMED])}")
                 now = "" if opened.revision is None else f" from {opened.revision[:7]}"
                 if is_gone:
                     gone = str(ledger.source.revision)[:7]

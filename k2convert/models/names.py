@@ -91,7 +91,8 @@ _FOREIGN: Final = (
     (
         re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\."),
         "belongs to a layer for multi-token prediction (MTP), which is not converted. Remove the layer's tensors from "
-        "the shards and the index, and set num_nextn_predict_layers to 0.",
+        "the shards and the index, and set num_nextn_predict_layers to 0. If it belongs to a layer of the model, "
+        "num_hidden_layers in config.json is wrong.",
     ),
 )
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
 from blake3 import blake3
 from pydantic import JsonValue, PlainSerializer
 
-from k2convert.checkpoint.files import ABSENT, config_differences, parse_json_object
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.files import ABSENT, config_differences, file_digest, parse_json_object
+from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
 from k2convert.errors import (
     MalformedFileError,
@@ -207,6 +207,12 @@ class JobDescription:
 def kept_metadata(source: Checkpoint) -> JsonObject:
     """Return what a source's index says beside the places of tensors, and a result's index keeps."""
     return {key: value for key, value in source.index_metadata.items() if key != "total_size"}
+
+
+def copied_files(source: Checkpoint) -> dict[str, str]:
+    """Return the blake3 of every file that a job copies from a source, and of what the index has beside the tensors."""
+    copies = {str(path): file_digest(source.folder / path) for path in list_sidecars(source.folder)}
+    return copies | {INDEX_NAME: fingerprint_digest(kept_metadata(source))}
 
 
 def _config_changes(before: JsonObject | None, now: JsonObject | None) -> list[str]:

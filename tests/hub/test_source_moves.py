@@ -296,6 +296,7 @@ def test_an_evaluation_survives_what_cannot_change_it(
         (source / name).write_text("{}")
     shown = cli("run", source, "out", code=0)
     assert ("measures the whole model" in shown.stderr) is not survives
+    assert ("evaluation.json measured another config.json" in shown.stderr) is not survives
     cli("validate", "out", "--source", source, code=0)
     assert (find_evaluation(out) is not None) is survives
     assert (out / ".k2convert" / "evaluation.json").exists() is not survives
@@ -315,7 +316,7 @@ def test_a_link_out_of_a_result_is_not_published(
         (out / name).symlink_to(cwd / "private" / name)
     (out / "docs").symlink_to(cwd / "private")
     shown = cli("publish", "out", "--repo", "me/out", "--yes", code=0).stderr
-    for name in ("notes.txt", "README.md", "weights.bin", "docs/notes.txt"):
+    for name in ("notes.txt", "weights.bin", "docs/notes.txt"):
         assert f"out: {name}: left out: a link to {cwd / 'private' / Path(name).name}" in shown
     stored = server.store.repos["me/out"].files()
     assert not {name for name in stored if name.startswith(("notes", "docs", "weights"))}

@@ -224,6 +224,30 @@ def test_validate_and_run_judge_a_config_alike(
     assert said(refused.stderr).startswith(f"error: out: {problem}. To go on")
 
 
+@pytest.mark.slow
+def test_publish_says_what_has_moved_also_if_it_sends_nothing(tiny: Path, upstream: LoopbackHub, cli: RunCli) -> None:
+    source = Path(shutil.copytree(tiny, "source"))
+    cli("run", source, "out", code=0)
+    publish = against("out", source)[2]
+    (source / "chat_template.jinja").write_text("{{ new }}")
+    for words in (publish, publish, against("out", source)[1]):
+        shown = said(cli(*words, "--quiet", code=0).stderr)
+        assert "source is not as at the conversion: chat_template.jinja is new" in shown
+    flip(source / SHARD, -1000)
+    assert SHARD in cli(*publish, code=1).stderr
+    assert upstream.store.repos["me/copy"].num_commits("main") == 2
+
+
+@pytest.mark.slow
+def test_a_gone_repository_leaves_the_check_of_the_result_alone(upstream: LoopbackHub, cli: RunCli) -> None:
+    cli("run", SOURCE, "out", code=0)
+    del upstream.store.repos["moon/tiny"]
+    refused = cli("validate", "out", "--source", SOURCE, code=1).stderr
+    assert "`k2convert validate out` checks the result alone" in said(refused)
+    assert "main is read" not in refused
+    follow(cli, refused)
+
+
 def test_what_a_result_does_not_have_makes_no_commit(upstream: LoopbackHub, cli: RunCli) -> None:
     """A new model card changes nothing. What the index says beside the places of tensors is kept, so it is said."""
     job = ("run", f"{SOURCE}@main", "hf://me/out", "--yes", "--quiet")
