@@ -131,8 +131,8 @@ class Certificate:
     """
 
     def __init__(self, *, result: Locate, source: Locate, claim: Claim) -> None:
-        self.written = Checkpoint(result)
-        self.source = Checkpoint(source)
+        self.written = Checkpoint(result, "result")
+        self.source = Checkpoint(source, "source")
         self.claim = claim
         self.seed = ""
         self.share = 1.0

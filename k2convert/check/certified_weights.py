@@ -102,10 +102,11 @@ class ShardFile:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. `locate` says in which file one lies; None: in none."""
+    """The tensors of a checkpoint by name: of the "source" or the "result". `locate` names a tensor's file, or None."""
 
-    def __init__(self, locate: Locate) -> None:
+    def __init__(self, locate: Locate, side: str) -> None:
         self._locate = locate
+        self._side = side
         self._files: dict[Path, ShardFile] = {}
         self._lock = Lock()
 
@@ -127,7 +128,7 @@ class Checkpoint:
 
     def get(self, name: str) -> Tensor:
         if (tensor := self.find(name)) is None:
-            raise Fault(f"there is no {name}")
+            raise Fault(f"the {self._side} has no {name}")
         return tensor
 
 

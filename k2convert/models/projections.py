@@ -306,7 +306,7 @@ def check_fp8(family: Family, *, layout: Layout, where: str) -> None:
         )
     if layout != family.fp8_layout:
         raise PlanError(
-            f"{where}: SGLang and TensorRT-LLM do not load FP8 for {family.title} in the layout {layout}. Use --layout "
+            f"{where}: SGLang does not load FP8 for {family.title} in the layout {layout}. Use --layout "
             f"{family.fp8_layout}, or remove fp8 from the recipe."
         )
 

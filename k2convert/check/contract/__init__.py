@@ -252,7 +252,8 @@ def check_errors(
         least = FP8_SQNR_DB if module.is_fp8 else budget
         if not sqnr >= least:
             found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
-    found.note = f"worst {worst:.2f} dB, budget {budget:.2f} dB" if math.isfinite(worst) else f"budget {budget:.2f} dB"
+    budgets = f"budget {budget:.2f} dB" + (f", of FP8 {FP8_SQNR_DB:.2f} dB" if result.fp8 else "")
+    found.note = f"worst {worst:.2f} dB, {budgets}" if math.isfinite(worst) else budgets
     return found
 
 

@@ -59,10 +59,19 @@ def _check_mixed_groups(stated: Mapping[str, object], wanted: Mapping[str, objec
             found.error(where, "no group of the recipe")
         elif name not in stated:
             found.error(where, "missing")
-        for key, value in mapping_or_empty(wanted.get(name)).items():
-            group = mapping_or_empty(stated.get(name))
-            if name in stated and not is_same_json(group.get(key, ABSENT), value):
-                found.error(f"{where}.{key}", f"{quoted(group.get(key))}, expected {quoted(value)}")
+        else:
+            _compare(where, stated[name], wanted[name], found)
+
+
+def _compare(where: str, stated: object, wanted: object, found: Findings) -> None:
+    """Name each leaf of a group that differs."""
+    if not (isinstance(stated, dict) and isinstance(wanted, dict)):
+        if not is_same_json(stated, wanted):
+            shown = "missing" if stated is ABSENT else quoted(cast(object, stated))
+            found.error(where, f"{shown}, expected {quoted(wanted)}")
+        return
+    for key, value in mapping_or_empty(cast(object, wanted)).items():
+        _compare(f"{where}.{key}", mapping_or_empty(cast(object, stated)).get(key, ABSENT), value, found)
 
 
 def nvfp4_targets(result: Result) -> list[str]:
