@@ -11,6 +11,7 @@ from k2convert.calibration.layer_files import conversion_work
 from k2convert.checkpoint.index import check_level, open_checkpoint
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
+    EVALUATION_NAME,
     INDEX_NAME,
     LEDGER_NAME,
     PRUNE_NAME,
@@ -270,6 +271,9 @@ def _show_state(status: JobStatus) -> None:
     if status.calibration is not None and progress is None:
         done = f"{status.calibration['finished_layers']} of {status.calibration['layers']}"
         console.print_line(f"calibrate: {done} layers are done")
+    old = folder / WORK_FOLDER / EVALUATION_NAME
+    if old.is_file() and not (folder / EVALUATION_NAME).exists():
+        console.print_note(f"{old}: measured another config.json, so it is not a part of the result")
     if status.evaluation is not None:
         _show_evaluation(status.evaluation)
     elif not status.running and not _show_published(folder, is_complete=status.complete):

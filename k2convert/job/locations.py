@@ -175,8 +175,8 @@ def _moved(then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, obstacle: Obstac
     elif obstacle is not None:
         advice = f"{obstacle.problem}, so `k2convert run` with {address} refuses it"
     return (
-        f"{branch} has moved ({then.commit[:7]} -> {now.commit[:7]}): {named(changed)} {verb}. {then.commit[:7]} is "
-        f"read; {advice}"
+        f"{branch} is at {now.commit[:7]}, not at {then.commit[:7]} of the conversion: {named(changed)} {verb}. "
+        f"{then.commit[:7]} is read; {advice}"
     )
 
 

@@ -33,7 +33,7 @@ def forbid_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verbs(place: str) -> list[tuple[str, ...]]:
-    """The commands after the change, each of which ends well and says that main has moved; none converts a shard."""
+    """The commands after the change, each of which ends well and says that main is at another commit; none converts a shard."""
     against = ("--source", SOURCE)
     table: list[tuple[str, ...]] = [
         ("validate", place, *against),
@@ -58,12 +58,12 @@ def test_small_files_that_moved_are_named_and_taken_over(
     before, after = move(upstream)
     with monkeypatch.context() as patch:
         forbid_conversion(patch)
-        words = f"main has moved ({before[:7]} -> {after[:7]}): chat_template.jinja, config.json, tokenization_new.py"
+        words = f"main is at {after[:7]}, not at {before[:7]} of the conversion: chat_template.jinja, config.json, "
         for command in verbs(place):
             shown = cli(*command, code=0)
             assert words in shown.stderr, command
             assert "FAILED" not in shown.stdout + shown.stderr
-        assert "has moved" not in cli("status", place, code=0).stderr
+        assert "of the conversion" not in cli("status", place, code=0).stderr
         taken = cli("run", f"{SOURCE}@main", place, *yes, code=0)
         notice = taken.stderr
         for change in (
@@ -74,7 +74,7 @@ def test_small_files_that_moved_are_named_and_taken_over(
         ):
             assert change in notice
         for command in (*verbs(place), ("validate", place, "--source", f"{SOURCE}@{after}")):
-            assert "has moved" not in cli(*command, code=0).stderr
+            assert "of the conversion" not in cli(*command, code=0).stderr
         if not to_hub:
             measured = json.loads(cli("report", place, "--out", "report", "--json", code=0).stdout)["worst"]
             assert measured, "the records of the conversion are those of the result"
@@ -106,7 +106,7 @@ def test_without_the_work_folder_a_repository_is_compared_by_its_ledger(
     with monkeypatch.context() as patch:
         forbid_conversion(patch)
         shown = cli("run", SOURCE, "hf://me/out", "--yes", code=0).stderr
-        assert f"main has moved ({before[:7]} -> {after[:7]})" in shown
+        assert f"main is at {after[:7]}, not at {before[:7]} of the conversion" in shown
         assert "me/out: main already holds this result" in shown
     shutil.rmtree(cwd / "k2convert-work")
     upstream.traffic.requests.clear()
@@ -300,6 +300,7 @@ def test_an_evaluation_survives_what_cannot_change_it(
     cli("validate", "out", "--source", source, code=0)
     assert (find_evaluation(out) is not None) is survives
     assert (out / ".k2convert" / "evaluation.json").exists() is not survives
+    assert ("measured another config.json" in cli("status", "out", code=0).stderr) is not survives
     if survives:
         found = fresh_evaluation(out, weights=read_ledger(out).weights)
         assert found is not None

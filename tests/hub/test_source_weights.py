@@ -167,7 +167,7 @@ def test_an_evaluation_against_other_weights_says_so(
     words = f"{SOURCE}@main: is not at the commit {first[:7]}, which a result was converted from"
     assert words in cli("evaluate", f"{SOURCE}@main", *options, code=0).stderr
     shown = cli("evaluate", SOURCE, *options, code=0).stderr
-    assert f"main has moved ({first[:7]} -> " in shown
+    assert f", not at {first[:7]} of the conversion: " in shown
     assert "is not at" not in shown
 
 
@@ -256,7 +256,7 @@ def test_what_a_result_does_not_have_makes_no_commit(upstream: LoopbackHub, cli:
     result = upstream.store.repos["me/out"]
     repo.commit("main", repo.files() | {"README.md": entry(b"A card."), ".notes": entry(b"A note.")})
     assert "already holds this result" in cli(*job, code=0).stderr
-    assert "has moved" not in cli("validate", "hf://me/out", "--source", SOURCE, code=0).stderr
+    assert "of the conversion" not in cli("validate", "hf://me/out", "--source", SOURCE, code=0).stderr
     assert result.num_commits("main") == 2
     name = "model.safetensors.index.json"
     index = json.loads(upstream.store.read("moon/tiny", name))
