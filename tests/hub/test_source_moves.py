@@ -33,7 +33,7 @@ def forbid_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verbs(place: str) -> list[tuple[str, ...]]:
-    """The commands after the change, each of which ends well and says that main is at another commit; none converts a shard."""
+    """The commands after the change: each ends well and names both commits, and none converts a shard."""
     against = ("--source", SOURCE)
     table: list[tuple[str, ...]] = [
         ("validate", place, *against),
