@@ -254,6 +254,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         kept_attention=_KEPT_ATTENTION,
         linear_patterns=_linear_patterns,
         model_types=(model_type,),
+        model_class="KimiK25ForConditionalGeneration" if has_vision else "DeepseekV3ForCausalLM",
         source_format=INT4,
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",

@@ -157,6 +157,8 @@ K3: Final = Family(
         ),
     ),
     model_types=("kimi_k3",),
+    model_class="KimiK3ForConditionalGeneration",
+    activation="situ",
     source_format=MXFP4,
     roles=(Role.EXPERTS,),
     projections={"gate": "w1", "up": "w3", "down": "w2"},

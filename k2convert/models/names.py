@@ -177,6 +177,8 @@ class Family:
     refused_configs: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     linear_layers: Callable[[Mapping[str, Any], int, str], frozenset[int]] = lambda _, __, ___: frozenset()
     model_types: tuple[str, ...] = ()  # what model_type in config.json may be; empty: anything
+    model_class: str = ""  # by which engines choose their code, from `architectures`; empty: any
+    activation: str = "silu"  # of the MLPs, which is the only one that engines compute
     unsplit_attention: tuple[str, ...] = ()  # what every GPU of tensor parallelism keeps whole
     usual_num_experts: int = 0  # of the unpruned models
     source_format: SourceFormat  # of the weights to convert

@@ -5,7 +5,8 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 
 import re
 from collections import Counter
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
 
 from k2convert.check.contract.result import FP8_PARAMETERS, Module, Result
 from k2convert.check.results import Findings
@@ -13,12 +14,13 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted
 from k2convert.models.config import (
     EXPERTS_KEY,
     DescribedModel,
     Fault,
     expert_columns_key,
+    is_tied,
     key_of,
     text_config,
 )
@@ -265,12 +267,31 @@ def check_expert_counts(result: Result) -> Findings:
     for fault in model.find_faults(result.tensors, experts):
         if not _is_reported(result, fault):
             found.error(fault.name, model.problem(fault))
+    text = text_config(result.config)
+    for field, problem in _unserved_fields(result, result.config):
+        known = result.config if result.source is None else result.source.config
+        if (known.get(field), text_config(known).get(field)) == (result.config.get(field), text.get(field)):
+            found.warn(field, problem)  # rule 12 reports a change
     if not found.errors and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
             problem = f"the result has {count} experts per layer, the source {total}. "
             found.error(CONFIG_NAME, problem + "Pass the source that it was converted from")
     return found
+
+
+def _unserved_fields(result: Result, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield fields of config.json that engines have no code for, or that contradict the tensors."""
+    family = result.family
+    named: Any = config.get("architectures")
+    if family.model_class and isinstance(named, list) and family.model_class not in cast(list[object], named):
+        wanted = f"vLLM and SGLang have their code for these tensors under {family.model_class}"
+        yield "architectures", f"{quoted(config['architectures'])}: {wanted}"
+    activation = text_config(config).get("hidden_act", family.activation)
+    if activation != family.activation:
+        yield "hidden_act", f"{quoted(activation)}: vLLM and SGLang refuse all but {family.activation!r}"
+    if is_tied(config) and any(module.parts.role is Role.LM_HEAD for module in result.modules.values()):
+        yield "tie_word_embeddings", "true, but the model has a head: transformers puts the embedding in its place"
 
 
 def _is_reported(result: Result, fault: Fault) -> bool:
