@@ -186,26 +186,16 @@ def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
     assert recast <= report.weights.certificate.mismatches.keys()
 
 
-UNSERVED = {
-    "architectures": (["LlamaForCausalLM"], "under KimiK25ForConditionalGeneration"),
-    "hidden_act": ("gelu", "vLLM and SGLang refuse all but 'silu'"),
-    "tie_word_embeddings": (True, "transformers puts the embedding in its place"),
-}
-
-
-@pytest.mark.parametrize("field", UNSERVED)
 def test_a_config_that_no_engine_has_code_for_is_a_warning(
-    field: str, convert: Callable[[Kind], Converted], tmp_path: Path
+    convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
     found = foreign(convert(MODELOPT), tmp_path / "other")
-    value, words = UNSERVED[field]
-    damage.edit_json(
-        found.folder / "config.json", lambda c: (c if field in c else c["text_config"]).update({field: value})
-    )
+    damage.edit_config(found.folder, architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
+    damage.edit_json(found.folder / "config.json", lambda c: c["text_config"].update(hidden_act="gelu"))
     rule = validate(found, with_source=False).contract.rules[8]
     assert rule.verdict is Verdict.WARN
-    assert [offender.name for offender in rule.offenders] == [field]
-    assert words in rule.offenders[0].problem
+    assert [offender.name for offender in rule.offenders] == ["architectures", "hidden_act", "tie_word_embeddings"]
+    assert "under KimiK25ForConditionalGeneration" in rule.offenders[0].problem
 
 
 SCALES = {
