@@ -306,7 +306,7 @@ def missing_sidecars(folder: Path) -> list[tuple[str, str]]:
     advice = "If it is a part of the model, put the file in place of the link"
     for path, target in left_out.items():
         is_hidden = any(part.startswith(".") for part in path.parts)
-        if not is_hidden and str(path) not in _NOT_COPIED:
+        if not is_hidden and path.name not in (LEDGER_NAME, EVALUATION_NAME):
             missing.append((str(path), f"left out: a link to {target}. {advice}"))
     return missing + [(name, f"missing, but {user} names it") for name, user in lacking.items()]
 
