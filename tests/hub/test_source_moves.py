@@ -317,7 +317,7 @@ def test_a_link_out_of_a_result_is_not_published(
         (out / name).symlink_to(cwd / "private" / name)
     (out / "docs").symlink_to(cwd / "private")
     shown = cli("publish", "out", "--repo", "me/out", "--yes", code=0).stderr
-    for name in ("notes.txt", "weights.bin", "docs/notes.txt"):
+    for name in ("notes.txt", "README.md", "weights.bin", "docs/notes.txt"):
         assert f"out: {name}: left out: a link to {cwd / 'private' / Path(name).name}" in shown
     stored = server.store.repos["me/out"].files()
     assert not {name for name in stored if name.startswith(("notes", "docs", "weights"))}
