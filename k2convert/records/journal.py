@@ -193,10 +193,13 @@ class Journal:
         return records
 
     def job_of(self, result: Ledger) -> JobDescription | None:
-        """Return the job of a result; None if it is not here, or its description is damaged or another result's."""
+        """Return the job of a result; None if it is not here, or its description is damaged or another result's.
+
+        None too for a result that k2convert 0.3 pruned: its job's config has fewer experts than the source.
+        """
         with suppress(CheckpointError):
             job = self.job()
-            if job is not None and job.fingerprint == result.fingerprint:
+            if job is not None and job.fingerprint == result.fingerprint and result.pruning is None:
                 return job
         return None
 
