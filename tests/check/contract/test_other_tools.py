@@ -79,7 +79,7 @@ FORMS = {
     "a cache in hf_quant_config.json alone": Form(
         MODELOPT, declared_in("hf_quant_config.json"), {13}, ("TensorRT-LLM reads only",)
     ),
-    "scales of keys alone": Form(MODELOPT, one_kind("v_scale"), {15}, ("vLLM and SGLang use it for both",)),
+    "scales of keys alone": Form(MODELOPT, one_kind("v_scale"), {15}, ("vLLM and SGLang use the k scale for both",)),
     "the vision tower in INT8": Form(MODELOPT, integers("vision_tower."), {1}, ("vision_tower in I8", "not checked")),
     "the vision tower in INT4": Form(PACKED, packed_integers("vision_tower."), {1}, ("vision_tower in I32",)),
     "embeddings in INT8": Form(MODELOPT, integers("embed_tokens"), {1}, ("embeddings in I8", "not checked")),
