@@ -78,7 +78,7 @@ def publish(
         console.print_note(f"note: {notice}")
     if publication.is_published:
         if source is not None:
-            with open_result_at(str(folder), source=source, hub=hub):  # says what has moved
+            with open_result_at(str(folder), source=source, hub=hub):  # names what has moved
                 pass
         Branch(hub, target, branch_name(ledger.digest)).delete()  # a run killed after its last commit leaves it
         console.print_note(f"{target.repo}: {revision} already holds this result")

@@ -132,7 +132,7 @@ def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: 
     """
     stated = ledger.source
     if not stated.headers or ledger.pruning is not None or is_nvfp4(source.checkpoint.tensors):
-        return False, False  # nothing to compare, or the validation says what is wrong with such a source
+        return False, False  # nothing to compare, or the validation names the fault of such a source
     then = None
     is_of_repo = source.repo is not None and source.repo == stated.repo
     if is_of_repo and source.revision != stated.revision:
@@ -169,8 +169,8 @@ def _other_weights(
         now = f"{source.remote.repo} at commit {source.remote.commit[:7]}"
         if is_gone:
             advice = f"The repository does not have the commit {str(stated.revision)[:7]} any more: leave out --source."
-    anew = shell_line(("k2convert", "run", name, "NEW"))
+    new_job = shell_line(("k2convert", "run", name, "NEW"))
     return CheckpointError(
-        f"{place}: {now} has other weights than {origin}: {shards}. So the two are not compared. {advice} `{anew}` "
+        f"{place}: {now} has other weights than {origin}: {shards}. So the two are not compared. {advice} `{new_job}` "
         "converts what is there now."
     )
