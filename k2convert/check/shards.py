@@ -19,7 +19,8 @@ import numpy as np
 
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
-from k2convert.check.contract.result import FP8_PARAMETERS, Result, Scaling, open_shard
+from k2convert.check.contract.modules import FP8_PARAMETERS
+from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.check.decode import Figures, differing_totals, is_same_error, measure_decoded, measured_figures

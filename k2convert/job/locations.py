@@ -8,7 +8,7 @@ run can tell what was done.
 import os
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Final
@@ -225,8 +225,8 @@ def read_destination(text: str) -> Destination:
     repo = repo_at(text)
     if repo is None:
         return Destination(Path(text))
-    name = str(repo).removeprefix(SCHEME).replace("/", "--")
-    return Destination(WORK_ROOT / name, repo.repo, target_revision(repo))
+    place = Destination(Path(), repo.repo, target_revision(repo))
+    return replace(place, folder=WORK_ROOT / str(place).removeprefix(SCHEME).replace("/", "--"))
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

@@ -60,7 +60,7 @@ def with_scale(source: Path, folder: Path, scale: float) -> Path:
     """The same weights, with a scale of the cache in every layer, as ModelOpt writes it."""
     checkpoint = read_small(source)
     for tensors in checkpoint.shards.values():
-        layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn.kv_a_layernorm." in name}
+        layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn.o_proj." in name}
         tensors |= {f"{layer}.self_attn.k_proj.k_scale": torch.tensor(scale) for layer in layers}
     return write_small(checkpoint, folder)
 
@@ -88,7 +88,10 @@ def test_the_latent_and_the_rotary_key_are_rounded(trained: Path, ids: Path, tmp
     assert_as_with_cache(trained, ids, found, cached=(64, 16), scale=scale)
 
 
-def test_keys_and_values_of_grouped_queries_are_rounded(trained: Path, ids: Path, tmp_path: Path) -> None:
-    model = with_grouped_queries(trained, tmp_path / "gqa")
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_keys_and_values_of_grouped_queries_are_rounded(trained: Path, ids: Path, tmp_path: Path, scale: float) -> None:
+    """A scale of keys alone is that of values too, as in vLLM and SGLang."""
+    plain = with_grouped_queries(trained, tmp_path / "gqa")
+    model = plain if scale == 1 else with_scale(plain, tmp_path / "scaled", scale)
     found = evaluated(model, model, ids, tmp_path / "evaluation.json")
-    assert_as_with_cache(model, ids, found, cached=(32, 32), scale=1.0)
+    assert_as_with_cache(plain, ids, found, cached=(32, 32), scale=scale)

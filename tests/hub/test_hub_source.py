@@ -17,6 +17,7 @@ from k2convert.errors import CheckpointError, DestinationWriteError, HubError
 from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
+from k2convert.job.locations import read_destination
 
 NAMES = ("a/b", "a_/b", "me/a-b_c.d", "me/1", "a.b/c", "me/" + "a" * 93)
 FOREIGN = (
@@ -38,6 +39,8 @@ def test_a_name_is_a_repository_if_it_has_the_form_of_one(tmp_path: Path, monkey
     (tmp_path / "me" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert parse_repo("me/model") is None, "an existing path is never a repository"
+    assert read_destination("hf://me/out@main") == read_destination("hf://me/out"), "main is the branch without a name"
+    assert read_destination("hf://me/out@v2").folder != read_destination("hf://me/out").folder
     assert parse_repo("hf://me/model") == RepoRef("me/model")
 
 

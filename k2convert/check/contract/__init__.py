@@ -22,7 +22,8 @@ from k2convert.check.contract.folder import (
     check_sidecars,
 )
 from k2convert.check.contract.matchers import check_exclude_list
-from k2convert.check.contract.result import FP8_PARAMETERS, NO_SOURCE, Result
+from k2convert.check.contract.modules import FP8_PARAMETERS
+from k2convert.check.contract.result import NO_SOURCE, Result
 from k2convert.check.contract.scan import ScanResult
 from k2convert.check.contract.tensors import (
     check_alignment,

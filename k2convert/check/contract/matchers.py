@@ -34,7 +34,8 @@ from itertools import accumulate, chain
 from typing import Any, Final, cast
 
 from k2convert.check.contract.groups import QUARK, nvfp4_targets
-from k2convert.check.contract.result import CONVERTED_WHILE_LOADING, Module, Result
+from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module
+from k2convert.check.contract.result import Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, EngineNaming, Role
@@ -295,7 +296,7 @@ def _fused_into(name: str) -> dict[str, str]:
 class Engine:
     """Names that an engine gives modules, and its reading of the list. `may_exclude` is the widest one of its versions.
 
-    Both get the name of a module, whether it is a layer's routed experts, and the list.
+    Both get a module's name, whether it is a layer's routed experts, and the list.
     `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
     `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.
     """

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module, read_modules
 from k2convert.check.results import NO_SOURCE, Findings, Offender
 from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
@@ -38,16 +39,12 @@ from k2convert.models.names import (
     CONVERTIBLE_ROLES,
     WEIGHT,
     WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
     Family,
     ModulePlace,
-    Role,
     TensorName,
     column_scaling,
     reads_norm,
 )
-from k2convert.models.source_formats import MXFP4
 from k2convert.plan.recipe import GPTQ_TENSOR_SQNR_DB, Budget, Recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.fingerprint import JobDescription
@@ -92,34 +89,8 @@ class Scaling:
         return None
 
 
-CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
-"""Dtypes of which engines make their own."""
-
 NO_SCALING: Final = Scaling({}, {})
 """Every copied tensor must have the source's bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """One module of the result: its parameters by name, and its place in the model.
-
-    `is_converted` is set for NVFP4, `is_fp8` for a weight in a result of ours that is FP8, or should be.
-    `other_form` is the form or dtype of a weight that another tool quantized, but not to NVFP4; empty for any other.
-    """
-
-    name: str
-    parts: TensorName
-    parameters: Mapping[str, TensorInfo]
-    is_converted: bool
-    other_form: str = ""
-    is_fp8: bool = False
-
-    def has_converted(self, parameter: str) -> bool:
-        """Return whether a tensor of the module belongs to its converted weight; others are copies."""
-        return self.is_converted or bool(self.other_form) or (self.is_fp8 and parameter in FP8_PARAMETERS)
-
-
-FP8_PARAMETERS: Final = (WEIGHT, WEIGHT_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +200,10 @@ class Result:
         module_name, _, parameter = name.rpartition(".")
         module = self.modules.get(module_name)
         is_other = parameter in KV_SCALES or self.family.expected_name(name) != name or self.is_recast(name)
-        return self.is_foreign and (is_other or (module is not None and bool(module.other_form)))
+        # The certificate compares the numbers of a weight that is decoded here and packed in the source.
+        is_decoded = parameter == WEIGHT and module_name in self.int4_modules
+        is_left = module is not None and (bool(module.other_form) or (is_decoded and not module.is_converted))
+        return self.is_foreign and (is_other or is_left)
 
     def is_recast(self, name: str) -> bool:
         """Return whether a copied tensor is in another dtype than the source's, which engines convert while loading."""
@@ -360,21 +334,7 @@ def _from_headers(
     for name, parts in parsed.items():
         parameters[parts.module][parts.parameter] = tensors[name]
         places.setdefault(parts.module, parts)
-    marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
-    roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
-    modules: dict[str, Module] = {}
-    for module, found in parameters.items():
-        weight = found.get(WEIGHT)
-        is_fp8 = weight is not None and weight.dtype == "F8_E4M3"
-        if recipe is not None and family.takes_fp8(places[module], recipe.fp8):
-            is_fp8 |= WEIGHT_SCALE in found or (weight is not None and len(weight.shape) > 1)
-        if recipe is not None and is_fp8:
-            modules[module] = Module(module, places[module], found, is_converted=False, is_fp8=True)
-            continue
-        other_form = _other_form(found) if recipe is None and places[module].role is not Role.EXPERTS else ""
-        looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
-        is_converted = not other_form and (looks_converted or module in int4 or places[module].role in roles)
-        modules[module] = Module(module, places[module], found, is_converted, other_form)
+    modules = read_modules(parameters, places, names=names, family=family, int4_modules=int4, recipe=recipe)
     if recipe is not None:
         has_input_scale = recipe.activations == "w4a4"
     else:
@@ -395,17 +355,6 @@ def _from_headers(
         int4_modules=int4,
         recipe=recipe,
     )
-
-
-def _other_form(parameters: Mapping[str, TensorInfo]) -> str:
-    """Return the form of a quantized weight that is not NVFP4: MXFP4, or the dtype of FP8 and integers; else empty."""
-    weight = parameters.get(WEIGHT) or parameters.get(WEIGHT_PACKED)
-    scale = parameters.get(WEIGHT_SCALE)
-    if weight is None:
-        return ""
-    if weight.dtype == MXFP4.packed_dtype and scale is not None and scale.dtype in MXFP4.scale_dtypes:
-        return MXFP4.title
-    return weight.dtype if weight.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32") else ""
 
 
 def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:

@@ -14,7 +14,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.check.contract.result import CONVERTED_WHILE_LOADING, Module, Result
+from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module
+from k2convert.check.contract.result import Result
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import DTYPE_BYTES, ShardHeader, TensorInfo

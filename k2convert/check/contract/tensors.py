@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
-from k2convert.check.contract.result import FP8_PARAMETERS, Module, Result
+from k2convert.check.contract.modules import FP8_PARAMETERS, Module
+from k2convert.check.contract.result import Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.layouts.layout import fp8_tensors

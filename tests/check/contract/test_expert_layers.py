@@ -1,0 +1,143 @@
+"""Layers whose experts another tool left in BF16, FP8 or INT4: right if an engine is told so, and nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from converted import Converted, Kind, copy_of, next_number, validate
+from other_tools import F8, MODELOPT, PACKED, foreign, in_both, tensors
+
+from k2convert.check.results import ValidationReport, Verdict
+from scripts.fixture_maker.folder import read_small
+
+LAYER = ".layers.1.mlp.experts."
+Weights = dict[str, torch.Tensor]
+
+
+def source_weights(folder: Path) -> Weights:
+    """The weights of the layer's experts in FP32, as compressed-tensors reads them."""
+    stored = {name: t for shard in read_small(folder).shards.values() for name, t in shard.items() if LAYER in name}
+    weights = Weights()
+    for name, packed in stored.items():
+        module, _, parameter = name.rpartition(".")
+        if parameter == "weight_packed":
+            shape = torch.Size([int(size) for size in stored[f"{module}.weight_shape"]])
+            codes = unpack_from_int32(packed, 4, shape).reshape(shape[0], -1, 32).float()
+            weights[module] = (codes * stored[f"{module}.weight_scale"].float()[..., None]).reshape(shape)
+    return weights
+
+
+def keep(found: Converted, form: str, *, only: str = "", excluded: bool = True) -> None:
+    """Leave the experts of the layer, or some of them, in a form, and tell engines so."""
+    weights = source_weights(found.source)
+    original = {n: t for shard in read_small(found.source).shards.values() for n, t in shard.items() if LAYER in n}
+    plain = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+    def change(name: str, tensor: torch.Tensor) -> Weights | None:
+        module, _, parameter = name.rpartition(".")
+        if LAYER not in name or only not in name:
+            return {name: tensor}
+        if parameter != found.names.weight:
+            return {}
+        weight = weights[module]
+        if form == "INT4":
+            return {key: tensor for key, tensor in original.items() if key.startswith(f"{module}.")}
+        if form == "FP8":
+            scale = weight.abs().amax(dim=1, keepdim=True) / 448
+            return {f"{module}.weight": (weight / scale).to(F8), f"{module}.weight_scale": scale}
+        return {f"{module}.weight": weight.to(plain[form])}
+
+    tensors(change)(found.folder)
+    pattern = "*layers.1.mlp.experts*" if found.kind.layout == "modelopt" else r"re:.*layers\.1\.mlp\.experts\..*"
+    if excluded:
+        in_both(lambda q, excludes: q[excludes].append(pattern))(found.folder)
+
+
+def said(report: ValidationReport, verdict: Verdict) -> str:
+    rules = [rule for rule in report.contract.rules if rule.verdict is verdict]
+    return " ".join(f"{o.name} {o.problem}" for rule in rules for o in rule.offenders)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("form", ["BF16", "F32", "FP8", "INT4"])
+@pytest.mark.parametrize("kind", [MODELOPT, PACKED], ids=str)
+def test_a_layer_of_experts_in_another_form_is_right(
+    kind: Kind, form: str, convert: Callable[[Kind], Converted], tmp_path: Path
+) -> None:
+    found = foreign(convert(kind), tmp_path / "other")
+    keep(found, form)
+    for with_source in (False, True):
+        report = validate(found, with_source=with_source)
+        assert report.passed, (said(report, Verdict.FAIL), report.weights)
+        assert ("experts in" in said(report, Verdict.WARN)) is (form in ("FP8", "INT4"))
+
+
+def one_of(found: Converted) -> None:
+    keep(found, "BF16", only="experts.2.")
+
+
+def not_excluded(found: Converted) -> None:
+    keep(found, "BF16", excluded=False)
+
+
+def excluded_elsewhere(found: Converted) -> None:
+    keep(found, "BF16")
+    in_both(lambda q, key: q[key].append("*mlp.experts*"))(found.folder)
+
+
+def wrong_number(found: Converted) -> None:
+    keep(found, "BF16")
+    name = f"{found.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: next_number(t)} if n == name else None)(found.folder)
+
+
+def transposed(found: Converted) -> None:
+    keep(found, "BF16")
+    name = f"{found.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: t.T.contiguous()} if n == name else None)(found.folder)
+
+
+def missing(found: Converted) -> None:
+    keep(found, "BF16")
+    name = f"{found.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, _: {} if n == name else None)(found.folder)
+
+
+def no_scale(found: Converted) -> None:
+    keep(found, "FP8")
+    name = f"{found.expert(1, 2, 'up')}.weight_scale"
+    tensors(lambda n, _: {} if n == name else None)(found.folder)
+
+
+FAULTS: dict[str, tuple[Callable[[Converted], None], set[int], str]] = {
+    "one expert of the layer": (one_of, {1}, "weight_scale missing"),
+    "no entry excludes it": (not_excluded, {14}, "is BF16, but no entry excludes it"),
+    "an entry excludes others too": (excluded_elsewhere, {14}, "is quantized, but *mlp.experts* excludes it"),
+    "a wrong number": (wrong_number, set(), ""),
+    "another shape": (transposed, {9}, "has the shape"),
+    "a missing projection": (missing, {1}, "missing"),
+    "FP8 without scales": (no_scale, {1}, "is F8_E4M3, but has no scale"),
+}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_such_a_layer_fails(name: str, convert: Callable[[Kind], Converted], tmp_path: Path) -> None:
+    found = foreign(convert(MODELOPT), tmp_path / "other")
+    change, rules, words = FAULTS[name]
+    change(found)
+    report: Any = validate(found)
+    assert not report.passed
+    assert rules <= set(report.contract.failed), report.contract.failed
+    assert words in said(report, Verdict.FAIL)
+    if not rules:
+        assert list(report.weights.certificate.mismatches) == [f"{found.expert(1, 2, 'up')}.weight"]
+
+
+def test_every_layer_of_an_own_result_is_converted(convert: Callable[[Kind], Converted], tmp_path: Path) -> None:
+    found = copy_of(convert(MODELOPT), tmp_path / "own")
+    keep(found, "BF16")
+    assert {1, 14, 19} <= set(validate(found).contract.failed)
