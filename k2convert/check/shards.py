@@ -19,11 +19,11 @@ import numpy as np
 
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
+from k2convert.check.contract import Figures, differing_totals, is_same_error, measured_figures
 from k2convert.check.contract.modules import FP8_PARAMETERS
 from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
-from k2convert.check.decode import Figures, differing_totals, is_same_error, measure_decoded, measured_figures
 from k2convert.check.remote import LOCAL, Shards
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -34,7 +34,7 @@ from k2convert.models.projections import SOURCE_REMEDY, load_projection, project
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
-from k2convert.quantize.metrics.measure import measure_fp8
+from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION

@@ -1,6 +1,6 @@
 """Is a finished checkpoint right? Contract, weights and reference layers, checked on the written bytes.
 
-One pass over the shards serves the contract's rules, and measures every weight by the compiled code (see decode.py).
+One pass over the shards serves the contract's rules, and measures every weight by the compiled code (see shards.py).
 The certificate then checks each shard by code that shares nothing with the conversion: it imports the standard library
 and NumPy alone (see certificate.py). Journal and ledger are not trusted: their figures are checked too. Only one number
 is taken from the journal: if no rule is known, which global scale a rounded divisor means.

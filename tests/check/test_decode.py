@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from weight_makers import MAKERS, bf16_weight, trained_like
 
-from k2convert.check.decode import measure_decoded
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert
+from k2convert.quantize.metrics.measure import measure_decoded
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 ELEMENTS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

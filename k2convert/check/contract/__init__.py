@@ -11,7 +11,8 @@ Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, cast
 
 from k2convert.check.contract.folder import (
     check_config_unchanged,
@@ -33,15 +34,21 @@ from k2convert.check.contract.tensors import (
     check_shapes,
     check_totals,
 )
-from k2convert.check.decode import Figures, differing_totals
 from k2convert.check.results import ContractReport, Findings
 from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.plan.recipe import FP8_SQNR_DB
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
+from k2convert.records.document import plain
 from k2convert.records.ledger import ALL_ZERO
+
+Figures = Mapping[str, Any]
+"""Figures of weights, by name."""
+TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
+_OF_SOURCE: Final = ("num_weights", "num_blocks", "energy", "num_nonzero")
+_NOT_STATED: Final = ("sampled_blocks", "sampled_error_achieved", "sampled_error_max", "changed_codes")
 
 # These rules need every header. They are skipped if a shard cannot be read.
 _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
@@ -302,3 +309,50 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         for place, problem in differing_totals(ledger.totals, totals):
             found.error(f"{LEDGER_NAME}: {place}", problem)
     return found
+
+
+def measured_figures(totals: Mapping[str, MetricsSum], *, has_exact_scales: bool) -> Mapping[str, Figures]:
+    """Return the figures to compare with a ledger's, by role and under "total"."""
+    documents = {role: plain(sums.total()) for role, sums in totals.items()}
+    for role, document in documents.items():
+        names = document.keys() - set(_NOT_STATED) if has_exact_scales else _OF_SOURCE
+        documents[role] = {name: document[name] for name in names if document[name] not in (None, {})}
+    return documents
+
+
+def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
+    """Yield (place, problem) for every figure of a ledger that is not the measured one, with both numbers."""
+    for role in stated.keys() - measured.keys():
+        yield f"totals.{role}", "stated, but no such weight was measured"
+    for role, figures in measured.items():
+        if role not in stated:
+            yield f"totals.{role}", f"missing, but {figures['num_weights']:,} weights were measured"
+            continue
+        document = plain(stated[role])
+        for key, value in sorted(figures.items()):
+            if key in document or key != "lossless_tensors":  # a local run does not read back what it wrote
+                yield from _differences(f"totals.{role}.{key}", document.get(key), value)
+
+
+def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(stated, dict) and isinstance(measured, dict):
+        left = cast(dict[str, int], stated)
+        right = cast(dict[str, int], measured)
+        for key in sorted(left.keys() | right.keys()):
+            yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
+    elif not _is_same_figure(cast("float | None", stated), cast("float | None", measured)):
+        yield place, f"{stated!r}, but {measured!r} was measured"
+
+
+def is_same_error(measured: WeightMetrics, recorded: WeightMetrics) -> bool:
+    """Return whether the figures that a conversion recorded are those of the written bytes."""
+    keys = ("squared_error", "energy", "equal_nonzero", "num_nonzero")
+    return all(_is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
+
+
+def _is_same_figure(stated: float | None, measured: float | None) -> bool:
+    if stated is None or measured is None:
+        return stated is measured
+    if isinstance(stated, int) and isinstance(measured, int):
+        return stated == measured
+    return math.isclose(stated, measured, rel_tol=TOLERANCE)

@@ -294,11 +294,10 @@ def _fused_into(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Names that an engine gives modules, and its reading of the list. `may_exclude` is the widest one of its versions.
+    """Names that an engine gives modules, and its reading of the list; `may_exclude` is the widest of its versions.
 
-    Both get a module's name, whether it is a layer's routed experts, and the list.
-    `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
-    `bank` is the engine's name of a layer's experts, if it is not the checkpoint's.
+    Both readings get a module's name, whether it is a layer's routed experts, and the list.
+    `cut_prefix` is removed from names, `renamed` maps whole names, `fused` projections, `bank` a layer's experts.
     """
 
     name: str

@@ -76,14 +76,18 @@ def read_modules(
 def _kept_layers(
     parameters: Mapping[str, Mapping[str, TensorInfo]], places: Mapping[str, TensorName]
 ) -> set[int | None]:
-    """Return the layers whose experts are all in one form that is not NVFP4. An engine loads a layer's in one form."""
+    """Return the layers whose experts are all in one form that is not NVFP4; none if there is no other layer.
+
+    An engine loads the experts of a layer in one form.
+    """
     forms: dict[int | None, set[str]] = defaultdict(set)
     for name, found in parameters.items():
         if places[name].role is Role.EXPERTS:
             weight = found.get(WEIGHT)
             is_plain = set(found) == {WEIGHT} and weight is not None and weight.dtype in CONVERTED_WHILE_LOADING
             forms[places[name].layer].add(weight.dtype if is_plain and weight is not None else _other_form(found))
-    return {layer for layer, found in forms.items() if len(found) == 1 and "" not in found}
+    kept = {layer for layer, found in forms.items() if len(found) == 1 and "" not in found}
+    return kept if len(kept) < len(forms) else set()
 
 
 def _other_form(parameters: Mapping[str, TensorInfo]) -> str:

@@ -137,6 +137,7 @@ def metrics_of(sums: Sums, block_scales: NDArray[np.uint8]) -> WeightMetrics:
     )
 
 
+_ANY_E4M3: Final = decode_e4m3(np.arange(256, dtype=np.uint8))  # of damaged scales too
 _E4M3: Final = np.concatenate([decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint8)), np.zeros(255 - MAX_BYTE)])
 """The number of every byte, float64 [256]; zero for those that are no block scale."""
 
@@ -224,6 +225,27 @@ def _cast_counts(source: Mxfp4Weight, global_scale: float) -> dict[str, int | No
         "below_window_tensors": int(below > 0),
         "subnormal_tensors": int(subnormal > 0),
     }
+
+
+def measure_decoded(
+    source: SourceWeight,
+    *,
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    global_scale: float,
+    changed_codes: int | None = None,
+) -> WeightMetrics:
+    """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source.
+
+    It reads both by the conversion's own code: what that hides the certificate finds (check/certificate.py).
+    `changed_codes` are those of a cast; None for other weights. Nothing is sampled. If the global scale is known only
+    from a rounded divisor, the figures of the source alone are exact.
+    """
+    sums = add_up(source, packed, block_scales, _ANY_E4M3 * global_scale)
+    lossless = None
+    if changed_codes is not None:
+        lossless = int(sums.squared_error == 0.0 and sums.equal_nonzero == sums.num_nonzero)
+    return replace(metrics_of(sums, block_scales), lossless_tensors=lossless, changed_codes=changed_codes)
 
 
 def _sum(values: NDArray[np.float64]) -> float:
