@@ -322,7 +322,7 @@ def _from_headers(
     for name, tensor in (item for header in headers.values() for item in header.tensors.items()):
         if (expected := family.expected_name(name)) != name:
             renamed[name] = expected
-        tensors.setdefault(expected, tensor)
+        tensors.setdefault(renamed.get(name, name), tensor)  # K3's million names would take 116 MB again
     parsed, unknown = _parse(tensors, family)
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
