@@ -29,5 +29,6 @@ EVALUATION_WINDOW: Final = 2048  # tokens that are seen together, as those of an
 MAX_SEED: Final = 10**18 - 1
 GROUP_SIZE: Final = 32  # input columns that share one INT4 scale
 
+FP8_BLOCK: Final = 128  # rows and columns that share one scale of FP8 in blocks
 BLOCK_SIZE: Final = 16  # input columns that share one NVFP4 block scale
 MAX_COLUMN_EXPONENT: Final = 4  # smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4

@@ -12,8 +12,9 @@ Modules, experts and partners are found by their names. A right result fulfills 
     max      block scales and codes are those of the formula, in FP32 from BF16 weights
     gptq     scales are normal E4M3 numbers, 1 in an empty block, and no code is -0. Codes and scales depend on inputs
              that are not here, so beside this only size and direction of the errors are checked: see `check_errors`
-    fp8      s of a row: max |w| / 448 in FP32, 1 for zeros. Every code is the nearest to w / s in FP32, at most 448,
-             ties to even, with the sign of w
+    fp8      s of a row: max |w| / 448 in FP32, 1 for zeros. s of a block: the least power of two that is that or more.
+             g_proj and kv_a_proj_with_mqa of one layer share the s of a column of blocks. Every code is the nearest to
+             w / s in FP32, at most 448, ties to even, with the sign of w. Of another tool's only the error is computed
     copies   the source's bytes; under smoothing, the source's numbers times the power of two of their column
 
 Every weight of a shard of up to `ALL_WEIGHTS` is checked. Of a larger one, rows are drawn: at least one in 1,024 and
@@ -38,8 +39,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.check.certified_fp8 import (
+    FP8_BLOCK,
+    Scales,
+    block_scales,
+    check_decoded,
+    check_fp8,
+    expect_shape,
+    is_known,
+    largest_of_all,
+    largest_of_columns,
+    read_scales,
+    row_scales,
+)
 from k2convert.check.certified_weights import (
     BLOCK,
+    F64,
     GROUP,
     Checkpoint,
     Exponents,
@@ -54,7 +69,6 @@ from k2convert.check.certified_weights import (
     check_best,
     check_cast,
     check_errors,
-    check_fp8,
     check_int4,
     check_max,
     check_scales,
@@ -76,7 +90,12 @@ _DIVISORS: Final = ("compressed-tensors",)  # layouts that store 1/g
 _PARTNERS: Final = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _DOWN: Final = ("down_proj", "w2")
 _ROLE: Final = re.compile(r".*\.(?:(shared_experts|experts(?=\.\d))\..*|layers\.\d+\.mlp\.(?:gate|up|down)_proj)")
-_ATTENTION: Final = re.compile(r".*\.self_attn\.(?:q_a_proj|kv_a_proj_with_mqa|q_b_proj|o_proj)")
+_ATTENTION: Final = {
+    "modelopt": re.compile(r".*\.self_attn\.(?:(?:q|k|v|g|o|f_a|f_b|b|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)"),
+    "compressed-tensors": re.compile(r".*\.self_attn\.(?:q_a_proj|kv_a_proj_with_mqa|q_b_proj|o_proj)"),
+}
+"""The linear layers of attention that become FP8: Kimi K3's in blocks, Kimi K2's without kv_b_proj."""
+_JOINED: Final = {"g_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "g_proj"}
 _FP8_PARAMETERS: Final = ("weight", "weight_scale")
 _NORM: Final = re.compile(r".*\.layers\.(\d+)\.post_attention_layernorm\.weight")
 _READERS: Final = re.compile(
@@ -140,6 +159,7 @@ class Certificate:
         self.found = Verdict()
         self.source_weight = lru_cache(maxsize=8)(self._source_weight)
         self._shared_scale = lru_cache(maxsize=8)(self._scale_of)
+        self._largest_of_both = lru_cache(maxsize=8)(partial(largest_of_all, self.source))
 
     def release(self) -> None:
         self.source_weight.cache_clear()
@@ -207,8 +227,8 @@ class Certificate:
         of_modules = {f"{module}.{p}" for module, layout in modules.items() for p in _PARAMETERS[layout]}
         tensors = {name: tensor for name in file.header if (tensor := file.tensor(name)) is not None}
         fp8 = [m for m, _, p in names if p == "weight" and tensors[f"{m}.{p}"].dtype == "F8_E4M3"]
-        if self.claim.fp8 is None:
-            fp8 = []  # another tool has forms of its own
+        if self.claim.fp8 is None:  # another tool has forms of its own
+            fp8 = [module for module in fp8 if is_known(self.source, self.written, module)]
         of_modules |= {f"{module}.{parameter}" for module in fp8 for parameter in _FP8_PARAMETERS}
         weights = sum(2 * t.size for n, t in tensors.items() if n in of_modules and t.dtype in ("U8", "I8"))
         weights += sum(tensors[f"{module}.weight"].size for module in fp8)
@@ -229,7 +249,7 @@ class Certificate:
         self.found.rows[module] = 0
         is_named = self.claim.layout in (None, layout)
         expect(is_named, f"is in the layout {layout}, but the recipe's is {self.claim.layout}")
-        role = _role(module)
+        role = self._role(module)
         is_named = self.claim.roles is None or role is None or role in self.claim.roles
         expect(is_named, f"was converted, but the recipe does not name {role}")
         weight = self.source_weight(module)
@@ -248,22 +268,46 @@ class Certificate:
 
     def _fp8(self, module: str) -> None:
         self.found.rows[module] = 0
-        role = _role(module)
-        expect(role in (self.claim.fp8 or ()), "is FP8, but the recipe leaves it in BF16")
+        claimed = self.claim.fp8
+        expect(claimed is None or self._role(module) in claimed, "is FP8, but the recipe leaves it in BF16")
         before = self.source.get(f"{module}.weight")
         is_right = before.dtype == "BF16" and len(before.shape) == 2
         expect(is_right, f"the source's weight is {before.dtype} {list(before.shape)}")
         rows, columns = before.shape
         codes = self._tensor(f"{module}.weight", "F8_E4M3", (rows, columns))
-        scales = self._tensor(f"{module}.weight_scale", "F32", (rows, 1))
-        chosen = self._rows(module, rows)
-        self.found.rows[module] = chosen.size
+        stored = self.written.get(f"{module}.weight_scale")
+        if claimed is not None:
+            grid = (-(-rows // FP8_BLOCK), 1, -(-columns // FP8_BLOCK), 1)
+            expect_shape("weight_scale", stored, grid if self.claim.layout == "modelopt" else (rows, 1))
+        scales = read_scales(stored, rows, columns)
         energy = error = 0.0
-        for part in parts_of(chosen, columns):
-            sums = check_fp8(bf16(before.rows(part)), codes.rows(part), scales.rows(part).view("<f4"))
+        for part in scales.parts(self._rows(module, -(-rows // scales.rows)), rows, columns):
+            self.found.rows[module] += part.size
+            values = bf16(before.rows(part))
+            written = (values, codes.rows(part), scales.of(part, columns))
+            wanted = None if claimed is None else self._wanted(module, scales, values)
+            sums = check_decoded(*written) if wanted is None else check_fp8(*written, wanted)
             energy, error = energy + sums[0], error + sums[1]
         if self.found.all_rows:
             self.found.errors[module] = (energy, error)
+
+    def _wanted(self, module: str, scales: Scales, values: F64) -> F64:
+        """Return the scales that some rows, or a row of blocks, should have: float64 [R, 1] or [1, K]."""
+        if scales.rows == 1:
+            return row_scales(values)
+        stem, _, last = module.rpartition(".")
+        partner = f"{stem}.{_JOINED[last]}" if last in _JOINED else module
+        largest = largest_of_columns(values)
+        if partner != module and self.source.find(f"{partner}.weight") is not None:
+            largest = self._largest_of_both(*sorted((module, partner)))
+        return np.repeat(block_scales(largest), FP8_BLOCK)[None, : values.shape[1]]
+
+    def _role(self, module: str) -> str | None:
+        attention = _ATTENTION.get(self.claim.layout or "")
+        if attention is not None and attention.fullmatch(module):
+            return "attention"
+        found = _ROLE.fullmatch(module)
+        return None if found is None else found[1] or "dense_mlp"
 
     def _errors(self, weight: SourceWeight, rows: Rows, written: "Written") -> tuple[float, float]:
         """Check the conditions of the rule in some rows; return energy and squared error."""
@@ -342,7 +386,7 @@ class Certificate:
         before = self.source.get(name)
         is_same = (tensor.dtype, tensor.shape, tensor.size) == (before.dtype, before.shape, before.size)
         expect(is_same, f"{tensor.dtype} {list(tensor.shape)}, was {before.dtype} {list(before.shape)}")
-        role = _role(name.rpartition(".")[0])
+        role = self._role(name.rpartition(".")[0])
         is_left = tensor.dtype != "I32" and self.claim.roles is not None and role in self.claim.roles
         expect(not is_left, f"was copied, but the recipe names {role}")
         is_left = name.endswith(".weight") and len(tensor.shape) == 2 and role in (self.claim.fp8 or ())
@@ -404,10 +448,3 @@ def _partner(module: str) -> str | None:
     """Return the module that shares the global scale of this one; None for a down projection."""
     parent, _, last = module.rpartition(".")
     return f"{parent}.{_PARTNERS[last]}" if last in _PARTNERS else None
-
-
-def _role(module: str) -> str | None:
-    if _ATTENTION.fullmatch(module):
-        return "attention"
-    found = _ROLE.fullmatch(module)
-    return None if found is None else found[1] or "dense_mlp"

@@ -6,7 +6,6 @@ Part of the certificate (certificate.py): it imports the standard library and Nu
     MXFP4   v * 2**e    E2M1 v, the even column in the low nibble; e = byte - 127 for 32 columns of a row
     NVFP4   v * b * g   E2M1 v, the even column in the low nibble; E4M3 b for 16 columns; FP32 g, or 1/g in the layout
                         compressed-tensors
-    FP8     v * s       E4M3 v with a sign; FP32 s for a row
 """
 
 import json
@@ -19,7 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3
 E4M3: Final = np.array(
     [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:127] + [math.nan] * 129
 )
-_E4M3_MIDDLES: Final = (E4M3[:0x7E] + E4M3[1:0x7F]) / 2
 _INT4: Final = np.arange(-8.0, 8.0)
 _MIDDLES: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between E2M1 numbers
 _CHUNK: Final = 1 << 18  # weights checked at once
@@ -353,24 +351,6 @@ def check_max(values: F64, written: Written) -> None:
     unit = np.ldexp(1.0, np.maximum(np.frexp(wanted)[1] - 4, -9))  # of E4M3 numbers there
     expect_none(scales != np.rint(wanted / unit) * unit, "block scales are not the formula's")
     _check_codes(written, nearest_codes(np.abs(ratio), 1.0), ratio < 0)
-
-
-def check_fp8(values: F64, codes: U8, scales: NDArray[np.float32]) -> tuple[float, float]:
-    """Check rows [R, K] of an FP8 weight with scales [R, 1]; return energy and squared error."""
-    expect_none((codes & 0x7F) == 0x7F, "codes are NaN")
-    weights = values.astype(np.float32)
-    wanted = np.abs(weights).max(axis=1, keepdims=True) / np.float32(448)
-    wanted[wanted == 0] = 1
-    expect_none(scales != wanted, "scales of rows are not the largest weight over 448")
-    ratio = weights / wanted
-    sizes = np.minimum(np.abs(ratio), 448).astype(np.float64)
-    nearest = cast("NDArray[np.int64]", np.searchsorted(_E4M3_MIDDLES, sizes))
-    is_tie = sizes == np.append(_E4M3_MIDDLES, np.inf)[nearest]
-    nearest = nearest + ((nearest % 2 == 1) & is_tie)  # to the even code
-    expect_none((codes & 0x7F) != nearest, "codes are not the nearest ones")
-    expect_none((codes >= 0x80) != np.signbit(weights), "signs are not the source's")
-    written = np.copysign(E4M3[nearest], weights) * scales
-    return float((values**2).sum()), float(((values - written) ** 2).sum())
 
 
 def check_cast(nibbles: U8, scales: U8, written: Written) -> None:

@@ -120,6 +120,9 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
         module = result.modules.get(name.rpartition(".")[0])
         if module is not None and module.is_converted:
             found[tensor.shard] += shared[module.parts.sharing_key]
+        elif module is not None and (partner := result.family.fp8_partner(module.name)) is not None:
+            both = (tensors.get(f"{stem}.{WEIGHT}") for stem in (module.name, partner))
+            found[tensor.shard] += [tensor for tensor in both if tensor is not None]
         elif name in tensors:
             found[tensor.shard].append(tensors[name])
     needs = {shard: ranges_of(tensors) for shard, tensors in found.items()}

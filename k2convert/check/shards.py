@@ -20,7 +20,7 @@ import numpy as np
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
 from k2convert.check.contract import Figures, differing_totals, is_same_error, measured_figures
-from k2convert.check.contract.modules import FP8_PARAMETERS
+from k2convert.check.contract.modules import FP8_PARAMETERS, fp8_scales
 from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
@@ -33,6 +33,7 @@ from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
@@ -232,8 +233,9 @@ class _Measurer:
     def _measure_fp8(self, module: str, parts: Mapping[str, Bytes]) -> WeightMetrics:
         source = self.source.tensors[f"{module}.{WEIGHT}"]
         bits = self.reader.read(source).view(np.uint16).reshape(source.shape)
-        scales = parts[WEIGHT_SCALE].view(np.float32).reshape(-1, 1)
-        return measure_fp8(bits, parts[WEIGHT].reshape(source.shape), scales)
+        place = self.result.modules[module]
+        scales = fp8_scales(parts[WEIGHT_SCALE], place.parameters[WEIGHT_SCALE], source.shape[0])
+        return measure_fp8(bits, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
 
     def _global_scale(self, module: str, raw: bytes) -> float:
         """Return g, and note if it is not exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""

@@ -15,6 +15,7 @@ from k2convert.checkpoint.files import file_digest, read_json_file, reading
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAME
 from k2convert.choices import Activations, AskedActivations
 from k2convert.deploy.serving import nvfp4_scheme
@@ -142,12 +143,15 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
 
 
 def _is_fp8(checkpoint: Checkpoint, family: Family, role: Role, module: str) -> bool:
-    """Return whether a layer is FP8 with one scale for each row, and one whose inputs engines round too."""
+    """Return whether a layer is FP8 as k2convert writes it for the family, and one whose inputs engines round too."""
     weight = checkpoint.tensors.get(f"{module}.{WEIGHT}")
     scale = checkpoint.tensors.get(f"{module}.{WEIGHT_SCALE}")
     if weight is None or scale is None or weight.dtype != "F8_E4M3" or module.endswith(family.kept_attention or " "):
         return False
-    return role in (*CONVERTIBLE_ROLES, Role.ATTENTION) and scale.shape == (*weight.shape[:1], 1)
+    if role not in family.fp8_roles or len(weight.shape) != 2:
+        return False
+    expected = fp8_tensors(*weight.shape, has_blocks=family.has_fp8_blocks)
+    return (scale.dtype, scale.shape) == expected[1][1:3]
 
 
 def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:

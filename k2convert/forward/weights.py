@@ -6,7 +6,7 @@ formats' arithmetic shows as a wrong layer.
     INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
     NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
            times g (modelopt layout) or divided by 1/g (compressed-tensors layout)
-    FP8    a byte is an E4M3 number; times FP32 s of its row
+    FP8    a byte is an E4M3 number; times FP32 s of its row, or of its block of 128 x 128
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import ShardReader
+from k2convert.choices import FP8_BLOCK
 from k2convert.errors import CheckpointError
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -60,6 +61,11 @@ def round_tokens_to_fp8(x: Tensor) -> Tensor:
     amax = x.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
     return round_to_e4m3(x, scale)
+
+
+def round_groups_to_fp8(x: Tensor) -> Tensor:
+    """The same with one scale for every 128 columns of a token, the last of which may be fewer."""
+    return torch.cat([round_tokens_to_fp8(group) for group in torch.split(x, FP8_BLOCK, dim=-1)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +133,15 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A weight in FP8, whose inputs are rounded too: codes uint8 [N, K], f32 scales [N, 1]."""
+    """A weight in FP8, whose inputs are rounded too: codes uint8 [N, K], f32 scales [N, 1], or [R, C] of blocks.
+
+    With scales of rows, inputs have one scale for each token; with scales of blocks, one for every 128 columns of it.
+    kv_b_proj is an exception: engines make BF16 matrices of it, so its inputs are not rounded (use `decode`).
+    """
 
     codes: Tensor
     scales: Tensor
+    has_blocks: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -138,8 +149,8 @@ class Fp8Weight:
         return self.codes.shape[0], self.codes.shape[1]
 
     def linear(self, x_TK: Tensor) -> Tensor:
-        """Return x W^T in f32 [T, N], x rounded to FP8 token by token: FP8 kernels multiply nothing else."""
-        return _linear(self, round_tokens_to_fp8(x_TK))
+        """Return x W^T in f32 [T, N], x rounded to FP8 as kernels do, which multiply nothing else."""
+        return _linear(self, (round_groups_to_fp8 if self.has_blocks else round_tokens_to_fp8)(x_TK))
 
     def decode(self) -> Tensor:
         """Return the weight as f32 [N, K]."""
@@ -147,11 +158,15 @@ class Fp8Weight:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return some rows of the weight as f32 [stop - start, K]."""
-        return self.codes[start:stop].view(torch.float8_e4m3fn).float() * self.scales[start:stop]
+        values = self.codes[start:stop].view(torch.float8_e4m3fn).float()
+        if not self.has_blocks:
+            return values * self.scales[start:stop]
+        blocks = torch.arange(start, stop, device=self.scales.device) // FP8_BLOCK
+        return values * self.scales[blocks].repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
 
     def to(self, device: str) -> Fp8Weight:
         """Return the weight on a device."""
-        return Fp8Weight(self.codes.to(device), self.scales.to(device))
+        return Fp8Weight(self.codes.to(device), self.scales.to(device), self.has_blocks)
 
 
 Weight = DenseWeight | CodedWeight | Fp8Weight
@@ -262,15 +277,21 @@ class WeightReader:
         return found is not None and found.dtype == FP8_DTYPE
 
     def read_fp8(self, module: str) -> Fp8Weight:
-        """Return an FP8 weight; CheckpointError if it has not one FP32 scale for each row."""
+        """Return an FP8 weight; CheckpointError if it has not one FP32 scale for each row, or each block of 128 x 128
+        (ModelOpt's FP8_PB_WO, scales [R, 1, C, 1]).
+        """
         weight = self.info(f"{module}.{WEIGHT}")
         scales = self.info(f"{module}.{WEIGHT_SCALE}")
-        if len(weight.shape) != 2 or (scales.dtype, scales.shape) != ("F32", (weight.shape[0], 1)):
+        rows, *columns = weight.shape
+        grid = (-(-rows // FP8_BLOCK), 1, *(-(-size // FP8_BLOCK) for size in columns), 1)
+        if len(columns) != 1 or scales.dtype != "F32" or scales.shape not in ((rows, 1), grid):
             raise CheckpointError(
                 f"{scales.shard}: {scales.name} is {scales.dtype} {list(scales.shape)}. FP8 is computed with one F32 "
-                "scale for each output row."
+                f"scale for each output row, or for each block of {FP8_BLOCK} x {FP8_BLOCK}."
             )
-        return Fp8Weight(self.raw(weight.name).view(weight.shape), self.read(scales.name))
+        has_blocks = scales.shape == grid
+        values = self.read(scales.name).view(scales.shape[0], -1)
+        return Fp8Weight(self.raw(weight.name).view(weight.shape), values, has_blocks)
 
     def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:
         """Return a layer of a converted checkpoint, NVFP4, FP8 or BF16; CheckpointError if its shape is not `shape`."""

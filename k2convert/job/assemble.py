@@ -54,7 +54,9 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
 
 def _declared(plan: Plan) -> Quantization:
     recipe = plan.recipe
-    return Quantization(recipe.activations, recipe.kv_cache, plan.excludes, plan.banks, plan.fp8_targets)
+    return Quantization(
+        recipe.activations, recipe.kv_cache, plan.excludes, plan.banks, plan.fp8_targets, plan.fp8_layers
+    )
 
 
 def encode_config(plan: Plan, source: Source) -> bytes:

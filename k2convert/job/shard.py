@@ -29,7 +29,7 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection, load_project
 from k2convert.plan.plan import ConvertStep, CopyStep, Fp8Step, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
-from k2convert.quantize.formats.fp8 import quantize_fp8
+from k2convert.quantize.formats.fp8 import quantize_fp8, quantize_fp8_blocks
 from k2convert.quantize.metrics.measure import measure_fp8, measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
@@ -294,14 +294,19 @@ class _Work:
 
 def _quantize_fp8(step: Fp8Step, loading: Future[_Loaded]) -> _Result:
     tensor = step.tensor
-    bits = loading.result()[tensor.name].view(np.uint16).reshape(tensor.shape)
+    loaded = loading.result()
+    bits, *partner = (loaded[t.name].view(np.uint16).reshape(t.shape) for t in step_sources(step))
+    name = f"{tensor.shard}: {tensor.name}"
     try:
-        weight = quantize_fp8(bits, name=f"{tensor.shard}: {tensor.name}")
+        if step.has_blocks:
+            weight = quantize_fp8_blocks(bits, name=name, partner=partner[0] if partner else None)
+        else:
+            weight = quantize_fp8(bits, name=name)
     except FormatError as error:
         raise MalformedFileError(str(error)) from None
-    metrics = measure_fp8(bits, weight.codes, weight.scales)
+    metrics = measure_fp8(bits, weight)
     record = ProjectionRecord(step.module, step.role, 1.0, metrics)
-    return [weight.codes.reshape(-1), weight.scales.view(np.uint8).reshape(-1)], [record]
+    return [weight.codes.reshape(-1), weight.scales.reshape(-1).view(np.uint8)], [record]
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

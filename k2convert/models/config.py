@@ -330,7 +330,7 @@ class DescribedModel:
         module, _, parameter = name.rpartition(".")
         stored = tensors.get(name)
         if stored is not None and stored.dtype == "F8_E4M3" and shape is not None and len(shape) == 2:
-            for own, fp8_dtype, fp8_shape, _ in fp8_tensors(*shape):
+            for own, fp8_dtype, fp8_shape, _ in fp8_tensors(*shape, has_blocks=self.family.has_fp8_blocks):
                 yield Expected(f"{module}.{own}", (fp8_dtype,), fp8_shape, sizes)
             return
         place = self.family.classify(module)

@@ -195,9 +195,12 @@ def _projector_tensors(vision: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unconverted(
-    whole: Sequence[str], has_vision: bool, roles: Sequence[str], architecture: Architecture
+    whole: Sequence[str], kept_attention: str, has_vision: bool, roles: Sequence[str], architecture: Architecture
 ) -> list[tuple[str, bool]]:
-    """Return the modules left in BF16: `Family.unconverted`. Nothing may follow after the name parts in `whole`."""
+    """Return the modules left in BF16: `Family.unconverted`. Nothing may follow after the name parts in `whole`.
+
+    `kept_attention` are those of attention if its linear layers are converted.
+    """
     names = [] if Role.ATTENTION in roles else ["self_attn"]
     if Role.SHARED_EXPERTS not in roles:
         names.append("shared_experts")
@@ -205,7 +208,7 @@ def unconverted(
         names += [f"layers.{layer}.mlp" for layer in range(architecture.num_dense_layers)]
     vision = ("vision_tower", "mm_projector") if has_vision else ()
     if Role.ATTENTION in roles:
-        whole = (_KEPT_ATTENTION, *whole)
+        whole = (kept_attention, *whole)
     entries = [(name, True) for name in (*names, "lm_head")] + [(name, False) for name in whole]
     return entries + [(name, True) for name in vision]
 
@@ -249,7 +252,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         ),
         expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
-        unconverted=partial(unconverted, ("mlp.gate",), has_vision),
+        unconverted=partial(unconverted, ("mlp.gate",), _KEPT_ATTENTION, has_vision),
         fp8_layout="compressed-tensors",
         kept_attention=_KEPT_ATTENTION,
         linear_patterns=_linear_patterns,
@@ -259,6 +262,7 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
             kept=("attention", "router", "embeddings and output head"),
+            kept_of_attention="`kv_b_proj` of attention",
             tags=("kimi-k2",),
             vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",

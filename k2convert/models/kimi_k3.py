@@ -6,7 +6,7 @@ the experts' format from `quantized_layers` alone, and each engine asks for a la
 each bank is listed six times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -25,7 +25,7 @@ from k2convert.models.kimi import (
     vision_tensors,
     weights,
 )
-from k2convert.models.names import EngineNaming, Family, ModelCardFacts, Role
+from k2convert.models.names import Architecture, EngineNaming, Family, ModelCardFacts, Role
 from k2convert.models.source_formats import MXFP4
 
 _WRAPPER: Final = "language_model."
@@ -110,6 +110,26 @@ def _layer_tensors(config: Mapping[str, Any], layer: int, has_experts: bool) -> 
 _RESIDUAL: Final = "1, hidden_size"
 
 
+_FP8_FUSED: Final = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), ("fused_qkvg_proj", "in_proj_qkvgfab")),
+    **dict.fromkeys(("f_a_proj", "b_proj"), ("in_proj_qkvgfab",)),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")),
+}
+"""Layers of engines into which the linear layers of attention go, as NVIDIA's checkpoint lists them.
+
+vLLM 0.33.0 puts g_proj of an MLA layer behind kv_a_proj_with_mqa, in the middle of a block, and gives half of its rows
+the scale of the block before. So that all engines compute the same, these two have one scale for each column of blocks.
+"""
+
+
+def _linear_patterns(roles: Sequence[str], _architecture: Architecture) -> list[str]:
+    names = {
+        Role.EXPERTS: r"block_sparse_moe\.experts\.\d+\.w[123]",
+        Role.ATTENTION: r"self_attn\.((q|k|v|g|o|f_a|f_b|b|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)",
+    }
+    return [f".*{pattern}$" for role, pattern in names.items() if role in roles]
+
+
 def _outer_tensors(config: Mapping[str, Any]) -> dict[str, str]:
     shapes = {f"{_PREFIX}output_attn_res_norm": "hidden_size", f"{_PREFIX}output_attn_res_proj": _RESIDUAL}
     return outer_tensors(_PREFIX, config) | weights(shapes)
@@ -130,7 +150,13 @@ K3: Final = Family(
     ),
     expected_name=partial(expected_name, _PREFIX),
     read_architecture=read_architecture,
-    unconverted=partial(unconverted, _WHOLE, True),
+    unconverted=partial(unconverted, _WHOLE, "_conv1d", True),
+    fp8_layout="modelopt",
+    fp8_roles=(Role.ATTENTION,),
+    has_fp8_blocks=True,
+    fp8_partners={"g_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "g_proj"},
+    fp8_fused=_FP8_FUSED,
+    linear_patterns=_linear_patterns,
     refused_configs={
         ("kimi_linear", LATENT_KEY): "this is the language model of Kimi K3 alone, without the model around it"
     },
@@ -138,6 +164,7 @@ K3: Final = Family(
     card=ModelCardFacts(
         model_kind="a Kimi K3 model",
         kept=("attention", "router", "latent and residual projections", "embeddings and output head"),
+        kept_of_attention="convolutions and decay rates of attention",
         tags=("kimi-k3",),
         vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k3 --reasoning-parser kimi_k3",
         sglang_options="--tool-call-parser kimi_k3 --reasoning-parser kimi_k3",

@@ -6,7 +6,7 @@ up of routed and shared experts. The model is the same function. Rule gptq choos
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal
@@ -121,6 +121,7 @@ class ModelCardFacts:
 
     model_kind: str
     kept: tuple[str, ...]  # what stays BF16
+    kept_of_attention: str  # the same of attention that becomes FP8
     tags: tuple[str, ...] = ()  # of the Hub
     vllm_options: str = ""  # its own options, as the next two
     sglang_options: str = ""
@@ -188,7 +189,11 @@ class Family:
     tensor_parallel_sizes: tuple[int, ...] = ()  # that the model can be split to; empty: any
     least_expert_piece: int = 0  # columns to which vLLM pads what a GPU has of an expert; 0: it pads nothing
     not_computed: str = ""  # why no forward pass is computed; empty: it is
-    fp8_layout: Layout | None = None  # in which engines load FP8 beside NVFP4; None: FP8 is not written for the family
+    fp8_layout: Layout  # in which engines load FP8 beside NVFP4
+    fp8_roles: tuple[Role, ...] = (Role.ATTENTION, Role.SHARED_EXPERTS, Role.DENSE_MLP)  # that may become FP8
+    has_fp8_blocks: bool = False  # FP8 with a scale for each block of 128 x 128, not for each row
+    fp8_partners: Mapping[str, str] = field(default_factory=dict[str, str])  # linear layers that share scales of blocks
+    fp8_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # -> engines' layers
     kept_attention: str = ""  # the linear layer of attention that stays BF16 beside FP8
     # (roles, counts) -> the linear layers by regular expressions of their names, also of those that engines fuse
     linear_patterns: Callable[[Sequence[str], Architecture], list[str]] = lambda _, __: []
@@ -204,6 +209,20 @@ class Family:
         """Return whether a linear layer becomes FP8 with these roles in a recipe's fp8."""
         is_kept = self.kept_attention != "" and place.module.endswith(self.kept_attention)
         return place.role in roles and not is_kept
+
+    def fp8_partner(self, module: str) -> str | None:
+        """Return the module that shares its scales of blocks with this one, if the model has it; None: no module."""
+        stem, _, last = module.rpartition(".")
+        return f"{stem}.{self.fp8_partners[last]}" if last in self.fp8_partners else None
+
+    def fp8_names(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Return every name by which engines look up these FP8 layers, sorted; none if patterns name them."""
+        names = set[str]()
+        for module in modules if self.has_fp8_blocks else ():
+            stem, _, last = module.removeprefix(self.prefix).rpartition(".")
+            own = (last, *self.fp8_fused.get(last, ()))
+            names |= {f"{prefix}{stem}.{name}" for name in own for prefix in (self.prefix, "model.", "")}
+        return tuple(sorted(names))
 
     def bank_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         """Return every name of every bank of experts, sorted."""

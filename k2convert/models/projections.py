@@ -280,14 +280,14 @@ def find_fp8(
     patterns = family.linear_patterns(roles, architecture)
     for name, tensor_name in names.items():
         tensor = source.tensors[name]
-        if not family.takes_fp8(tensor_name, roles) or tensor_name.parameter != WEIGHT or len(tensor.shape) < 2:
+        if not family.takes_fp8(tensor_name, roles) or tensor_name.parameter != WEIGHT or len(tensor.shape) != 2:
             continue
         _expect(tensor, dtypes=("BF16",), rank=2)
         found[name] = tensor_name.role
         if not any(re.fullmatch(pattern, tensor_name.module) for pattern in patterns):
             raise PlanError(
-                f"{tensor.shard}: {name}: FP8 is known for multi-head latent attention only, in which no linear layer "
-                "has this name. Remove attention from the recipe's fp8."
+                f"{tensor.shard}: {name}: FP8 is known for the attention of {family.title} only, in which no linear "
+                "layer has this name. Remove attention from the recipe's fp8."
             )
     for role in roles:
         if role not in found.values():
@@ -297,17 +297,17 @@ def find_fp8(
     return found
 
 
-def check_fp8(family: Family, *, layout: Layout, where: str) -> None:
-    """Refuse FP8 for a family and in a layout of which engines do not load it (PlanError)."""
-    if family.fp8_layout is None:
-        raise PlanError(
-            f"{where}: FP8 is written for Kimi K2 only, not for {family.title}. Remove fp8 from the recipe: its "
-            "weights stay in BF16."
-        )
+def check_fp8(family: Family, roles: Sequence[str], *, layout: Layout, where: str) -> None:
+    """Refuse FP8 of roles and in a layout that not every engine loads for the family (PlanError)."""
     if layout != family.fp8_layout:
         raise PlanError(
             f"{where}: SGLang does not load FP8 for {family.title} in the layout {layout}. Use --layout "
             f"{family.fp8_layout}, or remove fp8 from the recipe."
+        )
+    if extra := [role for role in roles if role not in family.fp8_roles]:
+        raise PlanError(
+            f"{where}: the recipe's fp8 names {extra[0]}, but SGLang and TensorRT-LLM do not load it in FP8 for "
+            f"{family.title}. Remove {extra[0]} from it."
         )
 
 

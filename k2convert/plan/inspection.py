@@ -11,7 +11,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, family_of, parse_tensor_names
-from k2convert.models.config import find_quantization_config, text_config
+from k2convert.models.config import FP8, find_quantization_config, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Architecture, Family, TensorName
 from k2convert.models.projections import packed_form
 from k2convert.models.source_formats import INT4, MXFP4, NVFP4, SOURCE_FORMATS
@@ -19,11 +19,13 @@ from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
 
 # weights in one element of the packed tensor
-_WEIGHTS_PER_CODE: Final = {NVFP4: 2, **{row.title: row.columns_per_element for row in SOURCE_FORMATS}}
+_WEIGHTS_PER_CODE: Final = {NVFP4: 2, FP8: 1, **{row.title: row.columns_per_element for row in SOURCE_FORMATS}}
 _PACKED_PARAMETERS: Final = {
     **{row.title: frozenset(row.parameters) for row in SOURCE_FORMATS},
     NVFP4: frozenset(name for layout in LAYOUTS.values() for name in layout.parameters),
+    FP8: frozenset((WEIGHT, WEIGHT_SCALE)),
 }
+_FORMS: Final = {"U8": NVFP4, "F8_E4M3": FP8}  # by the dtype of `weight`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ def inspect_checkpoint(
         if tensor_name.parameter == WEIGHT_PACKED:
             scale = source.tensors.get(f"{tensor_name.module}.{WEIGHT_SCALE}")
             packed[tensor_name.module] = packed_form(source.tensors[name], scale) or NVFP4
-        elif source.tensors[name].dtype == "U8" and tensor_name.parameter == WEIGHT:
-            packed[tensor_name.module] = NVFP4
+        elif tensor_name.parameter == WEIGHT and source.tensors[name].dtype in _FORMS:
+            packed[tensor_name.module] = _FORMS[source.tensors[name].dtype]
     counts = family.read_architecture(source.config, str(source.folder))
     quantization = find_quantization_config(source.config)
     recipe = cast(str | None, family.recipe)

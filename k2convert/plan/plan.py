@@ -117,10 +117,12 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Step:
-    """A BF16 weight [N, K] that becomes FP8, with one scale for each of its rows."""
+    """A BF16 weight [N, K] that becomes FP8, with scales of rows or of blocks, which `partner` shares."""
 
     tensor: TensorInfo
     role: Role
+    has_blocks: bool
+    partner: TensorInfo | None
 
     @property
     def module(self) -> str:
@@ -129,7 +131,8 @@ class Fp8Step:
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         rows, columns = self.tensor.shape
-        return tuple(OutputTensor(f"{self.module}.{tensor[0]}", *tensor[1:]) for tensor in fp8_tensors(rows, columns))
+        tensors = fp8_tensors(rows, columns, has_blocks=self.has_blocks)
+        return tuple(OutputTensor(f"{self.module}.{tensor[0]}", *tensor[1:]) for tensor in tensors)
 
     @property
     def num_outputs(self) -> int:
@@ -186,6 +189,7 @@ class Plan:
     banks: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
     fp8_targets: tuple[tuple[str, ...], ...] = ()
+    fp8_layers: tuple[str, ...] = ()
 
     @property
     def data_bytes(self) -> int:
@@ -198,6 +202,8 @@ class Plan:
 
 def step_sources(step: Step) -> list[TensorInfo]:
     """Return the source tensors that a step reads, including those of partners."""
+    if isinstance(step, Fp8Step) and step.partner is not None:
+        return [step.tensor, step.partner]
     if not isinstance(step, ConvertStep):
         return [step.tensor]
     return [t for p in (*step.members, *step.partners) for t in p.sources]
@@ -223,7 +229,7 @@ def claim_projections(
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
     if recipe.fp8:
-        check_fp8(family, layout=recipe.layout, where=f"recipe {recipe.name}")
+        check_fp8(family, recipe.fp8, layout=recipe.layout, where=f"recipe {recipe.name}")
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_model(source, names, architecture, family)
@@ -248,21 +254,30 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
                 f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
-    fp8: dict[str, Role] = {}
+    fp8: dict[str, Fp8Step] = {}
     if recipe.fp8:
-        fp8 = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
+        found = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
+        fp8 = {name: _fp8_step(source, name, role, family) for name, role in found.items()}
     steps = _make_steps(source, projections, recipe, scalings, fp8)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = family.unconverted((*recipe.roles, *recipe.fp8), architecture) if recipe.target == "nvfp4" else ()
     excludes = tuple(LAYOUTS[recipe.layout].exclude_entry(part, is_open) for part, is_open in unconverted)
     banks = family.bank_names(architecture.moe_layers)
     targets = fp8_targets(family, recipe, architecture)
-    return Plan(family.name, recipe, excludes, banks, tuple(jobs), targets)
+    layers = family.fp8_names(step.module for step in fp8.values())
+    return Plan(family.name, recipe, excludes, banks, tuple(jobs), targets, layers)
+
+
+def _fp8_step(source: Checkpoint, name: str, role: Role, family: Family) -> Fp8Step:
+    partner = source.tensors.get(f"{family.fp8_partner(name.removesuffix(f'.{WEIGHT}'))}.{WEIGHT}")
+    return Fp8Step(source.tensors[name], role, family.has_fp8_blocks, partner)
 
 
 def fp8_targets(family: Family, recipe: Recipe, architecture: Architecture) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the NVFP4 and of the FP8 layers as groups of a config have them; empty without FP8."""
-    if not recipe.fp8:
+    """Return the patterns of the NVFP4 and of the FP8 layers as groups of a config have them; empty without FP8, or if
+    each layer is listed.
+    """
+    if not recipe.fp8 or family.has_fp8_blocks:
         return ()
     patterns = (family.linear_patterns(roles, architecture) for roles in (recipe.roles, recipe.fp8))
     return tuple(tuple(f"re:{pattern}" for pattern in group) for group in patterns)
@@ -273,7 +288,7 @@ def _make_steps(
     projections: dict[str, Projection],
     recipe: Recipe,
     scalings: Mapping[str, ColumnScaling],
-    fp8: Mapping[str, Role],
+    fp8: Mapping[str, Fp8Step],
 ) -> list[tuple[str, Step]]:
     """Return (shard, step) in source order. Partners are found across shards."""
     claimed: dict[str, Projection] = {t.name: p for p in projections.values() for t in p.sources}
@@ -286,7 +301,7 @@ def _make_steps(
         for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
             projection = claimed.get(tensor.name)
             if tensor.name in fp8:
-                steps.append((shard, Fp8Step(tensor, fp8[tensor.name])))
+                steps.append((shard, fp8[tensor.name]))
             elif projection is None:
                 steps.append((shard, CopyStep(tensor, scalings.get(tensor.name))))
             elif tensor is projection.home and projection.module not in done:

@@ -124,6 +124,9 @@ that of SmolLM2 18.2 dB, against 22.5 dB by rule mse on k2-tiny."""
 FP8_SQNR_DB: Final = 28.0
 """The budget of an FP8 tensor, by any rule: weights of attention have 31.5 dB."""
 
+OTHERS_FP8_SQNR_DB: Final = 25.0
+"""The same for another tool's, which may calibrate."""
+
 _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
 

@@ -14,7 +14,6 @@ from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.models.source_formats import INT4
-from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.report.content import role_name
 from k2convert.report.figures import Report
@@ -85,7 +84,7 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     bits = "W4A16: 4-bit weights, 16-bit activations"
     if recipe.activations == "w4a4":
         bits = "W4A4: 4-bit weights and activations"
-    kept = [_KEPT_ATTENTION if name in recipe.fp8 else name for name in family.kept]
+    kept = [family.kept_of_attention if name in recipe.fp8 else name for name in family.kept]
     kept += (role_name(role) for role in CONVERTIBLE_ROLES if role not in (*recipe.roles, *recipe.fp8))
     if family.has_vision:
         kept.append("vision tower and projector")
@@ -95,23 +94,24 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
     return (
         f"{base} with its {', '.join(map(role_name, recipe.roles))} converted to NVFP4 ({bits}): E2M1 values, one E4M3 "
-        f"scale for every 16 weights, and {scale} per tensor. {_fp8_sentence(recipe)}Everything else is copied byte "
+        f"scale for every 16 weights, and {scale} per tensor. {_fp8_sentence(report)}Everything else is copied byte "
         f"for byte: {', '.join(kept)}{exceptions}.\n\n"
         f"Rule {code(recipe.rule)}{'' if rule is None else f': {escape(rule.summary)}'}"
     )
 
 
-_KEPT_ATTENTION: Final = "`kv_b_proj` of attention"
-
-
-def _fp8_sentence(recipe: Recipe) -> str:
+def _fp8_sentence(report: Report) -> str:
+    recipe = report.ledger.recipe
     if not recipe.fp8:
         return ""
     names = joined([role_name(role) for role in recipe.fp8])
-    return (
-        f"{names[0].upper()}{names[1:]} became FP8 (W8A8: 8-bit weights and activations): E4M3 values, one FP32 scale "
-        "for each output row, and at run time one for each token. "
-    )
+    scales = "one FP32 scale for each output row, and at run time one for each token"
+    if find_family(str(report.ledger.source.family)).has_fp8_blocks:
+        scales = (
+            "one power-of-two scale for each block of 128 x 128 weights, and at run time one for every 128 inputs of a "
+            "token"
+        )
+    return f"{names[0].upper()}{names[1:]} became FP8 (W8A8: 8-bit weights and activations): E4M3 values, {scales}. "
 
 
 def _serving(

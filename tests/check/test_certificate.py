@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from conversions import convert
 
-from k2convert.check import certificate, certified_weights
+from k2convert.check import certificate, certified_fp8, certified_weights
 from k2convert.check.results import ValidationReport
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
@@ -27,11 +27,11 @@ def imported(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [certificate, certified_weights])
+@pytest.mark.parametrize("module", [certificate, certified_fp8, certified_weights])
 def test_it_imports_the_standard_library_and_numpy_alone(module: ModuleType) -> None:
     source = Path(str(module.__file__)).read_text()
     others = {name for name in imported(source) if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert others - {"numpy", "numpy.typing"} <= {certified_weights.__name__}
+    assert others - {"numpy", "numpy.typing"} <= {certified_fp8.__name__, certified_weights.__name__}
     assert not {"__import__", "importlib", "import_module", "ctypes", "exec", "eval"} & {
         node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)
     }

@@ -1,4 +1,4 @@
-"""Recipes with FP8: the sizes of Kimi K2's results to the byte, and every refused combination in one line."""
+"""Recipes with FP8: the sizes of results to the byte, and every refused combination in one line."""
 
 import json
 from pathlib import Path
@@ -72,10 +72,60 @@ def test_what_contradicts_fp8_is_refused_in_a_line(case: str, tiny: Path, tmp_pa
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-def test_kimi_k3_is_refused(layout: str, k3_tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(K2ConvertError, match=r"FP8 is written for Kimi K2 only, not for Kimi K3\. Remove fp8"):
-        plan_job(k3_tiny, tmp_path / "out", fp8=["attention"], layout=layout)
+@pytest.mark.slow
+def test_k3_has_the_size_of_nvidia_s(k3_headers: Path) -> None:
+    plan = plan_conversion(source=open_checkpoint(k3_headers), recipe=load_recipe("kimi-k3-nvfp4-fp8"))
+    assert plan.data_bytes == 1_609_777_087_808
+    counts = action_counts(plan)["fp8"]
+    assert (counts["source_tensors"], counts["tensors"]) == (696, 2 * 696)
+    steps = [step for job in plan.jobs for step in job.steps if isinstance(step, Fp8Step)]
+    assert sum(step.partner is not None for step in steps) == 2 * 24
+    assert len(plan.fp8_layers) == 3 * (696 + 2 * 93 + 2 * 24)
+
+
+def test_every_linear_layer_of_k3_s_attention_becomes_fp8(k3_tiny: Path) -> None:
+    plan = plan_conversion(source=open_checkpoint(k3_tiny), recipe=load_recipe("kimi-k3-nvfp4-fp8"))
+    steps = {s.module.rpartition("layers.")[2]: s for job in plan.jobs for s in job.steps if isinstance(s, Fp8Step)}
+    kda = {"q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "f_a_proj", "f_b_proj", "b_proj"}
+    mla = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "g_proj", "o_proj"}
+    assert steps.keys() == {*(f"{n}.self_attn.{p}" for n in (0, 1, 2) for p in kda), *(f"3.self_attn.{p}" for p in mla)}
+    joined = {name for name, step in steps.items() if step.partner is not None}
+    assert joined == {"3.self_attn.g_proj", "3.self_attn.kv_a_proj_with_mqa"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"layout": "compressed-tensors"},
+            "SGLang does not load FP8 for Kimi K3 in the layout compressed-tensors. Use",
+        ),
+        ({"fp8": ["attention", "shared_experts"]}, "fp8 names shared_experts, but SGLang and TensorRT-LLM do not load"),
+        ({"fp8": ["dense_mlp"]}, "fp8 names dense_mlp, but SGLang and TensorRT-LLM do not load it in FP8 for Kimi K3"),
+    ],
+)
+def test_what_engines_do_not_load_for_kimi_k3_is_refused(
+    keys: dict[str, Any], problem: str, k3_tiny: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(K2ConvertError) as caught:
+        plan_job(k3_tiny, tmp_path / "out", **{"fp8": ["attention"], **keys})
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_attention_of_kimi_k3_that_is_quantized_already_is_refused(
+    dtype: torch.dtype, k3_tiny: Path, tmp_path: Path
+) -> None:
+    name = "language_model.model.layers.1.self_attn.o_proj.weight"
+
+    def quantize(members: dict[str, torch.Tensor]) -> None:
+        if name in members:
+            members[name] = members[name].to(dtype)
+            members[f"{name}_scale"] = torch.ones(4, 1, 1, 1)
+
+    with pytest.raises(K2ConvertError, match=r"o_proj\.weight|an FP8 checkpoint"):
+        plan_job(changed(k3_tiny, tmp_path / "quantized", quantize), tmp_path / "out", fp8=["attention"])
 
 
 def changed(tiny: Path, folder: Path, change: Any) -> Path:
@@ -106,7 +156,7 @@ def test_attention_of_other_layers_than_k2_s_is_refused(tiny: Path, tmp_path: Pa
     folder = changed(tiny, tmp_path / "plain", to_plain_query)
     config = json.loads((folder / "config.json").read_text()) | {"q_lora_rank": None}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(K2ConvertError, match=r"q_proj.weight: FP8 is known .* Remove attention from the recipe's fp8"):
+    with pytest.raises(K2ConvertError, match=r"q_proj.weight: FP8 is known .* Kimi K2 only, .* Remove attention from"):
         plan_job(folder, tmp_path / "out", **FP8)
     plan_job(folder, tmp_path / "out", **FP8 | {"fp8": ["dense_mlp"]})
 

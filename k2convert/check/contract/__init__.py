@@ -39,7 +39,7 @@ from k2convert.checkpoint.files import is_there
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, shortened
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
-from k2convert.plan.recipe import FP8_SQNR_DB
+from k2convert.plan.recipe import FP8_SQNR_DB, OTHERS_FP8_SQNR_DB
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
 from k2convert.records.document import plain
 from k2convert.records.ledger import ALL_ZERO
@@ -113,9 +113,9 @@ def check_block_scales(result: Result, scan: ScanResult) -> list[Findings]:
         module, _, parameter = name.rpartition(".")
         what = "block scales are NaN or negative"
         if module in result.modules and result.modules[module].is_fp8:
-            what = "scales of rows are not positive numbers"
+            what = "scales are not positive numbers, or not the powers of two of blocks"
             if parameter == WEIGHT:
-                what = "codes are NaN, or rows use less than half of their range"
+                what = "codes are NaN, or rows or blocks use less than half of their range"
         wrong.error(name, f"{count:,} {what}", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
         wrong.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
@@ -158,6 +158,11 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
         if len(set(members.values())) > 1:
             stated = " and ".join(f"{struct.unpack('<f', raw)[0]!r}" for raw in members.values())
             found.error(next(iter(members)), f"gate and up differ: {stated}")
+    for name, row in scan.shared_rows.items():
+        partner = str(result.family.fp8_partner(name))
+        if name < partner and (not row or scan.shared_rows.get(partner) != row):
+            problem = "has other scales in a column of blocks: vLLM 0.33.0 gives rows of g_proj those of a neighbor"
+            result.habit(found)(partner, problem)
     for where, values in by_layer.items():
         if len(values) > 1 and not found.errors:
             found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
@@ -257,7 +262,9 @@ def check_errors(
             continue
         sqnr = measured.sqnr_db
         worst = min(worst, sqnr)
-        least = FP8_SQNR_DB if module.is_fp8 else budget
+        least = budget
+        if module.is_fp8:
+            least = OTHERS_FP8_SQNR_DB if module.other_form else FP8_SQNR_DB
         if not sqnr >= least:
             found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
     budgets = f"budget {budget:.2f} dB" + (f", of FP8 {FP8_SQNR_DB:.2f} dB" if result.fp8 else "")

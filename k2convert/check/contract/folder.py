@@ -109,11 +109,11 @@ def _check_listed(result: Result, entry: Mapping[str, object], found: Findings) 
 
 
 def _check_banks(stated: object, expected: Mapping[str, object], found: Findings) -> None:
-    """Engines look the experts of a layer up by names of their own; what they do not find is not quantized to them."""
+    """Engines look up experts and FP8 layers by names of their own; what they do not find is not quantized to them."""
     stated = mapping_or_empty(stated)
     for bank in sorted(expected.keys() | stated.keys()):
         if not is_same_json(stated.get(bank), expected.get(bank)):
-            wanted = "no bank of experts has this name"
+            wanted = "no converted layer has this name"
             if bank in expected:
                 wanted = f"expected {expected[bank]!r}"
             found.error(
@@ -138,7 +138,9 @@ def _expected_declaration(result: Result) -> Quantization:
         architecture = result.family.read_architecture(result.config, str(result.folder))
         targets = fp8_targets(result.family, result.recipe, architecture)
     moe_layers = {m.parts.layer for m in result.converted if m.parts.role is Role.EXPERTS and m.parts.layer is not None}
-    return Quantization(activations, None, (), result.family.bank_names(sorted(moe_layers)), targets)
+    banks = result.family.bank_names(sorted(moe_layers))
+    layers = result.family.fp8_names(module.name for module in result.fp8 if not module.other_form)
+    return Quantization(activations, None, (), banks, targets, layers)
 
 
 def check_config_unchanged(result: Result) -> Findings:

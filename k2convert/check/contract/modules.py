@@ -3,25 +3,37 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.layouts.layout import CheckpointLayout
+from k2convert.checkpoint.reader import Bytes
+from k2convert.choices import FP8_BLOCK
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.models.source_formats import MXFP4
 from k2convert.plan.recipe import Recipe
+from k2convert.quantize.formats.bf16 import bf16_values
 
 FP8_PARAMETERS: Final = (WEIGHT, WEIGHT_SCALE)
 CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
 """Dtypes of which engines make their own."""
 
 
+Fp8Form = Literal["", "tensor", "rows", "blocks"]
+_FP8_ROLES: Final = (Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.LM_HEAD, Role.LATENT)
+"""Roles outside the routed experts that engines read in FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """One module of the result: its parameters by name, and its place in the model.
 
-    `is_converted` is set for NVFP4, `is_fp8` for a weight in a result of ours that is FP8, or should be.
-    `other_form` is the form or dtype of a weight that another tool quantized, but not to NVFP4; empty for any other.
+    `is_converted` is set for NVFP4. `other_form` is the form or dtype of a weight that another tool quantized, but not
+    to NVFP4; empty for any other. `fp8` is what has one scale in an FP8 weight. In a result of ours it is set for a
+    weight that should be FP8 too; in others, for the forms that can be decoded.
     """
 
     name: str
@@ -29,7 +41,11 @@ class Module:
     parameters: Mapping[str, TensorInfo]
     is_converted: bool
     other_form: str = ""
-    is_fp8: bool = False
+    fp8: Fp8Form = ""
+
+    @property
+    def is_fp8(self) -> bool:
+        return bool(self.fp8)
 
     def has_converted(self, parameter: str) -> bool:
         """Return whether a tensor of the module belongs to its converted weight; others are copies."""
@@ -60,16 +76,18 @@ def read_modules(
         if recipe is not None:
             is_fp8 = weight is not None and weight.dtype == "F8_E4M3"
             if family.takes_fp8(place, recipe.fp8):
-                is_fp8 |= WEIGHT_SCALE in found or (weight is not None and len(weight.shape) > 1)
+                is_fp8 |= WEIGHT_SCALE in found or (weight is not None and len(weight.shape) == 2)
             if is_fp8:
-                modules[name] = Module(name, place, found, is_converted=False, is_fp8=True)
+                own: Fp8Form = "blocks" if family.has_fp8_blocks else "rows"
+                modules[name] = Module(name, place, found, is_converted=False, fp8=own)
                 continue
         is_kept = recipe is None and (place.role is not Role.EXPERTS or place.layer in kept_layers)
         other_form = _other_form(found) if is_kept else ""
         is_plain = is_kept and place.role is Role.EXPERTS
         looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
         is_converted = looks_converted or (not is_plain and (name in int4_modules or place.role in roles))
-        modules[name] = Module(name, place, found, is_converted and not other_form, other_form)
+        form = fp8_form(found) if other_form and place.role in _FP8_ROLES else ""
+        modules[name] = Module(name, place, found, is_converted and not other_form, other_form, form)
     return modules
 
 
@@ -99,3 +117,35 @@ def _other_form(parameters: Mapping[str, TensorInfo]) -> str:
     if weight.dtype == MXFP4.packed_dtype and scale is not None and scale.dtype in MXFP4.scale_dtypes:
         return MXFP4.title
     return weight.dtype if weight.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32") else ""
+
+
+def fp8_form(parameters: Mapping[str, TensorInfo]) -> Fp8Form:
+    """Return what has one scale in an FP8 weight, by its headers; empty for any other weight, or other scales."""
+    weight = parameters.get(WEIGHT)
+    scale = parameters.get(WEIGHT_SCALE)
+    if weight is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
+        return ""
+    if scale is None or scale.dtype not in CONVERTED_WHILE_LOADING:
+        return ""
+    rows, columns = weight.shape
+    grid = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    if scale.shape in ((), (1,)):
+        return "tensor"
+    if scale.shape in ((rows, 1), (rows,)):
+        return "rows"
+    return "blocks" if scale.shape in (grid, (grid[0], 1, grid[1], 1)) else ""
+
+
+def fp8_scales(data: Bytes, scale: TensorInfo, rows: int) -> NDArray[np.float32]:
+    """Return the scales of an FP8 weight with some `rows`: float32 [N, 1], or [R, C] of blocks."""
+    values = numbers_of(data, scale.dtype)
+    if values.size == 1 and len(scale.shape) < 2:
+        return np.full((rows, 1), values[0])
+    return values.reshape(scale.shape[0], -1)
+
+
+def numbers_of(data: Bytes, dtype: str) -> NDArray[np.float32]:
+    """Return numbers in BF16, F16 or F32 as float32, flat."""
+    if dtype == "BF16":
+        return bf16_values(data.view(np.uint16))
+    return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
-from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module
+from k2convert.check.contract.fp8 import count_unusable, has_partner
+from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module, fp8_scales, numbers_of
 from k2convert.check.contract.result import Result
 from k2convert.check.contract.tensors import shape_problems
 from k2convert.checkpoint.files import file_digest
@@ -22,14 +22,13 @@ from k2convert.checkpoint.header import DTYPE_BYTES, ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, is_finite, is_zero, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.models.config import KV_SCALES
-from k2convert.models.names import WEIGHT
-from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
+from k2convert.models.names import WEIGHT, WEIGHT_SCALE
+from k2convert.quantize.formats.bf16 import round_to_bf16
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Scalar, is_weight
 
 BATCH_BYTES = 16 << 20
 SUBNORMAL_LAST = 0x07
-_LEAST_LARGEST = 0x76  # 224; the largest weight of a row of FP8 is 448 times its scale
 LARGEST_FINITE = 0x7E
 _CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
 _MAGNITUDES = np.uint8(0x77)  # of the two codes in a byte
@@ -53,6 +52,7 @@ class ScanResult:
     `compared` are the copied tensors that were compared with the source. `scaled` are those of them that smoothing
     changes: the certificate compares them, and `misscaled` has its problems. `different` counts bytes; of a tensor in
     another dtype than the source's, numbers. `scalars` are four bytes each, as hex. `kv_scales` are least and largest.
+    `shared_rows` are the scales of FP8 modules that share them with another one, as hex; empty if its rows differ.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -66,6 +66,7 @@ class ScanResult:
     misscaled: dict[str, str] = field(default_factory=dict[str, str])
     not_finite: set[str] = field(default_factory=set[str])
     all_zero: set[str] = field(default_factory=set[str])
+    shared_rows: dict[str, str] = field(default_factory=dict[str, str])
     compared: set[str] = field(default_factory=set[str])
     scaled: set[str] = field(default_factory=set[str])
 
@@ -118,13 +119,6 @@ def scan_shards(
                 with around(shard):
                     found.digests[shard], found.unreadable_bytes[shard] = file_digest(path), path.stat().st_size
     return found
-
-
-def _numbers(data: Bytes, dtype: str) -> NDArray[np.float32]:
-    """Return numbers in BF16, F16 or F32 as float32, flat."""
-    if dtype == "BF16":
-        return bf16_values(data.view(np.uint16))
-    return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False)
 
 
 def _targets(result: Result) -> dict[tuple[str, str], _Target]:
@@ -228,7 +222,7 @@ class _Scan:
                 elif begin == 0:
                     self.found.all_zero.add(target.name)
             if data.size and target.parameter in KV_SCALES and tensor.dtype in CONVERTED_WHILE_LOADING:
-                scales = _numbers(data, tensor.dtype)
+                scales = numbers_of(data, tensor.dtype)
                 self.found.kv_scales[target.name] = (float(scales.min()), float(scales.max()))
         if target.source is not None and target.source.dtype != tensor.dtype:
             self._compare_numbers(target, target.source, tensor, begin, data)
@@ -236,7 +230,7 @@ class _Scan:
             self._compare(target, target.source, begin, data)
         elif target.module is not None and target.module.is_fp8:
             if target.is_readable:
-                self._count_unusable(target, target.module, data)
+                self._check_fp8(target, target.module, tensor, data)
             if self.tensor_visitor is not None:
                 self.tensor_visitor(target.module.name, target.parameter, data)
         elif target.module is not None:
@@ -268,31 +262,26 @@ class _Scan:
     ) -> None:
         """Compare with the source's numbers, rounded to the dtype of the tensor."""
         first, last = (at // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[source.dtype] for at in (begin, begin + data.size))
-        before = _numbers(self.source_reader.read(source, begin=first, end=last), source.dtype)
+        before = numbers_of(self.source_reader.read(source, begin=first, end=last), source.dtype)
         if tensor.dtype == "BF16":
             before = round_to_bf16(before)
         elif tensor.dtype == "F16":
             with np.errstate(over="ignore"):
                 before = before.astype(np.float16)
         self.found.compared.add(target.name)
-        changed = int(np.count_nonzero(before != _numbers(data, tensor.dtype)))
+        changed = int(np.count_nonzero(before != numbers_of(data, tensor.dtype)))
         if changed:
             self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
 
-    def _count_unusable(self, target: _Target, module: Module, data: Bytes) -> None:
-        """Count FP8 codes that are NaN and rows whose largest code is below 224; or scales that are no numbers > 0."""
-        if target.parameter != WEIGHT:
-            scales = data.view(np.float32)
-            count = int(np.count_nonzero(~(np.isfinite(scales) & (scales > 0))))
-        else:
-            codes = data.reshape(module.parameters[WEIGHT].shape) & np.uint8(LARGEST_FINITE + 1)
-            largest = codes.max(axis=1, initial=0)
-            count = int(np.count_nonzero(codes > LARGEST_FINITE))
-            count += int(np.count_nonzero((largest > 0) & (largest < _LEAST_LARGEST)))
-            if not largest.any():
-                self.found.all_zero.add(module.name)
-        if count:
+    def _check_fp8(self, target: _Target, module: Module, tensor: TensorInfo, data: Bytes) -> None:
+        if count := count_unusable(self.result, module, tensor, data):
             self.found.invalid_scales[target.name] = count
+        if target.parameter == WEIGHT and is_zero(data & np.uint8(LARGEST_FINITE + 1)):
+            self.found.all_zero.add(module.name)
+        if target.parameter == WEIGHT_SCALE and has_partner(self.result, module):
+            scales = fp8_scales(data, tensor, module.parameters[WEIGHT].shape[0])
+            is_even = bool((scales == scales[:1]).all())
+            self.found.shared_rows[module.name] = scales[:1].tobytes().hex() if is_even else ""
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""

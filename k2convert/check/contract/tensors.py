@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
+from k2convert.check.contract.fp8 import check_fp8_names, cut_blocks, fp8_problems, loads_everywhere
 from k2convert.check.contract.modules import FP8_PARAMETERS, Module
 from k2convert.check.contract.result import Result
 from k2convert.check.results import Findings
@@ -25,7 +26,7 @@ from k2convert.models.config import (
     key_of,
     text_config,
 )
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Role
 from k2convert.models.projections import experts_remedy, find_experts, format_of
 
 HIDDEN_ALIGNMENT = 256
@@ -42,7 +43,8 @@ def check_names(result: Result) -> Findings:
     others = Counter[str]()
     for module in result.modules.values():
         if module.other_form and module.parts.role is not Role.ROUTER:  # rule 14 reports routers
-            others[f"{module.parts.role} in {module.other_form}"] += 1
+            form = "FP8" if module.is_fp8 else f"{module.other_form}, not checked here"
+            others[f"{module.parts.role} in {form}"] += not loads_everywhere(result, module)
             if not any("scale" in parameter for parameter in module.parameters):
                 found.error(module.name, f"is {module.other_form}, but has no scale")
     for module in result.converted:
@@ -52,7 +54,7 @@ def check_names(result: Result) -> Findings:
             found.error(module.name, f"is NVFP4, but engines read the role {role} in BF16")
             continue
         if role not in result.family.roles:
-            others[f"{role} in NVFP4"] += 1
+            others[f"{role} in NVFP4, not checked here"] += 1
             needed = expected - {result.names.input_scale}
         if not result.is_in_source(module) and module.parts.role is not Role.EXPERTS:  # rule 9 reports experts
             found.error(module.name, "a new module, not in the source")
@@ -62,7 +64,8 @@ def check_names(result: Result) -> Findings:
         for parameter in sorted(set(module.parameters) - expected):
             found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
     for module in result.fp8:
-        _check_fp8_names(result, module, found)
+        if not module.other_form:
+            check_fp8_names(result, module, found)
     experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()}
@@ -86,24 +89,9 @@ def check_names(result: Result) -> Findings:
                 new = "a new name" if module.name in allowed else "a new module"
                 found.error(name, f"{new} ({tensor.shard}), not in the source")
     for what, count in others.items():
-        found.warn(what, f"{count:,} modules, not checked here: not every engine loads this form", count=count)
+        if count:
+            found.warn(what, f"{count:,} modules: not every engine loads this form", count=count)
     return found
-
-
-def _check_fp8_names(result: Result, module: Module, found: Findings) -> None:
-    """An FP8 layer has a weight and the scales of its rows, and is one that the recipe names."""
-    weight = module.parameters.get(WEIGHT)
-    recipe = result.recipe
-    if recipe is None or not result.family.takes_fp8(module.parts, recipe.fp8):
-        found.error(module.name, "is FP8, but the recipe leaves it in BF16")
-    elif weight is not None and weight.dtype in ("BF16", "F16", "F32") and WEIGHT_SCALE not in module.parameters:
-        found.error(module.name, f"is {weight.dtype}, but the recipe's fp8 names {module.parts.role}")
-    else:
-        for parameter in FP8_PARAMETERS:
-            if parameter not in module.parameters:
-                found.error(f"{module.name}.{parameter}", "missing")
-        if not result.is_in_source(module):
-            found.error(module.name, "a new module, not in the source")
 
 
 _UNQUANTIZED: Final = (Role.ROUTER, Role.NORM, Role.EMBEDDINGS, Role.VISION_TOWER)
@@ -133,7 +121,7 @@ def check_shapes(result: Result) -> Findings:
 def shape_problems(result: Result, module: Module) -> dict[str, str]:
     """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
     if module.is_fp8:
-        return _fp8_problems(result, module)
+        return fp8_problems(result, module, _source_size(result, module))
     names = result.names
     problems = dict[str, str]()
     weight = module.parameters.get(names.weight)
@@ -159,21 +147,6 @@ def shape_problems(result: Result, module: Module) -> dict[str, str]:
         tensor = module.parameters.get(parameter)
         if tensor is not None and (tensor.dtype != "F32" or tensor.shape not in ((), (1,))):
             problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected F32 [] or [1]"
-    return problems
-
-
-def _fp8_problems(result: Result, module: Module) -> dict[str, str]:
-    weight = module.parameters.get(WEIGHT)
-    size = _source_size(result, module)
-    if size is None and weight is not None and len(weight.shape) == 2:
-        size = (weight.shape[0], weight.shape[1])
-    if size is None:
-        return {}
-    problems = dict[str, str]()
-    for parameter, dtype, shape, _ in fp8_tensors(*size):
-        tensor = module.parameters.get(parameter)
-        if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
-            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
     return problems
 
 
@@ -207,11 +180,11 @@ def check_totals(result: Result) -> Findings:
     size = 0
     done: set[str] = set()
     converted = result.int4_modules | {module.name for module in result.converted}
-    fp8 = {f"{module.name}.{WEIGHT}" for module in result.fp8}
+    fp8 = {f"{module.name}.{WEIGHT}" for module in result.fp8 if not module.other_form}
     for name, tensor in result.source.tensors.items():
         parts = result.source_names.get(name)
         if name in fp8 and len(tensor.shape) == 2:
-            tensors = fp8_tensors(*tensor.shape)
+            tensors = fp8_tensors(*tensor.shape, has_blocks=result.family.has_fp8_blocks)
             count += len(tensors)
             size += sum(t[3] for t in tensors)
         elif parts is None or parts.module not in converted:
@@ -355,4 +328,6 @@ def check_alignment(result: Result) -> Findings:
             found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
         elif width % (size * WIDTH_ALIGNMENT_FAST):
             found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
+        for name, problem in cut_blocks(result, size) if result.fp8 else ():
+            found.warn(name, problem)
     return found

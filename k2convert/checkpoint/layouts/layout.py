@@ -1,5 +1,6 @@
 """A layout of an NVFP4 checkpoint: tensor names, dtypes, shapes, the configs that declare them, and what reads them."""
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 
-from k2convert.choices import BLOCK_SIZE, Activations, Layout
+from k2convert.choices import BLOCK_SIZE, FP8_BLOCK, Activations, Layout
 from k2convert.errors import FormatError
 
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
@@ -18,7 +19,8 @@ QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 class Quantization:
     """Declarations in the configs of a result. `banks` are the converted layers, if engines look each up by name.
 
-    `fp8_targets` are the names of the NVFP4 layers and those of the FP8 layers; empty without FP8.
+    `fp8_targets` are the names of the NVFP4 layers and those of the FP8 layers; empty without FP8, or if they are
+    listed by name: `fp8_layers` are all names by which engines look up FP8 layers.
     """
 
     activations: str
@@ -26,6 +28,7 @@ class Quantization:
     excludes: Sequence[str]
     banks: Sequence[str] = ()
     fp8_targets: Sequence[Sequence[str]] = ()
+    fp8_layers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +105,14 @@ class CheckpointLayout:
         return unquantized_config(config) | {QUANTIZATION_KEYS[0]: self.quantization_config(declared, version)}
 
 
-def fp8_tensors(rows: int, columns: int) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
-    """Return (parameter, dtype, shape, num_bytes) of an FP8 weight [rows, columns], in file order."""
+def fp8_tensors(rows: int, columns: int, *, has_blocks: bool) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+    """Return (parameter, dtype, shape, num_bytes) of an FP8 weight [rows, columns], in file order.
+
+    Scales are those of rows, or of blocks as ModelOpt stores them, in four dimensions.
+    """
     weight = ("weight", "F8_E4M3", (rows, columns), rows * columns)
-    return weight, ("weight_scale", "F32", (rows, 1), 4 * rows)
+    scales = (-(-rows // FP8_BLOCK), 1, -(-columns // FP8_BLOCK), 1) if has_blocks else (rows, 1)
+    return weight, ("weight_scale", "F32", scales, 4 * math.prod(scales))
 
 
 def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:

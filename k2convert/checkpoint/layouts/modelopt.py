@@ -8,24 +8,29 @@ from k2convert.checkpoint.layouts.layout import CheckpointLayout, Quantization
 from k2convert.choices import BLOCK_SIZE, Activations
 
 MIXED_PRECISION: Final = "MIXED_PRECISION"
+FP8_BLOCKS: Final = "FP8_PB_WO"
+"""ModelOpt's name of FP8 with a scale for each block of 128 x 128 weights."""
 _ALGORITHMS: Final[dict[str, Activations]] = {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}
 """Activations by ModelOpt's name of the scheme."""
 
 
 def _scheme(declared: Quantization) -> tuple[str, dict[str, Any]]:
-    """Return ModelOpt's names of the whole scheme and of each bank of experts; no banks if all layers have one."""
+    """Return ModelOpt's name of the whole scheme, and the scheme of each layer; no layers if all have one."""
     algorithm = next(name for name, activations in _ALGORITHMS.items() if activations == declared.activations)
     if not declared.banks:
         return algorithm, {}
-    return MIXED_PRECISION, {bank: {"quant_algo": algorithm, "group_size": BLOCK_SIZE} for bank in declared.banks}
+    layers: dict[str, Any] = {bank: {"quant_algo": algorithm, "group_size": BLOCK_SIZE} for bank in declared.banks}
+    return MIXED_PRECISION, layers | {name: {"quant_algo": FP8_BLOCKS} for name in declared.fp8_layers}
 
 
 def _quantization_config(declared: Quantization, version: str) -> dict[str, Any]:
     algorithm, layers = _scheme(declared)
     tensor = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
     group: dict[str, Any] = {"input_activations": tensor} if declared.activations == "w4a4" else {}
-    group |= {"weights": dict(tensor), "targets": list(layers) or ["Linear"]}
+    group |= {"weights": dict(tensor), "targets": list(declared.banks) or ["Linear"]}
     result: dict[str, Any] = {"config_groups": {"group_0": group}}
+    if declared.fp8_layers:
+        result["config_groups"]["group_1"] = {"quant_algo": FP8_BLOCKS, "targets": list(declared.fp8_layers)}
     if layers:
         result["quantized_layers"] = layers
     result |= {"ignore": list(declared.excludes), "quant_algo": algorithm, "group_size": BLOCK_SIZE}

@@ -1,12 +1,17 @@
-"""FP8 weights: E4M3 elements and one FP32 scale for every output row.
+"""FP8 weights: E4M3 elements, and FP32 scales of rows or of blocks.
 
     codes    uint8 [N, K]     E4M3 bytes, as nvfp4.py draws them, with a sign; 0x7F and 0xFF (NaN) never occur
-    scales   float32 [N, 1]   s; the weight is value * s
+    scales   float32          s; the weight is value * s
+             [N, 1]           of rows: max |w| / 448, in FP32; 1.0 for a row of zeros
+             [R, C]           of blocks of 128 x 128, of which the last ones may be smaller: the least power of two that
+                              is max |w| / 448 or more, at least 2**-126; 1.0 for a block of zeros
 
-    s      max |w| of the row / 448, in FP32; 1.0 for a row of zeros
-    code   E4M3(w / s): the quotient in FP32, at most 448, ties to the even code
+    code     E4M3(w / s): the quotient in FP32, at most 448, ties to the even code
 
-Authority: compressed-tensors' float-quantized with the strategy channel (0.19.0), and torch.float8_e4m3fn.
+Engines make powers of two of block scales, and lose 3 dB if they are none.
+
+Authority: compressed-tensors' float-quantized with the strategy channel (0.19.0), ModelOpt's FP8_PB_WO (0.47), and
+torch.float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.choices import FP8_BLOCK
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, bf16_values
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX, decode_e4m3
@@ -30,14 +36,16 @@ _DROPPED: Final = np.uint32(20 << 23)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """A weight in FP8: `codes` uint8 [N, K], `scales` float32 [N, 1]."""
+    """A weight in FP8: `codes` uint8 [N, K], `scales` float32 [N, 1] of rows or [R, C] of blocks."""
 
     codes: NDArray[np.uint8]
     scales: NDArray[np.float32]
 
 
 def quantize_fp8(bits: NDArray[np.uint16], *, name: str) -> Fp8Weight:
-    """Quantize a BF16 weight, uint16 bits [N, K]; FormatError, naming it, if a value is NaN or infinite."""
+    """Quantize a BF16 weight with a scale for each row, uint16 bits [N, K]; FormatError, naming it, if it has NaN or
+    infinite values.
+    """
     rows, columns = bits.shape
     codes = np.empty((rows, columns), dtype=np.uint8)
     scales = np.empty((rows, 1), dtype=np.float32)
@@ -45,15 +53,60 @@ def quantize_fp8(bits: NDArray[np.uint16], *, name: str) -> Fp8Weight:
     for start in range(0, rows, step):
         some = slice(start, start + step)
         magnitudes = bits[some] & np.uint16(MAGNITUDE_BITS)
-        largest = magnitudes.max(axis=1, keepdims=True, initial=0)
-        if largest.max(initial=0) >= _INFINITY_BITS:
-            raise FormatError(f"{name}: the weight has NaN or infinite values; the source is damaged")
-        amax = bf16_values(largest)
+        amax = _finite(magnitudes.max(axis=1, keepdims=True, initial=0), name)
         scales[some] = np.where(amax > 0, amax / np.float32(E4M3_MAX), np.float32(1))
-        sizes = bf16_values(magnitudes) / scales[some]
-        signs = (bits[some] >> np.uint16(8)).astype(np.uint8) & np.uint8(0x80)
-        codes[some] = _nearest_codes(sizes) | signs
+        codes[some] = _codes(bits[some], scales[some])
     return Fp8Weight(codes, scales)
+
+
+def quantize_fp8_blocks(bits: NDArray[np.uint16], *, name: str, partner: NDArray[np.uint16] | None) -> Fp8Weight:
+    """Quantize a BF16 weight with a scale for each block, uint16 bits [N, K]; raises as `quantize_fp8` does.
+
+    With a `partner` [M, K], the blocks of a column have one scale in all rows of both weights.
+    """
+    scales = _block_scales(bits, name)
+    if partner is not None:
+        both = np.concatenate((_block_amax(bits, name), _block_amax(partner, name)))
+        scales[:] = _powers_of_two(both.max(axis=0))
+    codes = np.empty(bits.shape, dtype=np.uint8)
+    for number, row in enumerate(scales):
+        some = slice(number * FP8_BLOCK, (number + 1) * FP8_BLOCK)
+        codes[some] = _codes(bits[some], np.repeat(row, FP8_BLOCK)[: bits.shape[1]])
+    return Fp8Weight(codes, scales)
+
+
+def _block_scales(bits: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
+    return _powers_of_two(_block_amax(bits, name))
+
+
+def _block_amax(bits: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
+    """Return max |w| of each block, float32 [R, C]."""
+    rows, columns = (range(0, size, FP8_BLOCK) for size in bits.shape)
+    largest = np.zeros((len(rows), len(columns)), dtype=np.uint16)
+    for number, start in enumerate(rows):
+        magnitudes = (bits[start : start + FP8_BLOCK] & np.uint16(MAGNITUDE_BITS)).max(axis=0)
+        largest[number] = np.maximum.reduceat(magnitudes, columns)
+    return _finite(largest, name)
+
+
+def _powers_of_two(amax: NDArray[np.float32]) -> NDArray[np.float32]:
+    fractions, exponents = np.frexp(amax.astype(np.float64) / E4M3_MAX)
+    exponents = np.maximum(exponents - (fractions == 0.5), -126)
+    return np.where(amax > 0, np.ldexp(1.0, exponents), 1.0).astype(np.float32)
+
+
+def _finite(largest: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
+    """Return the values of largest magnitudes; FormatError if one is no number."""
+    if largest.max(initial=0) >= _INFINITY_BITS:
+        raise FormatError(f"{name}: the weight has NaN or infinite values; the source is damaged")
+    return bf16_values(largest)
+
+
+def _codes(bits: NDArray[np.uint16], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the codes uint8 of BF16 bits under scales that broadcast to them."""
+    sizes = bf16_values(bits & np.uint16(MAGNITUDE_BITS)) / scales
+    signs = (bits >> np.uint16(8)).astype(np.uint8) & np.uint8(0x80)
+    return _nearest_codes(sizes) | signs
 
 
 def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -70,6 +123,11 @@ def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
     return (steps + ((exponents - _SMALLEST_EXPONENT) >> np.uint32(20))).astype(np.uint8)
 
 
-def decode_fp8(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return value * s as float64 [M, K], exact, of codes uint8 [M, K] and scales float32 [M, 1]."""
-    return decode_e4m3(codes) * scales
+def decode_fp8(weight: Fp8Weight, rows: slice) -> NDArray[np.float64]:
+    """Return value * s of some rows, float64 [M, K], exact."""
+    scales = weight.scales
+    if scales.shape != (len(weight.codes), 1):
+        blocks = np.arange(*rows.indices(len(weight.codes))) // FP8_BLOCK
+        scales = np.repeat(scales[blocks], FP8_BLOCK, axis=1)[:, : weight.codes.shape[1]]
+        return decode_e4m3(weight.codes[rows]) * scales
+    return decode_e4m3(weight.codes[rows]) * scales[rows]

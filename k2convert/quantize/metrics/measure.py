@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight, bf16_values
-from k2convert.quantize.formats.fp8 import decode_fp8
+from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, row_slices
@@ -86,8 +86,8 @@ def measure_quantized(
     )
 
 
-def measure_fp8(bits: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> WeightMetrics:
-    """Measure FP8 codes uint8 [N, K] with scales float32 [N, 1] against BF16 bits uint16 [N, K].
+def measure_fp8(bits: NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
+    """Measure an FP8 weight [N, K] against BF16 bits uint16 [N, K].
 
     There are no blocks. The error is NaN if a code or a scale is not finite.
     """
@@ -97,7 +97,7 @@ def measure_fp8(bits: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDAr
     equal_nonzero = 0
     for rows in row_slices(*bits.shape):
         exact = bf16_values(bits[rows]).astype(np.float64)
-        difference = decode_fp8(codes[rows], scales[rows]) - exact
+        difference = decode_fp8(weight, rows) - exact
         is_nonzero = exact != 0
         num_nonzero += int(np.count_nonzero(is_nonzero))
         equal_nonzero += int(np.count_nonzero(is_nonzero & (difference == 0)))

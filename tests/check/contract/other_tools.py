@@ -64,12 +64,14 @@ def is_attention(name: str) -> bool:
 
 
 def fp8_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """ModelOpt's FP8_PB_WO: F32 scales of blocks of 128 x 128, with four dimensions."""
+    """ModelOpt's FP8_PB_WO: F32 scales of blocks of 128 x 128, max |w| / 448, with four dimensions."""
     if not is_attention(name) or len(tensor.shape) != 2:
         return None
     rows, columns = tensor.shape
-    scale = torch.ones(-(-rows // 128), 1, -(-columns // 128), 1) / 64
-    return {name: (tensor.float() * 64).to(F8), f"{name}_scale": scale}
+    padded = torch.nn.functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128))
+    scale = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax(dim=(1, 3)) / 448
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {name: (padded / spread).to(F8)[:rows, :columns].clone(), f"{name}_scale": scale[:, None, :, None].clone()}
 
 
 def channels(dtype: torch.dtype, largest: int) -> Change:
@@ -96,8 +98,8 @@ def nvidia_k3(folder: Path) -> None:
         config[excludes].remove("*self_attn*")
 
     in_both(change)(folder)
-    weights = {"num_bits": 8, "type": "float", "block_structure": [128, 128]}
-    quantization(lambda q: q["config_groups"].update(group_1={"weights": weights, "targets": sorted(linears)}))(folder)
+    group = {"quant_algo": "FP8_PB_WO", "targets": sorted(linears)}
+    quantization(lambda q: q["config_groups"].update(group_1=group))(folder)
 
 
 def mixed_precision(folder: Path) -> None:

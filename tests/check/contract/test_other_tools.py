@@ -62,10 +62,10 @@ MXFP8 = tensors(
 )
 AS_I8 = tensors(lambda name, t: {name: t.view(torch.int8)} if t.dtype is torch.uint8 else None)
 FORMS = {
-    "Kimi-K3 by NVIDIA": Form(K3, nvidia_k3, {1}, ("attention in F8_E4M3", "not checked here")),
+    "Kimi-K3 by NVIDIA": Form(K3, nvidia_k3, {6, 10}, ("vLLM 0.33.0 gives rows of g_proj",)),
     "Kimi-K3 by RedHatAI": Form(Kind("compressed-tensors", "k3", "w4a4"), lambda _: None, set()),
     "Kimi-K3 without a map": Form(K3, plain_k3, {11}, ("TensorRT-LLM needs MIXED_PRECISION",)),
-    "mixed precision": Form(PACKED, mixed_precision, {1}, ("attention in F8_E4M3",)),
+    "mixed precision": Form(PACKED, mixed_precision, set()),
     "o_proj in NVFP4": Form(MODELOPT, nvfp4_of("o_proj"), {1}, ("attention in NVFP4",)),
     "the head in NVFP4": Form(MODELOPT, nvfp4_of("lm_head"), {1}, ("lm_head in NVFP4",)),
     "attention in MXFP8": Form(MODELOPT, MXFP8, {1}, ("attention in F8_E4M3",)),

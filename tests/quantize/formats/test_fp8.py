@@ -1,4 +1,4 @@
-"""FP8 equals compressed-tensors and torch.float8_e4m3fn bit for bit: every BF16 value under many scales, and edges."""
+"""FP8 equals compressed-tensors, ModelOpt and torch.float8_e4m3fn bit for bit: all BF16 values, many scales, edges."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import bf16_bits
-from k2convert.quantize.formats.fp8 import decode_fp8, quantize_fp8
+from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8, quantize_fp8, quantize_fp8_blocks
 from k2convert.quantize.metrics.measure import measure_fp8
 
 FINITE = np.arange(0x7F80, dtype=np.uint16)
@@ -57,7 +57,7 @@ def test_it_is_torch_s_cast_under_the_largest_value_of_each_row(name: str) -> No
     assert np.array_equal(weight.codes, codes.view(torch.uint8).numpy())
     assert not np.isin(weight.codes, (0x7F, 0xFF)).any()
     decoded = codes.double() * scales.double()
-    assert np.array_equal(decode_fp8(weight.codes, weight.scales), decoded.numpy())
+    assert np.array_equal(decode_fp8(weight, slice(None)), decoded.numpy())
 
 
 @pytest.mark.parametrize("name", ["every BF16 value", "random rows"])
@@ -91,9 +91,9 @@ def test_values_that_are_not_finite_are_refused(bits: int) -> None:
 def test_figures_are_those_of_the_decoded_values() -> None:
     bits = edges()[3:]
     weight = quantize_fp8(bits, name="weight")
-    found = measure_fp8(bits, weight.codes, weight.scales)
+    found = measure_fp8(bits, weight)
     exact = in_torch(bits).double().numpy()
-    error = decode_fp8(weight.codes, weight.scales) - exact
+    error = decode_fp8(weight, slice(None)) - exact
     assert found.num_weights == bits.size
     assert found.energy == pytest.approx((exact**2).sum(), rel=1e-12)
     assert found.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
@@ -101,3 +101,96 @@ def test_figures_are_those_of_the_decoded_values() -> None:
         np.count_nonzero(exact),
         np.count_nonzero((error == 0) & (exact != 0)),
     )
+
+
+SHAPES = [(256, 384), (300, 130), (96, 256), (1, 128), (130, 1), (0, 128)]
+
+
+def blocks_of(shape: tuple[int, int]) -> np.ndarray:
+    """Random rows with blocks of zeros, of one value, of the largest numbers and of subnormal ones."""
+    values = np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+    values[:128, :128] *= 2.0**-130
+    values[128:, :128] = 0
+    values[128:129, 128:129] = 7 * 2.0**120
+    return bf16_bits(values)
+
+
+def spread(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """One scale for each weight: the scale of its block."""
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_are_torch_s_cast_under_the_least_power_of_two(shape: tuple[int, int]) -> None:
+    bits = blocks_of(shape)
+    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    scales = torch.from_numpy(weight.scales)
+    values = in_torch(bits).float()
+    assert weight.scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            largest = values[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128].abs().max().double().item()
+            least = 2.0 ** np.ceil(np.log2(largest / 448)) if largest else 1.0
+            assert scales[row, column] == max(least, 2.0**-126)
+    codes = (values / spread(scales, shape)).to(torch.float8_e4m3fn)
+    assert np.array_equal(weight.codes, codes.view(torch.uint8).numpy())
+    assert not np.isin(weight.codes, (0x7F, 0xFF)).any()
+    decoded = codes.double() * spread(scales.double(), shape)
+    assert np.array_equal(decode_fp8(weight, slice(None)), decoded.numpy())
+    assert np.array_equal(decode_fp8(weight, slice(100, 140)), decoded.numpy()[100:140])
+
+
+def in_modelopt(weight: Fp8Weight) -> torch.Tensor:
+    """The weight float32 [N, K] by ModelOpt's own decoder."""
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    codes = torch.from_numpy(weight.codes).view(torch.float8_e4m3fn)
+    stored = qtensor.FP8QTensor(codes.shape, torch.float32, codes)
+    sizes = {-2: 128, -1: 128}
+    return stored.dequantize(torch.float32, scale=torch.from_numpy(weight.scales), block_sizes=sizes)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (300, 130), (96, 256)], ids=str)
+def test_modelopt_decodes_blocks_to_the_same_numbers(shape: tuple[int, int]) -> None:
+    weight = quantize_fp8_blocks(blocks_of(shape), name="weight", partner=None)
+    assert np.array_equal(in_modelopt(weight).double().numpy(), decode_fp8(weight, slice(None)))
+
+
+def test_modelopt_quantizes_to_the_same_codes_under_these_scales() -> None:
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    bits = bf16_bits(np.random.default_rng(3).standard_normal((300, 256)).astype(np.float32))
+    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    values = in_torch(bits).float()
+    found, scales = qtensor.FP8QTensor.quantize(values, block_sizes={-2: 128, -1: 128})
+    assert np.array_equal(weight.scales, torch.exp2(torch.ceil(torch.log2(scales))).numpy())
+    found, _ = qtensor.FP8QTensor.quantize(values, torch.from_numpy(weight.scales), block_sizes={-2: 128, -1: 128})
+    assert np.array_equal(weight.codes, found._quantized_data.view(torch.uint8).numpy())
+
+
+def test_partners_have_the_scales_of_both() -> None:
+    first, second = (bf16_bits(factor * blocks) for factor, blocks in zip((1, 20), _two(), strict=True))
+    one = quantize_fp8_blocks(first, name="one", partner=second)
+    other = quantize_fp8_blocks(second, name="other", partner=first)
+    rows = {tuple(row) for row in (*one.scales, *other.scales)}
+    alone = [quantize_fp8_blocks(bits, name="alone", partner=None).scales.max(axis=0) for bits in (first, second)]
+    assert rows == {tuple(np.maximum(*alone))}
+
+
+def _two() -> list[np.ndarray]:
+    generator = np.random.default_rng(5)
+    return [generator.standard_normal((rows, 256)).astype(np.float32) for rows in (576, 300)]
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0])
+def test_blocks_with_values_that_are_not_finite_are_refused(bits: int) -> None:
+    weight = np.zeros((130, 32), dtype=np.uint16)
+    weight[129, 7] = bits
+    with pytest.raises(FormatError, match="shard: weight: the weight has NaN or infinite values"):
+        quantize_fp8_blocks(weight, name="shard: weight", partner=None)
+
+
+def test_powers_of_two_lose_nothing_where_engines_make_them() -> None:
+    """31.5 dB, as scales of amax / 448 have before an engine rounds them up and codes the numbers again."""
+    bits = bf16_bits(np.random.default_rng(7).standard_normal((512, 512)).astype(np.float32))
+    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    assert np.array_equal(np.frexp(weight.scales)[0], np.full(weight.scales.shape, 0.5))
+    assert measure_fp8(bits, weight).sqnr_db > 31.4
