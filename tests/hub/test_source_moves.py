@@ -48,6 +48,7 @@ def verbs(place: str) -> list[tuple[str, ...]]:
     return table
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", ["out", "hf://me/out"])
 def test_small_files_that_moved_are_named_and_taken_over(
     place: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,7 +187,7 @@ def failed_rules(done: subprocess.CompletedProcess[str]) -> set[int]:
     return {rule["number"] for rule in document["contract"]["rules"] if rule["verdict"] == "fail"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_result_still_fail_after_the_source_has_moved(
     fault: str, upstream: LoopbackHub, cli: RunCli, cwd: Path

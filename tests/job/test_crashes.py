@@ -12,17 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from crash_runs import assert_resumed, crash
+from made_once import made_once
 
 OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 
 
 @pytest.fixture(scope="module")
-def both(small: Path, k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def both(small: Path, k3_tiny: Path, checkpoints: Path) -> list[dict[str, Any]]:
     """Of a conversion, and of `prune`."""
-    folder = tmp_path_factory.mktemp("crashes")
-    (folder / "keep.json").write_text(json.dumps({"experts": {layer: [0, 2, 3] for layer in "123"}}))
-    prune = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
-    return crash(folder, ["run", small, "OUT", *OPTIONS], prune, points="spread")
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "keep.json").write_text(json.dumps({"experts": {layer: [0, 2, 3] for layer in "123"}}))
+        prune = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
+        found = crash(folder, ["run", small, "OUT", *OPTIONS], prune, points="spread")
+        (folder / "found.json").write_text(json.dumps(found))
+
+    return json.loads((made_once(checkpoints / "crashes", make) / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
