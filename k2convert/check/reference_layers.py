@@ -47,11 +47,12 @@ from k2convert.check.results import (
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.decoder import DecoderLayer, MlpBlock, embed
-from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, block_mlps
+from k2convert.forward.moe import Mlp, MlpTokens, Routing, block_mlps, projection_names, read_activation
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 from k2convert.machine import num_cores
 from k2convert.models import detect_family, read_architecture
 from k2convert.models.config import text_config
+from k2convert.models.names import block_starts
 from k2convert.plan.recipe import Budget
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.records.events import SILENT, Events
@@ -91,7 +92,8 @@ def check_layers(
     with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
         results: list[LayerResult] = []
         for layer, block, x_TK, routing in _layer_inputs(from_source, request, events):
-            has_scales = from_converted.read_converted(f"{block.mlp}.experts.0.down_proj").input_scale is not None
+            *_, down = projection_names(from_converted, f"{block.mlp}.experts.0")
+            has_scales = from_converted.read_converted(down).input_scale is not None
             versions = _Versions(from_source, from_converted, has_scales, scaling.exponents.get(layer))
             errors, expert_sqnr_db = _compare(layer, block, x_TK, routing, versions, events)
             result = LayerResult(
@@ -136,14 +138,19 @@ def layers_on_text(
     architecture = read_architecture(source.checkpoint)
     last = max(layers)
     hidden = embed(source, torch.as_tensor(ids))
+    starts = block_starts(last, architecture.residual_block)
+    blocks: list[Tensor] = []
     for number in range(last + 1):
         decoder = DecoderLayer(source, number, workers=num_cores())
         if number in layers:
-            _, x_TK, routing = decoder.attend(hidden)
+            _, x_TK, routing = decoder.attend(hidden, blocks)
             assert routing is not None
             yield number, decoder, x_TK, routing
         if number < last:
-            hidden = decoder.run(hidden)
+            before = hidden
+            hidden = decoder.run(before, blocks=blocks)
+            if number in starts:
+                blocks.append(before)
             if not bool(hidden.isfinite().all()):
                 raise CheckpointError(
                     f"{source.checkpoint.folder}: layer {number}: the hidden states are not finite. The weights of "
@@ -198,19 +205,27 @@ def _compare(
     for place, mlp in enumerate(mlps):
         if mlp.expert is not None and mlp.module not in reached:
             mlps[place] = replace(mlp, tokens=routing.likeliest_tokens(mlp.expert, PROBE_TOKENS), weights=None)
-    outputs_VTK = torch.zeros(1 + len(variants), *x_TK.shape, dtype=torch.float64)
     energies: dict[int | None, list[float]] = defaultdict(lambda: [0.0] * (1 + len(variants)))  # signal, then noise
-    with closing(block.outputs(x_TK, mlps, read=versions.read)) as computed:
-        for piece, output_VTK in computed:
-            if piece.expert is not None and piece.expert not in energies:
-                events.experts_computed(layer, piece.expert + 1, routing.scores.shape[1])
-            reference_TK = output_VTK[0].double()
-            energies[piece.expert][0] += float(reference_TK.square().sum())
-            for version, output_TK in enumerate(output_VTK[1:], start=1):
-                energies[piece.expert][version] += float((output_TK.double() - reference_TK).square().sum())
-            if piece.module in reached:
-                weights = 1.0 if piece.weights is None else piece.weights[:, None]
-                outputs_VTK.index_add_(1, piece.tokens, (output_VTK * weights).double())
+
+    def add(inputs: Tensor, some: list[MlpTokens], sums_VTK: Tensor) -> None:
+        with closing(block.outputs(inputs, some, read=versions.read)) as computed:
+            for piece, output_VTK in computed:
+                if piece.expert is not None and piece.expert not in energies:
+                    events.experts_computed(layer, piece.expert + 1, routing.scores.shape[1])
+                reference_TK = output_VTK[0].double()
+                energies[piece.expert][0] += float(reference_TK.square().sum())
+                for version, output_TK in enumerate(output_VTK[1:], start=1):
+                    energies[piece.expert][version] += float((output_TK.double() - reference_TK).square().sum())
+                if piece.module in reached:
+                    weights = 1.0 if piece.weights is None else piece.weights[:, None]
+                    sums_VTK.index_add_(1, piece.tokens, (output_VTK * weights).double())
+
+    num_versions = 1 + len(variants)
+    routed = block.routed_input(x_TK)
+    sums_VTK = torch.zeros(num_versions, *routed.shape, dtype=torch.float64)
+    add(routed, [mlp for mlp in mlps if mlp.expert is not None], sums_VTK)
+    outputs_VTK = torch.stack([block.routed_output(sum_TK).double() for sum_TK in sums_VTK])
+    add(x_TK, [mlp for mlp in mlps if mlp.expert is None], outputs_VTK)
     shared = energies.pop(None, None)
     errors: list[VariantError] = []
     for version, variant in enumerate(variants, start=1):
@@ -249,14 +264,17 @@ class _Versions:
 
         The result maps f32 [T, hidden] to the outputs f32 [V, T, hidden] of all versions, with the same input scales.
         """
-        raw = {name: self.source.read_source(f"{module}.{name}") for name in PROJECTIONS}
-        ours = [
-            self.converted.read_converted(f"{module}.{name}", shape=(raw[name].shape[0], raw[name].shape[1]))
-            for name in PROJECTIONS
-        ]
+        names = projection_names(self.source, module)
+        raw = {name: self.source.read_source(name) for name in names}
+        ours = [self.converted.read_converted(name, shape=(raw[name].shape[0], raw[name].shape[1])) for name in names]
         exact = [exact_weight(weight) for weight in raw.values()]
         scales = [projection.input_scale for projection in ours]
-        return partial(self._outputs, Mlp(*map(LinearLayer, exact, scales)), Mlp(*ours))
+        activation = read_activation(self.source.checkpoint, self.source.family)
+        return partial(
+            self._outputs,
+            Mlp(*map(LinearLayer, exact, scales), activation=activation),
+            Mlp(*ours, activation=activation),
+        )
 
     def _outputs(self, source: Mlp, converted: Mlp, x_TK: Tensor) -> Tensor:
         scaled_TK = x_TK

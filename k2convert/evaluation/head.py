@@ -28,8 +28,9 @@ from torch import Tensor
 from k2convert.errors import CheckpointError
 from k2convert.evaluation.checkpoints import head_names
 from k2convert.forward.moe import run_in_order
+from k2convert.forward.residual import read_mixture
 from k2convert.forward.weights import DenseWeight, WeightReader
-from k2convert.models.config import text_config
+from k2convert.models.names import WEIGHT
 
 TILE_ROWS: Final = 2048
 PIECE_TOKENS: Final = 512
@@ -45,20 +46,22 @@ class Head:
         """Read the norm; CheckpointError if norm or matrix are not there in a form that can be computed."""
         self._reader = reader
         norm, self._name = head_names(reader.checkpoint)
-        self._norm = reader.read_numbers(norm).float()
-        self._epsilon = float(text_config(reader.checkpoint.config).get("rms_norm_eps", 1e-6))
+        self.normed = reader.read_norm(norm)
+        """The final norm of hidden states f32 [T, K]."""
+        output = f"{reader.family.prefix}output_attn_res"
+        self._mixture = read_mixture(reader, output) if reader.has(f"{output}_proj.{WEIGHT}") else None
+        channels = self.normed.weight.numel()
         info = reader.info(self._name)
-        if len(info.shape) != 2 or info.shape[1] != self._norm.numel():
+        if len(info.shape) != 2 or info.shape[1] != channels:
             raise CheckpointError(
                 f"{info.shard}: {info.name} has shape {list(info.shape)}, which does not fit {norm} "
-                f"[{self._norm.numel()}]. Use a whole checkpoint."
+                f"[{channels}]. Use a whole checkpoint."
             )
         self.vocabulary = info.shape[0]
 
-    def normed(self, states_TK: Tensor) -> Tensor:
-        """Return the final norm of hidden states f32 [T, K]."""
-        scale = torch.rsqrt(states_TK.square().mean(dim=-1, keepdim=True) + self._epsilon)
-        return self._norm.to(states_TK.device) * (states_TK * scale)
+    def mixed(self, *states_TK: Tensor) -> Tensor:
+        """Return what the final norm reads: the last state, or the mixture of it and those before the blocks."""
+        return states_TK[-1] if self._mixture is None else self._mixture(*states_TK)
 
     def rows(self, first: int, stop: int) -> DenseWeight:
         """Return rows of the output matrix."""

@@ -57,8 +57,8 @@ class Attention:
         """
         rotary, modules = build_attention(reader.checkpoint.config, where=str(reader.checkpoint.folder))
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
-        keys = _cache_scale(reader, stem, "k_scale", missing=1.0)
-        values = _cache_scale(reader, stem, "v_scale", missing=keys)  # as vLLM and SGLang do
+        keys = cache_scale(reader, stem, "k_scale", missing=1.0)
+        values = cache_scale(reader, stem, "v_scale", missing=keys)  # as vLLM and SGLang do
         is_mla = hasattr(modules.self_attn, "kv_a_layernorm")
         modules.self_attn.cache_scales = (keys, keys if is_mla else values) if fp8_cache else None
 
@@ -172,7 +172,7 @@ def _read(reader: WeightReader, name: str) -> Tensor | Fp8Weight:
     return reader.read_numbers(name)
 
 
-def _cache_scale(reader: WeightReader, stem: str, which: str, *, missing: float) -> float:
+def cache_scale(reader: WeightReader, stem: str, which: str, *, missing: float) -> float:
     """Return the scale of the keys or values in the KV cache; `missing` if the checkpoint does not have it."""
     for name in reader.checkpoint.tensors:
         if name.startswith(f"{stem}.self_attn.") and name.endswith(f".{which}"):

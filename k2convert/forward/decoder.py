@@ -11,7 +11,7 @@ An observer sees the inside of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -22,7 +22,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CalibrationError, CheckpointError, quoted
+from k2convert.errors import CalibrationError
 from k2convert.forward.attention import Attention, build_attention
 from k2convert.forward.moe import (
     Mlp,
@@ -31,15 +31,17 @@ from k2convert.forward.moe import (
     Routing,
     block_mlps,
     one_torch_thread,
+    read_activation,
+    read_latent,
     read_mlp,
     read_router,
     read_router_config,
     run_in_order,
     shared_mlp,
 )
+from k2convert.forward.residual import ResidualAttention, read_residual_config
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family, read_architecture
-from k2convert.models.config import text_config
 from k2convert.quantize.gptq.device_kernel import kernel_for
 from k2convert.quantize.gptq.hessian import TILE, damp_hessian
 from k2convert.quantize.gptq.rounding import round_gptq
@@ -94,19 +96,15 @@ def embed(reader: WeightReader, ids: Tensor) -> Tensor:
 def check_config(checkpoint: Checkpoint) -> None:
     """Refuse a config.json from which no layer can be computed (CheckpointError), before anything is."""
     architecture = read_architecture(checkpoint)
+    family = detect_family(checkpoint)
     where = str(checkpoint.folder)
-    _check_activation(checkpoint)
-    build_attention(checkpoint.config, where=where)
+    read_activation(checkpoint, family)
+    if family.attention(checkpoint.config, 0) == "rotary":
+        build_attention(checkpoint.config, where=where)
+    else:
+        read_residual_config(checkpoint.config, where=where)
     if architecture.moe_layers:
         read_router_config(checkpoint.config, where=where, num_experts=architecture.num_experts)
-
-
-def _check_activation(checkpoint: Checkpoint) -> None:
-    if (activation := text_config(checkpoint.config).get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(
-            f"{checkpoint.folder}: config.json: hidden_act is {quoted(activation)}, not 'silu'. "
-            "This is not Kimi K2's MLP."
-        )
 
 
 class MlpBlock:
@@ -128,17 +126,19 @@ class MlpBlock:
         """
         checkpoint = reader.checkpoint
         architecture = read_architecture(checkpoint)
-        _check_activation(checkpoint)
-        self.mlp = f"{detect_family(checkpoint).layer.format(layer=layer)}.mlp"
+        read_activation(checkpoint, reader.family)
+        is_moe = layer in architecture.moe_layers
+        stem = reader.family.layer.format(layer=layer)
+        self.mlp = reader.family.router.format(layer=layer).removesuffix(".gate") if is_moe else f"{stem}.mlp"
         self._reader = reader
         self._devices = devices
         self._workers = workers
         self._fp4_inputs = fp4_inputs
         self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
-        is_moe = layer in architecture.moe_layers
         if not is_moe and devices[0] == "cpu":
             self._piece_tokens = DENSE_PIECE_TOKENS
         self._router: Router | None = read_router(reader, self.mlp, device=devices[0]) if is_moe else None
+        self._latent = read_latent(reader, self.mlp, device=devices[0]) if is_moe else None
         self._dense: list[Mlp] = []
 
     @property
@@ -150,6 +150,19 @@ class MlpBlock:
         """Return the experts that the input f32 [T, K] of the block chooses, which must have some."""
         assert self._router is not None
         return self._router(x_TK)
+
+    def routed_input(self, x_TK: Tensor) -> Tensor:
+        """Return what routed experts read of the input f32 [T, K] of the block: x itself, or its latent columns."""
+        return x_TK if self._latent is None else self._in_pieces(self._latent.down.linear, x_TK)
+
+    def routed_output(self, sum_TL: Tensor) -> Tensor:
+        """Return what the sum of the routed experts' outputs adds to the hidden states, f32 [T, K]."""
+        return sum_TL if self._latent is None else self._in_pieces(self._latent.leave, sum_TL.float())
+
+    def _in_pieces(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        pieces = (x[start : start + self._piece_tokens] for start in range(0, x.shape[0], self._piece_tokens))
+        with allowing_tf32(self._devices), run_in_order(compute, pieces, workers=self._workers) as results:
+            return torch.cat(list(results))
 
     def outputs(
         self, x_TK: Tensor, mlps: list[MlpTokens], *, read: ReadMlp | None = None
@@ -212,22 +225,43 @@ class DecoderLayer(MlpBlock):
         Windows are assigned to `devices` in turn. With `fp8_cache`, what a KV cache holds is rounded to E4M3.
         """
         super().__init__(reader, layer, devices, workers, fp4_inputs=fp4_inputs)
-        stem = self.mlp.removesuffix(".mlp")
-        self._attentions = [Attention(reader, stem, device=on, fp8_cache=fp8_cache) for on in devices]
+        kind = reader.family.attention(reader.checkpoint.config, layer)
+        stem = reader.family.layer.format(layer=layer)
+        self._attentions: list[Callable[..., tuple[Tensor, Tensor]]] = [
+            Attention(reader, stem, device=on, fp8_cache=fp8_cache)
+            if kind == "rotary"
+            else ResidualAttention(reader, layer, kind, device=on, fp8_cache=fp8_cache)
+            for on in devices
+        ]
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, observer: BlockObserver | None = None) -> Tensor:
-        """Map the hidden states f32 [W, T, K] of a chunk of whole windows to those after the layer."""
-        result, x, routing = self.attend(hidden)
+    def run(self, hidden: Tensor, observer: BlockObserver | None = None, blocks: Sequence[Tensor] = ()) -> Tensor:
+        """Map the hidden states f32 [W, T, K] of a chunk of whole windows to those after the layer.
+
+        `blocks` are those before each layer that begins a block of attention residuals, if the model has them.
+        """
+        result, x, routing = self.attend(hidden, blocks)
         if observer is not None:
             observer.block(x, routing)
         if self.is_dense and not self._dense:
             self._dense = [self._read_mlp(self.mlp, device) for device in self._devices]
-        total = torch.zeros_like(x)
         if routing is None:
             mlps = [MlpTokens(self.mlp, 0, torch.arange(x.shape[0], device=x.device))]
         else:
             mlps = block_mlps(self._reader, self.mlp, routing)
+        if self._latent is None:
+            result.add_(self._sum(x, mlps, observer))
+        else:
+            routed = [mlp for mlp in mlps if mlp.expert is not None]
+            result.add_(self.routed_output(self._sum(self.routed_input(x), routed, observer)))
+            result.add_(self._sum(x, mlps[len(routed) :], observer))
+        if observer is not None:
+            observer.output(result)
+        return result.view(hidden.shape).to(hidden.device)
+
+    def _sum(self, x: Tensor, mlps: list[MlpTokens], observer: BlockObserver | None) -> Tensor:
+        """Return the weighted sum of the outputs of MLPs on their tokens of x, of its shape."""
+        total = torch.zeros_like(x)
         with closing(self.outputs(x, mlps)) as outputs:
             for piece, output in outputs:
                 if observer is not None:
@@ -236,13 +270,9 @@ class DecoderLayer(MlpBlock):
                 if piece.weights is not None:
                     weighted = output * piece.weights[:, None]
                 total.index_add_(0, piece.tokens, weighted)
-        result.add_(total)
-        del total
-        if observer is not None:
-            observer.output(result)
-        return result.view(hidden.shape).to(hidden.device)
+        return total
 
-    def attend(self, hidden: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
+    def attend(self, hidden: Tensor, blocks: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Routing | None]:
         """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing."""
         after = torch.empty_like(hidden, device=self._devices[0])
         x = torch.empty_like(after)
@@ -250,7 +280,7 @@ class DecoderLayer(MlpBlock):
 
         def attend(window: int) -> None:
             attention = self._attentions[window % len(self._attentions)]
-            after[window], x[window] = attention(hidden[window])
+            after[window], x[window] = attention(hidden[window], *(block[window] for block in blocks))
 
         with allowing_tf32(self._devices), run_in_order(attend, windows, workers=self._workers) as attended:
             for _ in attended:

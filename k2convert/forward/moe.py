@@ -1,8 +1,11 @@
 """The parts of a MoE block: router, MLPs, FP4 activations; and threads that compute them.
 
-Router: sigmoid scores, a correction bias only for the choice, group-limited top-k. Kimi K2 uses DeepSeek-V3's
+Router: sigmoid scores, a correction bias only for the choice, group-limited top-k. Kimi uses DeepSeek-V3's
 (`topk_method` noaux_tc). The arithmetic here equals transformers' DeepseekV3TopkRouter (5.17) in FP32 bit for bit. The
 conversion does not change the router, which decides which experts a wrong weight reaches.
+
+Latent experts (Kimi K3) read and write fewer channels than the model has: they read z = down(x), and up(norm(y)) of
+their sum y is added. The router and the shared experts read x itself.
 
 MLP: its weights stay packed until they are used. FP4 activations are computed as the W4A4 kernels do, simulated in
 FP32. For every 16 neighboring input channels of a token (vLLM's `cvt_warp_fp16_to_fp4`, the same in SGLang and
@@ -21,22 +24,24 @@ that do not depend on the number of workers: the same bytes with any number.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted
-from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
-from k2convert.models.config import text_config
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED
+from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight
+from k2convert.models.config import key_of, text_config
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Family
 from k2convert.quantize.formats.nvfp4 import E2M1_MAX, E4M3_MAX
 
 Call = TypeVar("Call")
@@ -104,6 +109,40 @@ def round_to_e2m1(x: Tensor) -> Tensor:
     return torch.copysign(torch.round(magnitude / spacing) * spacing, x)
 
 
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""Makes the input f32 [T, I] of down from what gate and up give, f32 [T, I] each, which it may overwrite."""
+
+
+def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    return torch.nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+def situ_and_multiply(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
+    """Return beta tanh(gate / beta) sigmoid(gate), times up, which `linear_beta` bounds likewise."""
+    bounded = up if linear_beta is None else torch.tanh(up / linear_beta).mul_(linear_beta)
+    return torch.tanh(gate / beta).mul_(beta).mul_(gate.sigmoid()).mul_(bounded)
+
+
+def read_activation(checkpoint: Checkpoint, family: Family) -> Activation:
+    """Return the activation of a model's MLPs; CheckpointError if it is not that of the family."""
+    text = text_config(checkpoint.config)
+    where = f"{checkpoint.folder}: config.json:"
+    known = family.activation
+    if (stated := text.get("hidden_act", "silu")) != known:
+        raise CheckpointError(f"{where} hidden_act is {quoted(stated)}, not {known!r}. This is not the model's MLP.")
+    if known == "silu":
+        return silu_and_multiply
+    betas = [text.get(f"activation_situ_{name}") for name in ("beta", "linear_beta")]
+    for beta in betas:
+        if beta is not None and not (isinstance(beta, int | float) and 0 < beta < math.inf):
+            raise CheckpointError(
+                f"{where} activation_situ_beta and activation_situ_linear_beta must be positive numbers, not "
+                f"{quoted(beta)}. Use the model's own config.json."
+            )
+    return partial(situ_and_multiply, beta=betas[0] or 1.0, linear_beta=betas[1])
+
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 DEFAULT_INPUT_SCALE = 1.0
 """For a weight-only checkpoint whose activations are quantized: what k2convert itself writes by default."""
@@ -111,11 +150,12 @@ DEFAULT_INPUT_SCALE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(silu(gate(x)) * up(x)), inputs quantized if a layer has an input scale."""
+    """down(activation(gate(x), up(x))), inputs quantized if a layer has an input scale."""
 
     gate: LinearLayer
     up: LinearLayer
     down: LinearLayer
+    activation: Activation = field(default=silu_and_multiply, kw_only=True)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Map f32 [T, hidden] to f32 [T, hidden]."""
@@ -133,8 +173,7 @@ class Mlp:
         of_up = of_gate
         if self.up.input_scale != self.gate.input_scale:
             of_up = _input(x_TK, self.up, first)
-        gate = torch.nn.functional.silu(self.gate.weight.linear(of_gate), inplace=True)
-        return gate.mul_(self.up.weight.linear(of_up))
+        return self.activation(self.gate.weight.linear(of_gate), self.up.weight.linear(of_up))
 
     def outer(self, inner_TI: Tensor, first: int = 0) -> Tensor:
         """Return down's output f32 [T, hidden]. Inputs of the tokens from `first` on are quantized."""
@@ -144,10 +183,19 @@ class Mlp:
 def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu", fp4_inputs: bool = False) -> Mlp:
     """Read the MLP `stem` (a module name without its last part) of any checkpoint; CheckpointError if unusable.
 
-    Each projection is NVFP4, FP8, INT4 or BF16, by the tensors that it has. With `fp4_inputs`, the inputs of NVFP4
-    weights are quantized, by the input scale that is stored, or by 1.
+    Each projection is NVFP4, FP8, INT4, MXFP4 or BF16, by the tensors that it has. With `fp4_inputs`, the inputs of
+    NVFP4 weights are quantized, by the input scale that is stored, or by 1.
     """
-    return Mlp(*(_read_linear(reader, f"{stem}.{name}", fp4_inputs).to(device) for name in PROJECTIONS))
+    gate, up, down = (_read_linear(reader, name, fp4_inputs).to(device) for name in projection_names(reader, stem))
+    return Mlp(gate, up, down, activation=read_activation(reader.checkpoint, reader.family))
+
+
+def projection_names(reader: WeightReader, stem: str) -> tuple[str, ...]:
+    """Return the modules of gate, up and down of an MLP."""
+    names: Iterable[str] = PROJECTIONS
+    if ".experts." in stem:
+        names = reader.family.projections.values()
+    return tuple(f"{stem}.{name}" for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +245,29 @@ def _input(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
     if first == 0:
         return rounded
     return torch.cat([x_TK[:first], rounded])
+
+
+@dataclass(frozen=True, slots=True)
+class LatentColumns:
+    """The way to the columns of routed experts that have others than the model, and back."""
+
+    down: DenseWeight
+    up: DenseWeight
+    norm: Callable[[Tensor], Tensor]
+
+    def leave(self, y_TL: Tensor) -> Tensor:
+        """Map the sum of the experts' outputs f32 [T, latent] to f32 [T, hidden]."""
+        return self.up.linear(self.norm(y_TL))
+
+
+def read_latent(reader: WeightReader, stem: str, *, device: str) -> LatentColumns | None:
+    """Read the latent projections of the block `stem`; None if its experts have the model's columns."""
+    modules = [f"{stem}.routed_expert_{name}" for name in ("down_proj", "up_proj", "norm")]
+    if not reader.has(f"{modules[0]}.{WEIGHT}"):
+        return None
+    down, up = (DenseWeight(reader.read_numbers(f"{module}.{WEIGHT}").to(device)) for module in modules[:2])
+    norm = f"{modules[2]}.{WEIGHT}"
+    return LatentColumns(down, up, reader.read_norm(norm, device) if reader.has(norm) else lambda y_TL: y_TL)
 
 
 SCORES_PER_GROUP = 2
@@ -252,32 +323,34 @@ def read_router_config(config: Mapping[str, Any], *, where: str, num_experts: in
     """
     text = text_config(config)
 
-    def field(key: str, kind: type) -> Any:
+    def field(name: str, kind: type) -> Any:
+        key = key_of(config, name)
         value = text.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise CheckpointError(f"{where}: config.json: {key} is {quoted(value)}, which the router cannot use.")
         return value
 
-    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+    for name, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        key = key_of(config, name)
         if text.get(key, known) != known:
             raise CheckpointError(
-                f"{where}: config.json: {key} is {quoted(text[key])}, not {known!r}. This is not Kimi K2's router."
+                f"{where}: config.json: {key} is {quoted(text[key])}, not {known!r}. This is not Kimi's router."
             )
 
     def count(key: str, most: int) -> int:
         value = field(key, int)
         if not 1 <= value <= most:
             raise CheckpointError(
-                f"{where}: config.json: {key} is {quoted(value)}, but the router of {num_experts:,} experts accepts 1 "
-                f"to {most:,}. Use the model's own config.json."
+                f"{where}: config.json: {key_of(config, key)} is {quoted(value)}, but the router of {num_experts:,} "
+                f"experts accepts 1 to {most:,}. Use the model's own config.json."
             )
         return value
 
     num_groups = count("n_group", num_experts // SCORES_PER_GROUP)
     if num_experts % num_groups:
         raise CheckpointError(
-            f"{where}: config.json: n_group is {num_groups:,}, which does not divide {num_experts:,} experts. Use the "
-            "model's own config.json."
+            f"{where}: config.json: {key_of(config, 'n_group')} is {num_groups:,}, which does not divide "
+            f"{num_experts:,} experts. Use the model's own config.json."
         )
     chosen_groups = count("topk_group", num_groups)
     return RouterConfig(
@@ -308,7 +381,7 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
 
 
 def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
-    """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
+    """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi's."""
     weight = source.read(f"{stem}.gate.weight")
     bias = source.read(f"{stem}.gate.e_score_correction_bias")
     folder = source.checkpoint.folder

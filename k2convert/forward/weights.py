@@ -3,6 +3,7 @@
 The decoders and their tables are not those of quantize/formats: they follow the format documents, so a mistake in the
 formats' arithmetic shows as a wrong layer.
 
+    MXFP4  the nibbles of NVFP4; times 2**(byte - 127) per 32
     INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
     NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
            times g (modelopt layout) or divided by 1/g (compressed-tensors layout)
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 import torch
@@ -27,8 +28,11 @@ from k2convert.checkpoint.layouts.layout import CheckpointLayout
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.choices import FP8_BLOCK
 from k2convert.errors import CheckpointError
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
+from k2convert.models import detect_family
+from k2convert.models.config import text_config
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Family
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
@@ -48,6 +52,7 @@ def _pairs(values: list[float]) -> Tensor:
 
 _INT4_PAIRS: Final = _pairs([float(nibble - 8) for nibble in range(16)])
 _E2M1_PAIRS: Final = _pairs([*_E2M1, *(-value for value in _E2M1)])
+_E8M0: Final = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), math.nan])
 _E4M3: Final = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
@@ -66,6 +71,18 @@ def round_tokens_to_fp8(x: Tensor) -> Tensor:
 def round_groups_to_fp8(x: Tensor) -> Tensor:
     """The same with one scale for every 128 columns of a token, the last of which may be fewer."""
     return torch.cat([round_tokens_to_fp8(group) for group in torch.split(x, FP8_BLOCK, dim=-1)], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension; the weight is f32 [K]."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map f32 [.., K] to f32 [.., K]."""
+        return self.weight * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +214,21 @@ class LinearLayer:
         return LinearLayer(self.weight.to(device), self.input_scale)
 
 
+StoredWeight = Int4Weight | Mxfp4Weight | Tensor
+"""A weight as a source stores it: INT4, MXFP4, or numbers [N, K]."""
+
+
 class WeightReader:
     """Reads the tensors of one checkpoint by name; keeps files open until closed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._shards = ShardReader(checkpoint.path)
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the checkpoint, which is found once: it is told by all names."""
+        return detect_family(self.checkpoint)
 
     def close(self) -> None:
         """Close the files."""
@@ -248,6 +274,11 @@ class WeightReader:
             )
         return self.read(name, first_row=first_row, num_rows=num_rows)
 
+    def read_norm(self, name: str, device: str = "cpu") -> RmsNorm:
+        """Return an RMS norm by the name of its weight [K], with the epsilon of config.json."""
+        epsilon = text_config(self.checkpoint.config).get("rms_norm_eps", 1e-6)
+        return RmsNorm(self.read_numbers(name).float().to(device), float(epsilon))
+
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Return some rows of a floating-point matrix, [len(rows), columns]; reads only these."""
         info = self.info(name)
@@ -258,12 +289,15 @@ class WeightReader:
             result[place] = self.read(name, first_row=row, num_rows=1)
         return result
 
-    def read_source(self, module: str) -> Int4Weight | Tensor:
-        """Return a layer's weight as the INT4 source stores it: INT4, or bf16 [N, K]."""
+    def read_source(self, module: str) -> StoredWeight:
+        """Return a layer's weight as a source stores it: INT4, MXFP4, or bf16 [N, K]."""
         if not self.has(f"{module}.{WEIGHT_PACKED}"):
             return self.read_numbers(f"{module}.{WEIGHT}")
-        rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
-        packed = self.raw(f"{module}.{WEIGHT_PACKED}").view(rows, -1)
+        stored = self.info(f"{module}.{WEIGHT_PACKED}")
+        rows = stored.shape[0]
+        packed = self.raw(stored.name).view(rows, -1)
+        if stored.dtype == "U8":
+            return Mxfp4Weight(packed.numpy(), self.raw(f"{module}.{WEIGHT_SCALE}").view(rows, -1).numpy())
         scale_bits = self.read(f"{module}.{WEIGHT_SCALE}").view(torch.uint16)
         return Int4Weight(packed=packed.numpy(), scale_bits=scale_bits.numpy())
 
@@ -275,6 +309,12 @@ class WeightReader:
         """Return whether a layer is stored as FP8."""
         found = self.checkpoint.tensors.get(f"{module}.{WEIGHT}")
         return found is not None and found.dtype == FP8_DTYPE
+
+    def read_linear(self, module: str) -> DenseWeight | Fp8Weight:
+        """Return the weight of a linear layer that is not converted to NVFP4; CheckpointError in other forms."""
+        if self.is_fp8(module):
+            return self.read_fp8(module)
+        return DenseWeight(self.read_numbers(f"{module}.{WEIGHT}"))
 
     def read_fp8(self, module: str) -> Fp8Weight:
         """Return an FP8 weight; CheckpointError if it has not one FP32 scale for each row, or each block of 128 x 128
@@ -330,10 +370,14 @@ class WeightReader:
         return names.decode_scalar(self.raw(f"{module}.{parameter}").numpy().tobytes())
 
 
-def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
-    """Return the source's weight: q * s, exact in FP32 (4 and 8 bits of significand), or bf16 [N, K] unchanged."""
+def exact_weight(weight: StoredWeight) -> DenseWeight | CodedWeight:
+    """Return the source's weight: q * s and v * 2**e, exact in FP32, or bf16 [N, K] unchanged."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
+    if isinstance(weight, Mxfp4Weight):
+        return CodedWeight(
+            torch.as_tensor(weight.packed), _E2M1_PAIRS, _E8M0[torch.as_tensor(weight.scale_bytes).int()]
+        )
     return CodedWeight(torch.as_tensor(weight.packed), _INT4_PAIRS, torch.as_tensor(weight.scales))
 
 

@@ -54,6 +54,8 @@ _ALIASES: Final = {
     EXPERTS_KEY: "num_experts",
     "num_experts_per_tok": "num_experts_per_token",
     "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "scoring_func": "moe_router_activation_func",
 }
 """Other names of a field: those of configs that follow Kimi-Linear."""
 
@@ -167,6 +169,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         num_experts=num_experts,
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
+        residual_block=count("attn_res_block_size", 0),
     )
 
 

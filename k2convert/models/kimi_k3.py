@@ -25,7 +25,7 @@ from k2convert.models.kimi import (
     vision_tensors,
     weights,
 )
-from k2convert.models.names import Architecture, EngineNaming, Family, ModelCardFacts, Role
+from k2convert.models.names import Architecture, AttentionKind, EngineNaming, Family, ModelCardFacts, Role
 from k2convert.models.source_formats import MXFP4
 
 _WRAPPER: Final = "language_model."
@@ -64,6 +64,11 @@ def _linear_layers(config: Mapping[str, Any], num_layers: int, where: str) -> fr
     return frozenset(number - 1 for number in cast(list[int], kda))
 
 
+def _attention(config: Mapping[str, Any], layer: int) -> AttentionKind:
+    full: Any = mapping_or_empty(text_config(config).get("linear_attn_config")).get("full_attn_layers")
+    return "gated" if isinstance(full, list) and layer + 1 in full else "delta"
+
+
 _A_LOG_UNIT: Final = 128  # the published A_log is padded with zeros to a multiple of it
 
 
@@ -90,8 +95,7 @@ def _layer_tensors(config: Mapping[str, Any], layer: int, has_experts: bool) -> 
     norms = ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm")
     rows: dict[str, str] = dict.fromkeys(norms, "hidden_size")
     rows |= dict.fromkeys(("self_attention_res_proj", "mlp_res_proj"), _RESIDUAL)
-    full: Any = linear.get("full_attn_layers")
-    is_mla = isinstance(full, list) and layer + 1 in full
+    is_mla = _attention(config, layer) == "gated"
     attention = mla_tensors(text, has_bias=False) if is_mla else _kda_tensors(linear)
     if is_mla and text.get("mla_use_output_gate", True):
         attention |= weights({"g_proj": "num_attention_heads * v_head_dim, hidden_size"})
@@ -186,6 +190,7 @@ K3: Final = Family(
     model_types=("kimi_k3",),
     model_class="KimiK3ForConditionalGeneration",
     activation="situ",
+    attention=_attention,
     source_format=MXFP4,
     roles=(Role.EXPERTS,),
     projections={"gate": "w1", "up": "w3", "down": "w2"},

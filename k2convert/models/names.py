@@ -81,7 +81,16 @@ class Architecture:
     num_experts: int
     hidden_size: int
     moe_intermediate_size: int
+    residual_block: int = 0  # layers of a block of attention residuals; 0: the hidden states are the only state
 
+
+def block_starts(layer: int, residual_block: int) -> range:
+    """Return the layers that begin a block of attention residuals before layer number `layer`."""
+    return range(0, layer, residual_block) if residual_block else range(0)
+
+
+AttentionKind = Literal["rotary", "gated", "delta"]
+"""Attention with rotary positions; MLA without them, whose output is gated; Kimi Delta Attention (KDA)."""
 
 _FOREIGN: Final = (
     (
@@ -180,6 +189,7 @@ class Family:
     model_types: tuple[str, ...] = ()  # what model_type in config.json may be; empty: anything
     model_class: str = ""  # by which engines choose their code, from `architectures`; empty: any
     activation: str = "silu"  # of the MLPs, which is the only one that engines compute
+    attention: Callable[[Mapping[str, Any], int], AttentionKind] = lambda _, __: "rotary"  # (config.json, layer)
     unsplit_attention: tuple[str, ...] = ()  # what every GPU of tensor parallelism keeps whole
     usual_num_experts: int = 0  # of the unpruned models
     source_format: SourceFormat  # of the weights to convert

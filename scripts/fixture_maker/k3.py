@@ -209,20 +209,20 @@ def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scales}, scheme)
 
 
-def _values(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+def _values(spec: TensorSpec, shape: K3Shape, generator: torch.Generator) -> torch.Tensor:
     values = 0.02 * torch.randn(spec.shape, generator=generator)
     if spec.name.endswith("A_log"):
-        values[TINY_SHAPE.heads :] = 0
+        values[shape.heads :] = 0
     if "norm" in spec.name:
         values += 1
     return values if spec.dtype == "F32" else values.bfloat16()
 
 
-def tiny_checkpoint(sidecars: Path) -> SmallCheckpoint:
-    """Return the small K3 in memory: a dense KDA layer, two KDA layers and one MLA layer with four experts each."""
+def tiny_checkpoint(sidecars: Path, shape: K3Shape = TINY_SHAPE) -> SmallCheckpoint:
+    """Return a small K3 in memory: a dense KDA layer, two KDA layers and one MLA layer with four experts each."""
     generator = torch.Generator().manual_seed(0)
     shards: dict[str, dict[str, torch.Tensor]] = {}
-    parts = k3_parts(TINY_SHAPE)
+    parts = k3_parts(shape)
     for number, specs in enumerate(parts, start=1):
         members = shards.setdefault(shard_name(number, len(parts)), {})
         for spec in specs:
@@ -233,8 +233,8 @@ def tiny_checkpoint(sidecars: Path) -> SmallCheckpoint:
                 quantized = quantize_mxfp4(weight)
                 members |= {f"{module}.{leaf}": quantized[leaf] for leaf in ("weight_packed", "weight_scale")}
             elif spec.dtype != "U8":
-                members[spec.name] = _values(spec, generator)
-    return SmallCheckpoint(k3_config(TINY_SHAPE), shards, sidecars)
+                members[spec.name] = _values(spec, shape, generator)
+    return SmallCheckpoint(k3_config(shape), shards, sidecars)
 
 
 def make_k3_tiny(out: Path) -> Path:
