@@ -24,7 +24,7 @@ def both(small: Path, k3_tiny: Path, checkpoints: Path) -> list[dict[str, Any]]:
     def make(folder: Path) -> None:
         folder.mkdir()
         (folder / "keep.json").write_text(json.dumps({"experts": {layer: [0, 2, 3] for layer in "123"}}))
-        prune = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
+        prune: list[object] = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
         found = crash(folder, ["run", small, "OUT", *OPTIONS], prune, points="spread")
         (folder / "found.json").write_text(json.dumps(found))
 
