@@ -278,8 +278,14 @@ def parse_described(kind: type[T], text: str, *, where: str) -> T:
 def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:
     """Say in words which fields differ, the first five of them; an empty text if none does."""
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    changes = ((shortened(key), quoted(old.get(key)), quoted(new.get(key))) for key in different[:5])
+    changes = ((shortened(key), _in_words(old.get(key)), _in_words(new.get(key))) for key in different[:5])
     return "; ".join(f"{key} was {before}, now {now}" for key, before, now in changes)
+
+
+def _in_words(value: JsonValue) -> str:
+    if isinstance(value, list) and value:
+        return " and ".join(map(quoted, value))
+    return "not set" if value is None or value == [] else quoted(value)
 
 
 def other_instructions(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:

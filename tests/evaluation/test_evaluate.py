@@ -186,7 +186,7 @@ def test_another_text_is_refused(
     out = begun(cut, result, ids, tmp_path, monkeypatch)
     np.save(tmp_path / "ids.npy", np.load(ids)[:, ::-1])
     for change, says in (
-        (("--kv-cache", "fp8"), "kv_cache was None, now 'fp8'"),
+        (("--kv-cache", "fp8"), "kv_cache was not set, now 'fp8'"),
         (("--activations", "both"), "models was "),
         (("--text", tmp_path / "ids.npy"), "texts was "),
     ):
