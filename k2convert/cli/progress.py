@@ -61,6 +61,7 @@ class Meter:
         self.done = done
         self.unit = unit
         self.is_moving = False  # after the first new work
+        self.waits = ""  # what it does or waits for, until it counts again
         self._began_at: float | None = None
         self._last_at = 0.0  # the last step, or the end of the last layer
         self._steps = 0
@@ -79,6 +80,7 @@ class Meter:
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
         """Count work. Work that is not new raises `done`, but no rate."""
+        self.waits = ""
         before = self.done // self.unit
         self.done += amount
         if not is_new:
@@ -156,7 +158,9 @@ class Meter:
 
     @property
     def speed(self) -> str:
-        """The rate in words; empty if it is not known or of no interest any more."""
+        """The rate in words, or what it waits for; empty if neither is known, or of no interest any more."""
+        if self.waits:
+            return self.waits
         rate = self.rate
         if rate is None or self.done >= self.total:
             return ""
@@ -234,6 +238,11 @@ class Display(Events):
         with self._lock:
             self._add("download", downloaded, is_new=is_new)
             self._add("upload", uploaded, is_new=is_new)
+
+    def waits(self, phase: str, reason: str) -> None:
+        with self._lock:
+            if phase in self.meters:
+                self.meters[phase].waits = reason
 
     def _add(self, phase: str, amount: int, *, is_new: bool = True) -> None:
         if amount and phase in self.meters:

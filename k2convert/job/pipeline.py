@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from k2convert.job.resources import Item
+from k2convert.records.events import SILENT
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0
@@ -48,6 +49,7 @@ class Stages:
     drop_output: Callable[[str], None]
     uploads: UploadStage | None  # None for a local destination
     num_workers: int = 1  # threads that convert
+    waits: Callable[[str, str], None] = SILENT.waits  # gets what a phase waits for; empty when it goes on
 
 
 class Pipeline:
@@ -120,11 +122,17 @@ class Pipeline:
             self._stop.set()
             self._changed.notify_all()
 
-    def _wait(self, is_ready: Callable[[], bool]) -> bool:
-        """Wait, holding the lock, until `is_ready`; False if the run stops."""
+    def _wait(self, is_ready: Callable[[], bool], phase: str, reason: str) -> bool:
+        """Wait, holding the lock, until `is_ready`; False if the run stops. Others see which phase waits, and why."""
+        is_told = False
         while not self._stop.is_set():
             if is_ready():
+                if is_told:
+                    self._stages.waits(phase, "")
                 return True
+            if not is_told:
+                self._stages.waits(phase, reason)
+                is_told = True
             self._changed.wait(_POLL_SECONDS)
         return False
 
@@ -132,12 +140,15 @@ class Pipeline:
         fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._held)
         return fresh + item.output_bytes
 
+    def _has_room(self, item: Item) -> bool:
+        return self._used + self._need(item) <= self._room
+
     def _admit_all(self) -> None:
         with self._guarded():
             for item in self._items:
                 with self._changed:
                     self._is_blocked = True
-                    if not self._wait(lambda item=item: self._used + self._need(item) <= self._room):
+                    if not self._wait(lambda item=item: self._has_room(item), "download", "waits for room"):
                         return
                     self._is_blocked = False
                     self._used += self._need(item)
@@ -155,7 +166,10 @@ class Pipeline:
         with self._guarded():
             while True:
                 with self._changed:
-                    if not self._wait(lambda: bool(queue) or self._num_to_convert == 0) or not queue:
+                    is_due = self._wait(
+                        lambda: bool(queue) or self._num_to_convert == 0, "convert", "waits for a shard"
+                    )
+                    if not is_due or not queue:
                         return
                     item = queue.popleft()
                 self._stages.convert(item)
@@ -182,7 +196,7 @@ class Pipeline:
         with self._guarded():
             while True:
                 with self._changed:
-                    if not self._wait(has_work) or self._num_to_upload == 0:
+                    if not self._wait(has_work, "upload", "waits for a shard") or self._num_to_upload == 0:
                         return
                     item = queue.popleft() if queue else None
                     if item is None:
@@ -190,7 +204,9 @@ class Pipeline:
                     else:
                         self._num_uploading += 1
                 if item is None or self._upload(uploads, item):
+                    self._stages.waits("upload", "commits")
                     names = uploads.commit()
+                    self._stages.waits("upload", "")
                     for name in names:
                         self._stages.drop_output(name)
                     with self._changed:

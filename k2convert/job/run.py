@@ -314,6 +314,7 @@ def _open_stages(run: _Run, layer_pass: "PassBesideJob | None") -> Generator[Sta
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
             num_workers=limits.workers,
+            waits=run.events.waits,
         )
 
 
@@ -339,7 +340,9 @@ def _convert(run: _Run, threads: resources.Threads, layer_pass: "PassBesideJob |
     if task.for_upload:
         from k2convert.job.transfers import check_for_upload
 
+        run.events.waits("convert", f"validates {item.name}")
         record = check_for_upload(task, record)
+        run.events.waits("convert", "")
     run.journal.record(record)
     run.records[item.name] = record
     if layer_pass is not None:

@@ -36,6 +36,9 @@ class Events(Protocol):
     def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
         """Take the bytes that crossed the network since the last call; not `is_new`: in an earlier run."""
 
+    def waits(self, phase: str, reason: str) -> None:
+        """Take what a phase does or waits for while it counts nothing; its next bytes end that, or an empty reason."""
+
     def shard_finished(self, shard: str) -> None:
         """Take the name of a shard that was just recorded."""
 

@@ -57,6 +57,23 @@ def test_there_is_neither_rate_nor_eta_without_data_and_for_a_line_that_stands_s
     assert (meter.rate, meter.seconds_left) == (None, None)
 
 
+def test_a_phase_that_waits_says_for_what_until_it_goes_on() -> None:
+    clock = Clock()
+    counts = begun(clock, Extent({"download": (1000, 0), "convert": (1000, 0)}, shards=2))
+    clock.every(1, lambda: counts.transferred(downloaded=50), times=10)
+    counts.waits("download", "waits for room")
+    counts.waits("convert", "validates model-00001")
+    counts.waits("upload", "waits for a shard")
+    assert counts.line() == (
+        "download: 50 % (500 B of 1.00 kB) waits for room, convert: 0 % (0 B of 1.00 kB) validates model-00001, "
+        "0 of 2 shards"
+    )
+    counts.transferred(downloaded=50)
+    counts.waits("convert", "")
+    assert "waits" not in counts.line()
+    assert "validates" not in counts.line()
+
+
 def test_whole_shards_that_arrive_rarely_still_have_a_rate_between_them() -> None:
     clock = Clock()
     counts = converting(clock, 62 * 9_600)

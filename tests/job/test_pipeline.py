@@ -202,6 +202,29 @@ def test_stages_overlap() -> None:
     assert not meeting.broken
 
 
+def test_a_phase_says_what_it_waits_for() -> None:
+    """Room for one shard: the next one waits until the first has left the disk, and the uploads wait for shards."""
+    items, sources = chain(3)
+    told = list[tuple[str, str]]()
+    blocked = [threading.Event(), threading.Event()]
+
+    def waits(phase: str, reason: str) -> None:
+        told.append((phase, reason))
+        if reason == "waits for room":
+            next(event for event in blocked if not event.is_set()).set()
+
+    def convert(item: Item) -> None:
+        if item is not items[-1]:
+            blocked[items.index(item)].wait(timeout=300)
+
+    pipeline(items, 20, sources, convert=convert, uploads=Branch(), waits=waits).run()
+    reasons = {phase: [reason for of, reason in told if of == phase] for phase in ("download", "convert", "upload")}
+    assert reasons["download"] == 2 * ["waits for room", ""]
+    assert set(reasons["convert"]) <= {"waits for a shard", ""}
+    assert "commits" in reasons["upload"]
+    assert reasons["upload"][-1] == ""
+
+
 def test_a_local_source_has_no_fetch_stage() -> None:
     items = chain(5)[0]
     converted = list[str]()
