@@ -39,7 +39,7 @@ from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.models import locate_module, read_architecture
 from k2convert.models.names import Architecture, Role
-from k2convert.plan.plan import ConvertStep, ShardJob
+from k2convert.plan.plan import ConvertStep, Fp8Step, ShardJob
 from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.events import SILENT, Events
@@ -79,6 +79,7 @@ class CalibrationPlan:
     architecture: Architecture
     needs: Mapping[str, ShardNeeds]
     shared_width: int  # inner activations of the widest MLP that is converted and that every token takes, or 0
+    fp8_bytes: int  # the most FP8 weights of a layer
 
     @property
     def held_out_windows(self) -> int:
@@ -137,6 +138,7 @@ def plan_calibration(
         architecture=architecture,
         needs=needs,
         shared_width=max((_shared_width(shard) for shard in shards), default=0),
+        fp8_bytes=_fp8_bytes(shards),
     )
 
 
@@ -153,6 +155,14 @@ def _scratch_bytes(source: Checkpoint, *, tokens: int, workers: int) -> int:
 def _shared_width(shard: ShardJob) -> int:
     members = (p for step in shard.steps if isinstance(step, ConvertStep) for p in step.members)
     return max((p.num_columns for p in members if p.kind == "down" and p.role is not Role.EXPERTS), default=0)
+
+
+def _fp8_bytes(shards: Sequence[ShardJob]) -> int:
+    sums = Counter[int | None]()
+    for step in (step for shard in shards for step in shard.steps if isinstance(step, Fp8Step)):
+        place = locate_module(step.module)
+        sums[None if place is None else place.layer] += step.num_bytes
+    return max(sums.values(), default=0)
 
 
 def shard_needs(shard: ShardJob) -> ShardNeeds:

@@ -6,9 +6,9 @@
 Every layer reads both streams. What is missing is small, so this difference is what is kept: rounded to BF16 on their
 own, the two streams would differ by more than that. In a MoE layer the experts are converted so that the other stream
 comes out as this one (gptq_layer.py); so are the shared experts and the dense MLP, if the recipe has their role.
-Attention, router and what is not converted are the source's in both streams, and no activation is quantized: one result
-serves W4A16 and W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU
-(layer_tokens.py).
+What becomes FP8 is FP8 in the second stream, inputs included, so that later layers make up for it. Router and what is
+not converted are the source's in both streams, and no activation is rounded to 4 bits: one result serves W4A16 and
+W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU (layer_tokens.py).
 
 Some windows are kept out of everything that is fitted. They are the last ones of both streams, and each layer's error
 is measured on them.
@@ -30,10 +30,11 @@ from k2convert.calibration.layer_files import CODES, RESIDUAL, LayerResult, writ
 from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.smoothing import LayerAccumulator, token_weights
 from k2convert.errors import CalibrationError
-from k2convert.forward.decoder import BlockObserver
+from k2convert.forward.decoder import BlockObserver, DecoderLayer
 from k2convert.forward.layer_pass import LayerPass
 from k2convert.forward.layers import Layer, each_layer, finite_windows
 from k2convert.forward.moe import MlpTokens, Routing, shared_module
+from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HIDDEN, HiddenStates
 from k2convert.machine import return_free_memory
 from k2convert.models import detect_family, read_architecture
@@ -85,6 +86,9 @@ class _LayerConversion:
         self._team = team
         self._is_varied = is_varied(self._layer_pass.ids[: self._num_fitted])
         source = layer.reader.checkpoint
+        self._converted = self._decoder
+        if recipe.fp8:
+            self._converted = _decoder_of_result(layer, recipe)
         self._mlp = f"{detect_family(source).layer.format(layer=layer.number)}.mlp"
         is_dense = self._decoder.is_dense
         self._num_experts = 0 if is_dense else read_architecture(source).num_experts
@@ -141,7 +145,7 @@ class _LayerConversion:
                 layer.run(first, states, self._tee(first))
                 kept = finite_windows(states)
                 if kept.any():
-                    converted[kept] = self._decoder.run(torch.as_tensor(converted[kept])).cpu().numpy()
+                    converted[kept] = self._converted.run(torch.as_tensor(converted[kept])).cpu().numpy()
                 write(states)
                 write_missing(states - converted)  # NaN where a window is dropped
         layer.progress.reach(self._layer_pass.ids.size)
@@ -159,10 +163,10 @@ class _LayerConversion:
         kept = finite_windows(states)
         if not kept.any():
             return kept
-        after_TK, x_TK, routing = self._decoder.attend(torch.as_tensor(converted[kept]))
+        after_TK, x_TK, routing = self._converted.attend(torch.as_tensor(converted[kept]))
         residual_TK = tee.hidden - after_TK
         if self._shared is None:
-            residual_TK -= self._decoder.shared_output(x_TK)
+            residual_TK -= self._converted.shared_output(x_TK)
         if routing is None:
             routing = _no_routing(x_TK)
         if not (x_TK.isfinite().all() and residual_TK.isfinite().all()):
@@ -229,6 +233,16 @@ class _LayerConversion:
                     done += layer_pass.shape[1]
                 write(residual)
                 self._scratch.release()
+
+
+def _decoder_of_result(layer: Layer, recipe: Recipe) -> DecoderLayer:
+    """Return the layer with the FP8 weights that the result will have; its files are closed with those of the layer."""
+    source = layer.reader.checkpoint
+    family = detect_family(source)
+    reader = WeightReader(source, becomes_fp8=lambda module: family.becomes_fp8(module, recipe.fp8))
+    layer.opened.callback(reader.close)
+    text = layer.layer_pass.text
+    return DecoderLayer(reader, layer.number, text.devices, text.threads)
 
 
 def _no_routing(x_TK: Tensor) -> Routing:

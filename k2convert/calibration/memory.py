@@ -119,10 +119,13 @@ def pass_memory(model: ModelSizes, text: PassText, num_layers: int) -> Memory:
     return Memory(memory.main + model.pool_bytes, memory.gpu)
 
 
-def gptq_memory(model: ModelSizes, text: PassText, num_layers: int, *, shared_width: int = 0) -> Memory:
+def gptq_memory(
+    model: ModelSizes, text: PassText, num_layers: int, *, shared_width: int = 0, fp8_bytes: int = 0
+) -> Memory:
     """Count the peak of a conversion by rule gptq, without the buffers for reading, which the conversion counts.
 
     `num_layers` are left. `shared_width` is that of the widest MLP that is converted and that every token takes.
+    `fp8_bytes` are the most FP8 weights of a layer, which the second stream has beside the source's.
     """
     square = 4 * model.hidden**2
     projection = 4 * model.hidden * model.width
@@ -161,7 +164,7 @@ def gptq_memory(model: ModelSizes, text: PassText, num_layers: int, *, shared_wi
         + 52 * shared_width**2
         + pieces,
     }
-    memory = _peak(model, text, max(phases.values()), streams=2)
+    memory = _peak(model, text, fp8_bytes + max(phases.values()), streams=2)
     staging = 2 * min(NUM_STAGING * STAGING_BYTES, 2 * text.num_tokens * model.hidden)  # of both streams' files
     return Memory(memory.main + staging, memory.gpu)
 

@@ -270,10 +270,9 @@ class Certificate:
         self.found.rows[module] = 0
         claimed = self.claim.fp8
         expect(claimed is None or self._role(module) in claimed, "is FP8, but the recipe leaves it in BF16")
-        before = self.source.get(f"{module}.weight")
-        is_right = before.dtype == "BF16" and len(before.shape) == 2
-        expect(is_right, f"the source's weight is {before.dtype} {list(before.shape)}")
-        rows, columns = before.shape
+        weight = self.source_weight(module)
+        expect(weight.kind == "BF16", f"the source's weight is {weight.kind}")
+        rows, columns = weight.shape
         codes = self._tensor(f"{module}.weight", "F8_E4M3", (rows, columns))
         stored = self.written.get(f"{module}.weight_scale")
         if claimed is not None:
@@ -283,7 +282,7 @@ class Certificate:
         energy = error = 0.0
         for part in scales.parts(self._rows(module, -(-rows // scales.rows)), rows, columns):
             self.found.rows[module] += part.size
-            values = bf16(before.rows(part))
+            values = weight.values(part)
             written = (values, codes.rows(part), scales.of(part, columns))
             wanted = None if claimed is None else self._wanted(module, scales, values)
             sums = check_decoded(*written) if wanted is None else check_fp8(*written, wanted)

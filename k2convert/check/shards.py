@@ -32,7 +32,7 @@ from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpoin
 from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits
 from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
@@ -234,6 +234,8 @@ class _Measurer:
         source = self.source.tensors[f"{module}.{WEIGHT}"]
         bits = self.reader.read(source).view(np.uint16).reshape(source.shape)
         place = self.result.modules[module]
+        if (exponents := self.result.scaling.of_weight(place.parts)) is not None:
+            bits = scale_bits(bits, -exponents, name=module)
         scales = fp8_scales(parts[WEIGHT_SCALE], place.parameters[WEIGHT_SCALE], source.shape[0])
         return measure_fp8(bits, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
 

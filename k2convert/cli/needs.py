@@ -58,7 +58,13 @@ def calibration_needs(plan: CalibrationPlan, job: Job) -> Needs:
     from k2convert.calibration.memory import gptq_memory, read_sizes
 
     num_layers = layers_left(job, plan)
-    memory = gptq_memory(read_sizes(plan.source), plan.layer_pass.text, num_layers, shared_width=plan.shared_width)
+    memory = gptq_memory(
+        read_sizes(plan.source),
+        plan.layer_pass.text,
+        num_layers,
+        shared_width=plan.shared_width,
+        fp8_bytes=plan.fp8_bytes,
+    )
     return Needs(plan.layer_pass.text.devices, memory_bytes(job, layer_pass=memory.main), memory.gpu)
 
 

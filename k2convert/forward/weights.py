@@ -13,7 +13,7 @@ formats' arithmetic shows as a wrong layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Final
@@ -31,6 +31,7 @@ from k2convert.errors import CheckpointError
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Family
+from k2convert.quantize.formats.fp8 import quantize_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX
@@ -219,11 +220,16 @@ StoredWeight = Int4Weight | Mxfp4Weight | Tensor
 
 
 class WeightReader:
-    """Reads the tensors of one checkpoint by name; keeps files open until closed."""
+    """Reads the tensors of one checkpoint by name; keeps files open until closed.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    A source is read as its result will be, with `becomes_fp8` of a module: BF16 linear layers as FP8 with scales of
+    rows.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, becomes_fp8: Callable[[str], bool] = lambda _: False) -> None:
         self.checkpoint = checkpoint
         self._shards = ShardReader(checkpoint.path)
+        self._becomes_fp8 = becomes_fp8
 
     @cached_property
     def family(self) -> Family:
@@ -308,7 +314,11 @@ class WeightReader:
     def is_fp8(self, module: str) -> bool:
         """Return whether a layer is stored as FP8."""
         found = self.checkpoint.tensors.get(f"{module}.{WEIGHT}")
-        return found is not None and found.dtype == FP8_DTYPE
+        return found is not None and (found.dtype == FP8_DTYPE or self._is_made_fp8(module))
+
+    def _is_made_fp8(self, module: str) -> bool:
+        found = self.info(f"{module}.{WEIGHT}")
+        return (found.dtype, len(found.shape)) == ("BF16", 2) and self._becomes_fp8(module)
 
     def read_linear(self, module: str) -> DenseWeight | Fp8Weight:
         """Return the weight of a linear layer that is not converted to NVFP4; CheckpointError in other forms."""
@@ -321,6 +331,10 @@ class WeightReader:
         (ModelOpt's FP8_PB_WO, scales [R, 1, C, 1]).
         """
         weight = self.info(f"{module}.{WEIGHT}")
+        if self._is_made_fp8(module):
+            bits = self.read(weight.name).view(torch.uint16).numpy()
+            made = quantize_fp8(bits, name=f"{weight.shard}: {weight.name}")
+            return Fp8Weight(torch.as_tensor(made.codes), torch.as_tensor(made.scales))
         scales = self.info(f"{module}.{WEIGHT_SCALE}")
         rows, *columns = weight.shape
         grid = (-(-rows // FP8_BLOCK), 1, *(-(-size // FP8_BLOCK) for size in columns), 1)

@@ -238,7 +238,7 @@ class _Work:
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
                 if isinstance(step, Fp8Step):
-                    call = partial(_quantize_fp8, step)
+                    call = partial(self._quantize_fp8, step)
                 else:
                     call = partial(self._quantize_members, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, step.num_outputs, reads, call)
@@ -291,22 +291,24 @@ class _Work:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
 
-
-def _quantize_fp8(step: Fp8Step, loading: Future[_Loaded]) -> _Result:
-    tensor = step.tensor
-    loaded = loading.result()
-    bits, *partner = (loaded[t.name].view(np.uint16).reshape(t.shape) for t in step_sources(step))
-    name = f"{tensor.shard}: {tensor.name}"
-    try:
-        if step.has_blocks:
-            weight = quantize_fp8_blocks(bits, name=name, partner=partner[0] if partner else None)
-        else:
-            weight = quantize_fp8(bits, name=name)
-    except FormatError as error:
-        raise MalformedFileError(str(error)) from None
-    metrics = measure_fp8(bits, weight)
-    record = ProjectionRecord(step.module, step.role, 1.0, metrics)
-    return [weight.codes.reshape(-1), weight.scales.reshape(-1).view(np.uint8)], [record]
+    def _quantize_fp8(self, step: Fp8Step, loading: Future[_Loaded]) -> _Result:
+        tensor = step.tensor
+        loaded = loading.result()
+        data, *others = (loaded[t.name] for t in step_sources(step))
+        if step.scaling is not None and self.task.calibration is not None:
+            data = self.task.calibration.scaled_copy(data, tensor, step.scaling)
+        bits = data.view(np.uint16).reshape(tensor.shape)
+        name = f"{tensor.shard}: {tensor.name}"
+        try:
+            if step.has_blocks:
+                partner = others[0].view(np.uint16).reshape(-1, tensor.shape[1]) if others else None
+                weight = quantize_fp8_blocks(bits, name=name, partner=partner)
+            else:
+                weight = quantize_fp8(bits, name=name)
+        except FormatError as error:
+            raise MalformedFileError(str(error)) from None
+        record = ProjectionRecord(step.module, step.role, 1.0, measure_fp8(bits, weight))
+        return [weight.codes.reshape(-1), weight.scales.reshape(-1).view(np.uint8)], [record]
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

@@ -220,6 +220,11 @@ class Family:
         is_kept = self.kept_attention != "" and place.module.endswith(self.kept_attention)
         return place.role in roles and not is_kept
 
+    def becomes_fp8(self, module: str, roles: Sequence[str]) -> bool:
+        """The same by the name of a module, whose weight must have two dimensions."""
+        place = self.classify(module)
+        return place is not None and self.takes_fp8(TensorName(module, WEIGHT, place.role), roles)
+
     def fp8_partner(self, module: str) -> str | None:
         """Return the module that shares its scales of blocks with this one, if the model has it; None: no module."""
         stem, _, last = module.rpartition(".")

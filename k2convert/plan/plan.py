@@ -117,12 +117,16 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Step:
-    """A BF16 weight [N, K] that becomes FP8, with scales of rows or of blocks, which `partner` shares."""
+    """A BF16 weight [N, K] that becomes FP8, with scales of rows or of blocks, which `partner` shares.
+
+    Smoothing scales its columns before.
+    """
 
     tensor: TensorInfo
     role: Role
     has_blocks: bool
     partner: TensorInfo | None
+    scaling: ColumnScaling | None = None
 
     @property
     def module(self) -> str:
@@ -257,7 +261,7 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     fp8: dict[str, Fp8Step] = {}
     if recipe.fp8:
         found = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
-        fp8 = {name: _fp8_step(source, name, role, family) for name, role in found.items()}
+        fp8 = {name: _fp8_step(source, name, role, family, scalings.get(name)) for name, role in found.items()}
     steps = _make_steps(source, projections, recipe, scalings, fp8)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = family.unconverted((*recipe.roles, *recipe.fp8), architecture) if recipe.target == "nvfp4" else ()
@@ -268,9 +272,9 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     return Plan(family.name, recipe, excludes, banks, tuple(jobs), targets, layers)
 
 
-def _fp8_step(source: Checkpoint, name: str, role: Role, family: Family) -> Fp8Step:
+def _fp8_step(source: Checkpoint, name: str, role: Role, family: Family, scaling: ColumnScaling | None) -> Fp8Step:
     partner = source.tensors.get(f"{family.fp8_partner(name.removesuffix(f'.{WEIGHT}'))}.{WEIGHT}")
-    return Fp8Step(source.tensors[name], role, family.has_fp8_blocks, partner)
+    return Fp8Step(source.tensors[name], role, family.has_fp8_blocks, partner, scaling)
 
 
 def fp8_targets(family: Family, recipe: Recipe, architecture: Architecture) -> tuple[tuple[str, ...], ...]:

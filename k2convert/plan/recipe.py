@@ -159,8 +159,6 @@ def _contradictions(r: Recipe, *, text: bool, to_hub: bool) -> Iterator[tuple[ob
     both = [role for role in r.fp8 if role in r.roles]
     yield both, f"{', '.join(both)} is in roles and in fp8. Remove it from one of the two."
     yield not is_nvfp4 and r.fp8, f"target {r.target} converts nothing to FP8. Leave out fp8."
-    has_text = text or rule.needs_text or r.smoothing
-    yield r.fp8 and has_text, "a conversion with fp8 cannot be calibrated. Leave out --calibrate and rule gptq, or fp8."
     yield not is_nvfp4 and text, f"target {r.target} cannot be calibrated. Leave out --calibrate."
     yield not is_nvfp4 and unused, f"target {r.target} converts nothing to NVFP4. Leave out {', '.join(unused)}."
     yield r.quantizer == "reference" and text, "quantizer reference cannot be calibrated. Leave out --calibrate."

@@ -298,6 +298,72 @@ def test_a_fault_in_such_a_form_still_fails(
     assert rules <= set(report.contract.failed), report.contract.failed
 
 
+def of_fp8(end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change a tensor of o_proj in layer 1 whose name has this end."""
+    wanted = f"layers.1.self_attn.o_proj.{end}"
+    return tensors(lambda name, tensor: {name: change(tensor)} if name.endswith(wanted) else None)
+
+
+def not_a_number(codes: torch.Tensor) -> torch.Tensor:
+    codes.view(torch.uint8)[3, 5] = 0x7F
+    return codes
+
+
+FP8_FAULTS: dict[str, tuple[Change, set[int]]] = {
+    "a code of NaN": (of_fp8("weight", not_a_number), {4}),
+    "an infinite scale": (of_fp8("weight_scale", lambda t: t * float("inf")), {4}),
+    "reciprocal scales": (of_fp8("weight_scale", lambda t: 1 / t), {18}),
+    "scales twice as large": (of_fp8("weight_scale", lambda t: 2 * t), {18}),
+    "rows in another order": (of_fp8("weight", lambda t: t.view(torch.uint8).flip(0).view(F8)), {18}),
+    "a transposed weight": (of_fp8("weight", lambda t: t.view(torch.uint8).T.contiguous().view(F8)), {9}),
+}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+@pytest.mark.parametrize("form", ["Kimi-K3 by NVIDIA", "mixed precision"])
+def test_wrong_fp8_weights_of_other_tools_fail(
+    form: str, fault: str, convert_any: Callable[[Kind], Converted], tmp_path: Path
+) -> None:
+    found = foreign(convert_any(FORMS[form].kind), tmp_path / "other")
+    FORMS[form].make(found.folder)
+    change, rules = FP8_FAULTS[fault]
+    change(found.folder)
+    report = validate(found)
+    assert rules <= set(report.contract.failed), report.contract.failed
+
+
+def per_tensor(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """ModelOpt's FP8: one scale for the weight, and one for its inputs."""
+    if not is_attention(name):
+        return None
+    scale = tensor.float().abs().max() / 448
+    codes = (tensor.float() / scale).to(F8)
+    return {name: codes, f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+
+
+def scales_in_bf16(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """As compressed-tensors writes the scales of a BF16 model."""
+    if not is_attention(name):
+        return None
+    scale = (tensor.float().abs().amax(dim=1, keepdim=True) / 448).bfloat16()
+    return {name: (tensor.float() / scale.float()).clamp(-448, 448).to(F8), f"{name}_scale": scale}
+
+
+@pytest.mark.parametrize("make", [per_tensor, scales_in_bf16])
+def test_other_fp8_weights_are_compared_with_the_source(
+    make: Any, convert: Callable[[Kind], Converted], tmp_path: Path
+) -> None:
+    found = foreign(convert(MODELOPT), tmp_path / "other")
+    tensors(make)(found.folder)
+    in_both(lambda q, key: q.update({key: [entry for entry in q[key] if "self_attn" not in entry]}))(found.folder)
+    report = validate(found)
+    assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.verdict is Verdict.FAIL]
+    assert report.weights is not None
+    assert {"attention", "experts"} == {*report.weights.roles.values()}
+    assert all(error.sqnr_db > 30 for name, error in report.weights.errors.items() if "self_attn" in name)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
