@@ -115,6 +115,18 @@ k2_numbers = made_by(partial(fixtures.make_k2_thinking_headers, shape=SHAPE_OF_N
 """As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""
 k3_tiny = made_by(fixtures.make_k3_tiny)
 """A small Kimi-K3: three MoE layers of four experts, 36 MXFP4 projections."""
+
+
+def _lively(folder: Path, **sizes: int) -> Path:
+    from kimi_k3_network import make_lively_k3
+
+    return make_lively_k3(folder, **sizes)
+
+
+k3_lively = made_by(_lively)
+"""A small Kimi-K3 of five layers in blocks of two, whose parts all matter to the output."""
+k3_cut = made_by(partial(_lively, layers=2, block=1))
+"""A dense KDA layer and an MLA layer with experts of it, each of which begins a block."""
 k3_edges = made_by(fixtures.make_k3_edges)
 """The small Kimi-K3 with edges planted: wide spreads, empty groups, split partners, F8_E8M0."""
 k3_headers = made_by(fixtures.make_k3_headers)

@@ -28,7 +28,7 @@ WRAPPER = "language_model."
 def make_lively_k3(folder: Path, *, block: int = 2, layers: int = 5) -> Path:
     """A small K3 in which every part matters: decays of all speeds, convolutions, gates and mixtures of the size of 1.
 
-    It has an MLA layer in four, and the last layer is MLA.
+    It has an MLA layer in four, and the last layer is MLA. `block` is the number of layers in a block.
     """
     shape = replace(TINY_SHAPE, layers=layers, mla=(*range(3, layers, 4), layers - 1))
     checkpoint: SmallCheckpoint = tiny_checkpoint(folder / "none", shape)
@@ -104,6 +104,15 @@ def _rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
     return x.unflatten(-1, (-1, sizes["d"]))
 
 
+def _round_groups(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """FP8 with one scale for every 128 columns of a token: amax over 448, E4M3, ties to even."""
+    parts = []
+    for x in inputs[0].split(128, dim=-1):
+        scale = x.abs().amax(dim=-1, keepdim=True) / 448
+        parts.append(torch.where(scale > 0, (x / scale).to(torch.float8_e4m3fn).float() * scale, x))
+    return (torch.cat(parts, dim=-1),)
+
+
 def network_of(folder: Path, *, w4a4: bool = False) -> Any:
     """Moonshot's network with a checkpoint's weights: MXFP4 or NVFP4 experts, decoded to FP32."""
     from llmcompressor.modeling.kimi_k3 import modeling_kimi_linear as moonshot
@@ -134,6 +143,15 @@ def network_of(folder: Path, *, w4a4: bool = False) -> Any:
                 stored: Any = reader.read_source(module)
                 decoded = bf16_values(decode_mxfp4(stored.packed, stored.scale_bytes))
                 state[f"{inner}.weight"] = torch.as_tensor(decoded.astype(np.float32))
+        elif parameter == "weight_scale":
+            continue
+        elif parameter == "weight" and f"{name}_scale" in checkpoint.tensors:
+            rows, columns = reader.info(name).shape
+            codes = reader.raw(name).view(torch.float8_e4m3fn).float().view(rows, columns)
+            scales = reader.read(f"{name}_scale")[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            state[f"{inner}.weight"] = codes * scales[:rows, :columns]
+            if not module.endswith("kv_b_proj"):
+                network.get_submodule(inner).register_forward_pre_hook(_round_groups)
         else:
             value = reader.read(name).float()
             state[f"{inner}.{parameter}"] = value[:heads] if parameter == "A_log" else value

@@ -22,7 +22,7 @@ from k2convert.forward.layer_pass import PassText
 from k2convert.machine import POOL_BYTES
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role, block_starts
 from k2convert.quantize.gptq.hessian import SMALL
 from k2convert.quantize.gptq.rounding import DAMPINGS
 from k2convert.text.windows import experts_per_token
@@ -30,7 +30,8 @@ from k2convert.text.windows import experts_per_token
 CUDA_BYTES: Final = 3 << 30
 """Memory that CUDA's libraries take of a process, and half of that of a GPU's: an upper bound, not measured."""
 
-_LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
+_LIBRARY_BYTES: Final = 160 << 20  # what oneDNN and threads keep
+_TRANSFORMERS_BYTES: Final = 160 << 20  # imported for the first layer of rotary attention
 _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
 _SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
@@ -43,7 +44,9 @@ _MAPPED_COPIES: Final = 8  # with those that are files
 class ModelSizes:
     """The sizes of a model that memory and work depend on.
 
-    `head_floats` is the width of all heads together; `attention_bytes` and `dense_bytes` are the largest layer's.
+    `head_floats` is the width of all heads together; `attention_bytes` and `dense_bytes` are the largest layer's. What
+    leads to latent experts counts as attention: it is kept as long. `num_blocks` are the states that a layer reads
+    besides its hidden states, and `library_bytes` what libraries keep.
     """
 
     hidden: int
@@ -57,6 +60,8 @@ class ModelSizes:
     attention_bytes: int
     dense_bytes: int
     pool_bytes: int
+    num_blocks: int
+    library_bytes: int
 
     def num_moe(self, num_layers: int) -> int:
         """Return how many of the last `num_layers` layers have experts."""
@@ -86,10 +91,11 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
         place = None
         if parameter in (WEIGHT, WEIGHT_PACKED):
             place = family.classify(module)
-        if place is None or place.layer is None or place.role not in sizes:
+        if place is None or place.layer is None or place.layer >= architecture.num_layers:
             continue
-        if place.layer < architecture.num_layers:
-            sizes[place.role][place.layer] += tensor.num_bytes
+        role = Role.ATTENTION if place.role is Role.LATENT else place.role
+        if role in sizes:
+            sizes[role][place.layer] += tensor.num_bytes
     heads = _field(text, "num_attention_heads")
     one_head = _field(text, "head_dim") or _field(text, "hidden_size") // max(heads, 1)
     keys = _field(text, "qk_nope_head_dim") + _field(text, "qk_rope_head_dim") or one_head
@@ -105,6 +111,8 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
         attention_bytes=max(sizes[Role.ATTENTION]),
         dense_bytes=max(sizes[Role.DENSE_MLP]),
         pool_bytes=min(POOL_BYTES, sum(tensor.num_bytes for tensor in source.tensors.values())),
+        library_bytes=_LIBRARY_BYTES + (_TRANSFORMERS_BYTES if family.attention(text, 0) == "rotary" else 0),
+        num_blocks=len(block_starts(architecture.num_layers - 1, architecture.residual_block)),
     )
 
 
@@ -173,9 +181,9 @@ def _peak(model: ModelSizes, text: PassText, held: int, *, streams: int) -> Memo
     """Return what is held where: all of it in main memory, or in a GPU with the states of a chunk in both."""
     search = len(STEPS) * (2 * SAMPLED_TOKENS) * model.hidden * _SEARCH_BYTES
     if text.on_cpu:
-        return Memory(_LIBRARY_BYTES + max(held, model.attention_bytes + search), 0)
+        return Memory(model.library_bytes + max(held, model.attention_bytes + search), 0)
     states = 4 * text.chunk_tokens * model.hidden
-    return Memory(_LIBRARY_BYTES + CUDA_BYTES + search + 2 * streams * states, held + CUDA_BYTES // 2)
+    return Memory(model.library_bytes + CUDA_BYTES + search + 2 * streams * states, held + CUDA_BYTES // 2)
 
 
 def _layer_bytes(model: ModelSizes, text: PassText, num_layers: int) -> int:
@@ -186,13 +194,18 @@ def _layer_bytes(model: ModelSizes, text: PassText, num_layers: int) -> int:
         piece = min(tokens, PIECE_TOKENS if text.on_cpu else CUDA_PIECE_TOKENS)
         inner = tokens * (model.experts_per_token + 1) * model.width
         mlp = 4 * tokens * model.hidden + inner + (text.threads + 1) * piece * (model.hidden + model.width)
-        most = model.attention_bytes + max(4 * mlp, _attention_bytes(model, text, text.windows_at_once(dense=False)))
+        most = model.attention_bytes + _block_bytes(model, tokens)
+        most += max(4 * mlp, _attention_bytes(model, text, text.windows_at_once(dense=False)))
     if model.num_moe(num_layers) < num_layers:
         windows = text.windows_at_once(dense=True)
         mlp = 4 * windows * text.window * (4 * model.hidden + 2 * model.dense_width)
         others = max(model.dense_bytes + mlp, _attention_bytes(model, text, windows))
-        most = max(most, model.attention_bytes + others)
+        most = max(most, model.attention_bytes + _block_bytes(model, windows * text.window) + others)
     return most
+
+
+def _block_bytes(model: ModelSizes, tokens: int) -> int:
+    return 4 * model.num_blocks * tokens * model.hidden
 
 
 def _attention_bytes(model: ModelSizes, text: PassText, windows: int) -> int:

@@ -30,7 +30,7 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, remedy
-from k2convert.models import FAMILIES, check_computed, read_architecture
+from k2convert.models import FAMILIES, read_architecture
 from k2convert.models.config import EXPERTS_KEY, key_of, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
 from k2convert.models.projections import other_method
@@ -62,8 +62,6 @@ def validate_checkpoint(
     result = read_result(folder, source=source, read=shards.header_reader)
     _check_operands(result)
     _check_pruned_source(result)
-    if layers is not None and source is not None:
-        check_computed(source)
     result = _with_smoothing(result, shards)
     source = result.source
     found = validate_shards(result, recorded=_recorded(result), events=events, visitor=visitor, shards=shards)

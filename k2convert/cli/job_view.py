@@ -275,7 +275,7 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     if contract is not None:
         views.append(contract.summary)
     is_evaluated = is_there(job.destination.folder / EVALUATION_NAME)
-    if recipe.target == "nvfp4" and not is_evaluated and not find_family(job.plan.family).not_computed:
+    if recipe.target == "nvfp4" and not is_evaluated:
         views.append(partial(console.print_note, f"`{_evaluation_command(job, source)}` measures the whole model"))
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))

@@ -20,15 +20,17 @@ from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAM
 from k2convert.choices import Activations, AskedActivations
 from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError
-from k2convert.models import check_computed, detect_family, parse_tensor_names, read_architecture, vocabulary_size
+from k2convert.models import detect_family, parse_tensor_names, read_architecture, vocabulary_size
 from k2convert.models.config import check_source_config, is_tied, network_fields
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Family, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, OUTPUT_MIXTURE, WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, Family, Role
 from k2convert.models.projections import check_model
 from k2convert.records.fingerprint import Source, fingerprint_digest
 from k2convert.records.ledger import Ledger
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
-_COMPUTED: Final = "Only INT4 as in Kimi K2, NVFP4, BF16, and FP8 as k2convert writes it can be computed."
+_COMPUTED: Final = (
+    "Only INT4 as in Kimi K2, MXFP4 as in Kimi K3, NVFP4, BF16, and FP8 as k2convert writes it can be computed."
+)
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
 
 
@@ -67,13 +69,16 @@ class EvaluatedCheckpoint:
         return {CONFIG_NAME: fingerprint_digest(network_fields(config)), **shards}
 
 
-def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the names of the final norm and of the output matrix, which is the embedding if the model ties them."""
+def head_names(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the final norm, of the output matrix, which is the embedding if the model ties them, and of
+    the mixture that the norm reads, if there is one.
+    """
     family = detect_family(checkpoint)
     head = family.expected_name(f"lm_head.{WEIGHT}")
     if head not in checkpoint.tensors and is_tied(checkpoint.config):
         head = f"{family.prefix}embed_tokens.{WEIGHT}"
-    return f"{family.prefix}norm.{WEIGHT}", head
+    mixture = (f"{family.prefix}{OUTPUT_MIXTURE}_{part}.{WEIGHT}" for part in ("norm", "proj"))
+    return (f"{family.prefix}norm.{WEIGHT}", head, *(name for name in mixture if name in checkpoint.tensors))
 
 
 def modes_of(checkpoint: Checkpoint, asked: AskedActivations | None) -> tuple[Activations | None, ...]:
@@ -95,6 +100,7 @@ def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint)
         ("layers", ours.num_layers, theirs.num_layers),
         ("channels (hidden_size)", ours.hidden_size, theirs.hidden_size),
         ("tokens in its vocabulary", tokens, their_tokens),
+        ("layers per block of attention residuals", ours.residual_block, theirs.residual_block),
     ):
         if one != other:
             raise CheckpointError(
@@ -117,8 +123,8 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
     """
     checkpoint = found.checkpoint
     family = detect_family(checkpoint)
-    check_computed(checkpoint)
     architecture = read_architecture(checkpoint)
+    is_source = False
     for name, tensor in checkpoint.tensors.items():
         module, _, parameter = name.rpartition(".")
         place = family.classify(module)
@@ -134,10 +140,11 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
             if any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values()):
                 known = ("U8",)
             elif parameter == WEIGHT_PACKED:
-                known = ("I32",)
+                known = (family.source_format.packed_dtype,)
+                is_source = True
             if tensor.dtype not in known or len(tensor.shape) != 2:
                 raise _quantized(found, tensor, _COMPUTED)
-    if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
+    if is_source:
         check_source_config(checkpoint.config, family=family, where=found.place)
     check_model(checkpoint, parse_tensor_names(checkpoint, family=family), architecture, family)
 

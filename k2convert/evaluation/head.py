@@ -30,7 +30,7 @@ from k2convert.evaluation.checkpoints import head_names
 from k2convert.forward.moe import run_in_order
 from k2convert.forward.residual import read_mixture
 from k2convert.forward.weights import DenseWeight, WeightReader
-from k2convert.models.names import WEIGHT
+from k2convert.models.names import OUTPUT_MIXTURE
 
 TILE_ROWS: Final = 2048
 PIECE_TOKENS: Final = 512
@@ -45,11 +45,10 @@ class Head:
     def __init__(self, reader: WeightReader) -> None:
         """Read the norm; CheckpointError if norm or matrix are not there in a form that can be computed."""
         self._reader = reader
-        norm, self._name = head_names(reader.checkpoint)
+        norm, self._name, *mixture = head_names(reader.checkpoint)
         self.normed = reader.read_norm(norm)
         """The final norm of hidden states f32 [T, K]."""
-        output = f"{reader.family.prefix}output_attn_res"
-        self._mixture = read_mixture(reader, output) if reader.has(f"{output}_proj.{WEIGHT}") else None
+        self._mixture = read_mixture(reader, f"{reader.family.prefix}{OUTPUT_MIXTURE}") if mixture else None
         channels = self.normed.weight.numel()
         info = reader.info(self._name)
         if len(info.shape) != 2 or info.shape[1] != channels:

@@ -43,7 +43,7 @@ from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import FIGURES, HIDDEN
 from k2convert.models import detect_family
-from k2convert.models.names import WEIGHT
+from k2convert.models.names import WEIGHT, Architecture, block_starts
 from k2convert.records.command import JobCommand
 from k2convert.records.evaluation import FORMAT, KIND, EvaluatedModel, Evaluation, EvaluationRow, LayerFigures
 from k2convert.records.events import SILENT, Events
@@ -193,9 +193,10 @@ def pass_models(models: Sequence[Sequence[EvaluatedModel]], places: Sequence[str
     )
 
 
-def states_bytes(tokens: int, hidden_size: int, *, models: int) -> int:
-    """Return the disk for hidden states and scores."""
-    return models * tokens * (2 * hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
+def states_bytes(tokens: int, architecture: Architecture, *, models: int) -> int:
+    """Return the disk for hidden states and scores: before and after a layer, and before those that began a block."""
+    states = 2 + len(block_starts(architecture.num_layers - 1, architecture.residual_block))
+    return models * tokens * (states * architecture.hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
 
 
 def evaluation_memory(model: ModelSizes, text: PassText, num_layers: int, *, models: int) -> Memory:
@@ -203,7 +204,8 @@ def evaluation_memory(model: ModelSizes, text: PassText, num_layers: int, *, mod
     memory = pass_memory(model, text, num_layers)
     states = 4 * text.chunk_tokens * model.hidden
     tiles = 1 + -(-(text.threads + 1) * PIECE_TOKENS // TILE_TOKENS)
-    head = models * (4 * max(TILE_TOKENS, text.window) + tiles * 2 * TILE_ROWS) * model.hidden
+    tile = 4 * max(TILE_TOKENS, text.window)
+    head = (models * (tile + tiles * 2 * TILE_ROWS) + model.num_blocks * tile) * model.hidden
     if text.on_cpu:
         return Memory(memory.main + max(states, head - states), 0)
     return Memory(memory.main + max(states, head), max(memory.gpu, memory.gpu - states + head))
@@ -265,14 +267,25 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
         for number in range(layer_pass.num_checkpoints):
             checkpoint = stack.enter_context(layer_pass.shards.part(last * layer_pass.num_checkpoints + number))
             heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
-        reads = [stack.enter_context(work.reading(model.stream, last, layer_pass.shape)) for model in layer_pass.models]
+        reads = [
+            [
+                *map(stack.enter_context, layer_pass.reading_blocks(model, last)),
+                stack.enter_context(work.reading(model.stream, last, layer_pass.shape)),
+            ]
+            for model in layer_pass.models
+        ]
         step = max(1, TILE_TOKENS // length)
         of_models = [model.checkpoint for model in layer_pass.models]
         for start in range(0, layer_pass.shape[0], step):
             stop = min(start + step, layer_pass.shape[0])
             if (chosen := kept[start:stop]).any():
                 # the hidden states [T, K] that predict a token: all but the last of each window
-                states = [torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in reads]
+                states = [
+                    heads[model].mixed(
+                        *(torch.as_tensor(read(start, stop)[chosen][:, :-1]).flatten(0, 1) for read in own)
+                    )
+                    for model, own in zip(of_models, reads, strict=True)
+                ]
                 targets = torch.as_tensor(layer_pass.ids[start:stop, 1:][chosen]).flatten()
                 scored = score_tokens(
                     heads, of_models, states, targets, devices=layer_pass.text.devices, workers=layer_pass.text.threads

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +29,10 @@ from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import check_disk
-from k2convert.forward.work import HIDDEN, PassJob, WorkFolder
+from k2convert.forward.work import HIDDEN, PassJob, ReadStates, WorkFolder
 from k2convert.hub.ranges import Ranges, RemoteShards, ranges_of
 from k2convert.models import detect_family
-from k2convert.models.names import Role
+from k2convert.models.names import Role, block_starts
 from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.events import Events, Extent, Phase
 from k2convert.text.windows import Windows
@@ -293,6 +293,11 @@ class LayerPass:
             allowed=self.disk_allowed,
             remedy=f"{advice}, or use fewer tokens.",
         )
+
+    def reading_blocks(self, model: PassModel, layer: int) -> list[AbstractContextManager[ReadStates]]:
+        """Return what reads the states of a model before the layers that began a block of attention residuals."""
+        starts = block_starts(layer, self.work.residual_block)
+        return [self.work.reading(model.stream, start, self.shape) for start in starts]
 
     def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
         """Return the extent of the pass if the layers before `first` are done: its own, and all that is downloaded."""

@@ -6,7 +6,8 @@
 
 The caller gets each layer, runs its chunks under an observer of its own (decoder.BlockObserver), and declares it done.
 A layer may have several streams of hidden states: those of the source's model, and of one that is made on the way. The
-streams are the only state between layers. They are on disk (work.py), so that a layer pass can be interrupted and
+streams are the only state between layers. With attention residuals (residual.py), a layer also reads the states of its
+stream before the layers that began a block. They are on disk (work.py), so that a layer pass can be interrupted and
 resumed.
 
 Several models can be compared in one layer pass. Each layer is then yielded once for each model, one after the other,
@@ -84,6 +85,7 @@ class Layer:
         self.progress = Progress(layer_pass.shards.events)
         self.opened = ExitStack()  # the files that its chunks are read from, closed with the layer if not before
         self.dropped = 0
+        self._blocks: list[ReadStates] = []
 
     @property
     def is_last(self) -> bool:
@@ -122,9 +124,17 @@ class Layer:
         step = self.layer_pass.text.windows_at_once(dense=self.decoder.is_dense)
         with self.opened as opened:
             read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
+            self._blocks = [*map(opened.enter_context, self.layer_pass.reading_blocks(self.model, self.number))]
+            keep: WriteStates | None = None
+            if self.number == 0 and self.layer_pass.work.residual_block:
+                writing = self.layer_pass.work.writing(self.model.stream, 0, self.layer_pass.shape)
+                keep = opened.enter_context(writing)
             for first in (*range(0, border, step), *range(border, num_windows, step)):
                 stop = min(first + step, border if first < border else num_windows)
-                yield first, [found(first, stop) for found in read]
+                states = [found(first, stop) for found in read]
+                if keep is not None:
+                    keep(states[0])
+                yield first, states
 
     def run(self, first: int, states: HiddenStates, observer: BlockObserver) -> None:
         """Replace the hidden states of a chunk by those after the layer; `first` is the number of its first window.
@@ -135,11 +145,13 @@ class Layer:
         """
         begin = first * self.layer_pass.shape[1]
         kept = finite_windows(states)
+        blocks = [read(first, first + states.shape[0]) for read in self._blocks]
         while kept.any():
             inputs = torch.as_tensor(states if kept.all() else states[kept])
             watched = _Watched(observer, self.progress, begin, states.shape[1], inputs.shape[0])
             try:
-                result = self.decoder.run(inputs, watched)
+                befores = [torch.as_tensor(block if kept.all() else block[kept]) for block in blocks]
+                result = self.decoder.run(inputs, watched, befores)
             except _NotFiniteError as error:
                 if self.model.name:
                     raise CheckpointError(

@@ -10,7 +10,9 @@
     NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, [windows, tokens, hidden]: FP32 in an
                                             evaluation, BF16 (nearest, ties to even) in a calibration
 
-The hidden states that a layer read are removed when it is done. A file is compared with its blake3 whenever it is read.
+The hidden states that a layer read are removed when it is done. With attention residuals, those that a layer read which
+begins a block are kept for all later layers, and the embedding, which layer 0 reads, is here too. A file is compared
+with its blake3 whenever it is read.
 A run that finds a damaged one begins with the last layer whose files are whole, which is the first one if the hidden
 states before it are gone (`resume`). The states of a dropped window are NaN.
 """
@@ -40,6 +42,7 @@ from k2convert.checkpoint.names import (
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError
+from k2convert.models.names import block_starts
 from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values
 from k2convert.records.document import Count, Digest, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
@@ -96,7 +99,10 @@ _STATES: Final[dict[Purpose, tuple[str, int]]] = {"calibration": ("BF16", 2), "e
 
 
 class WorkFolder:
-    """The work folder of a layer pass. `streams` are the kinds of hidden states, `others` what else a layer keeps."""
+    """The work folder of a layer pass. `streams` are the kinds of hidden states, `others` what else a layer keeps.
+
+    `residual_block` is that of the model's architecture.
+    """
 
     def __init__(
         self,
@@ -105,10 +111,12 @@ class WorkFolder:
         streams: tuple[str, ...] = (HIDDEN,),
         others: tuple[str, ...] = (),
         purpose: Purpose = "calibration",
+        residual_block: int = 0,
     ) -> None:
         self.folder = folder
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
         self._streams = streams
+        self.residual_block = residual_block
         self._outputs = others if purpose == "calibration" else (FIGURES, *others)
         self._log = WorkLog(folder / WORK_FOLDER, LayerStep)
         self._written = dict[str, str]()  # the blake3 of files of the layer in work
@@ -191,9 +199,13 @@ class WorkFolder:
             raise _damaged(damage)
         return self._log.read(_step(layer)).result
 
+    def _states(self, layer: int) -> list[Path]:
+        """Return the files of the hidden states before a layer."""
+        return [self.path(stream, layer) for stream in self._streams]
+
     def _inputs(self, layer: int) -> list[Path]:
         """Return the files that a layer but the first reads."""
-        return [self.path(stream, layer) for stream in self._streams]
+        return [path for number in (*block_starts(layer, self.residual_block), layer) for path in self._states(number)]
 
     def record(self, path: Path, digest: str) -> None:
         """Keep the blake3 of a file that the layer in work writes."""
@@ -256,13 +268,13 @@ class WorkFolder:
         for layer in reversed(range(first, num_layers)):
             self._log.forget(_step(layer))
         for layer in range(first, num_layers):
-            for path in (*(self.path(kind, layer) for kind in self._outputs), *self._inputs(layer + 1)):
+            for path in (*(self.path(kind, layer) for kind in self._outputs), *self._states(layer + 1)):
                 discard_file(path)
 
     def sweep(self, first: int) -> None:
         """Remove the hidden states that no layer from `first` on reads."""
-        for layer in range(first):
-            for path in self._inputs(layer):
+        for layer in set(range(first)) - {*block_starts(first, self.residual_block)}:
+            for path in self._states(layer):
                 discard_file(path)
 
     def remove(self) -> None:

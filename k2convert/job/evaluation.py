@@ -149,11 +149,12 @@ def evaluation_works(path: Path) -> "tuple[WorkFolder, WorkFolder]":
     return of_file, of_result
 
 
-def _work(folder: Path, models: int) -> "WorkFolder":
+def _work(folder: Path, models: int, residual_block: int = 0) -> "WorkFolder":
     from k2convert.evaluation.streamed import stream_of
     from k2convert.forward.work import WorkFolder
 
-    return WorkFolder(folder, streams=tuple(map(stream_of, range(models))), purpose="evaluation")
+    streams = tuple(map(stream_of, range(models)))
+    return WorkFolder(folder, streams=streams, purpose="evaluation", residual_block=residual_block)
 
 
 def _plan(
@@ -177,9 +178,9 @@ def _plan(
     if len(models) > MAX_ROWS:
         raise DestinationError(f"{len(models)} models: an evaluation has at most {MAX_ROWS}. Evaluate fewer at a time.")
     inputs = tuple(one.inputs() for one in found)
-    work = _work(outputs[0].work_folder, len(models))
-    uses_hub = any(one.source.remote is not None for one in found)
     architecture = read_architecture(found[0].checkpoint)
+    work = _work(outputs[0].work_folder, len(models), architecture.residual_block)
+    uses_hub = any(one.source.remote is not None for one in found)
     return EvaluationPlan(
         layer_pass=LayerPass(
             text=text,
@@ -189,7 +190,7 @@ def _plan(
             job=PassJob(_identity(found, by_checkpoint, inputs, text, device_name(text.devices)), text.chunk, {}),
             shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
             models=pass_models(by_checkpoint, [one.place for one in found]),
-            disk_bytes=states_bytes(text.windows.ids.size, architecture.hidden_size, models=len(models)),
+            disk_bytes=states_bytes(text.windows.ids.size, architecture, models=len(models)),
             disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=options.max_disk),
         ),
         checkpoints=found,

@@ -47,7 +47,7 @@ from k2convert.job.resources import (
     xet_bytes,
 )
 from k2convert.machine import available_memory, num_cores, peak_bytes
-from k2convert.models import check_computed, detect_family, read_architecture
+from k2convert.models import check_calibrated, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
@@ -173,7 +173,7 @@ def _planned(options: JobOptions, source: Source, hub: Hub) -> Job:
     checkpoint = source.checkpoint
     recipe = choose_recipe(checkpoint, options.recipe, options.settings)
     if options.text is not None:
-        check_computed(checkpoint)
+        check_calibrated(checkpoint)
     recipe = settle_recipe(recipe, has_text=options.text is not None, to_hub=options.destination.repo is not None)
     text = None
     if options.text is not None:

@@ -88,13 +88,13 @@ def _hints() -> str:
     return " ".join(dict.fromkeys(family.source_hint for family in reversed(FAMILIES)))
 
 
-def check_computed(checkpoint: Checkpoint) -> None:
-    """Refuse a model whose forward pass is not computed (PlanError)."""
+def check_calibrated(checkpoint: Checkpoint) -> None:
+    """Refuse a model that is not calibrated on a text (PlanError)."""
     family = detect_family(checkpoint)
-    if family.not_computed:
+    if family.not_calibrated:
         raise PlanError(
-            f"{checkpoint.folder}: no forward pass of {family.title} is computed: {family.not_computed}. Convert it "
-            "by rule mse or max, without smoothing or text, and check it with `validate`."
+            f"{checkpoint.folder}: {family.title} is not calibrated on a text: {family.not_calibrated}. Convert it "
+            "without --calibrate; `evaluate` measures what 4-bit activations cost."
         )
 
 

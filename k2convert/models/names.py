@@ -89,6 +89,9 @@ def block_starts(layer: int, residual_block: int) -> range:
     return range(0, layer, residual_block) if residual_block else range(0)
 
 
+OUTPUT_MIXTURE: Final = "output_attn_res"
+"""Norm and projection of the mixture that the final norm reads, if a model has attention residuals: X_norm, X_proj."""
+
 AttentionKind = Literal["rotary", "gated", "delta"]
 """Attention with rotary positions; MLA without them, whose output is gated; Kimi Delta Attention (KDA)."""
 
@@ -198,7 +201,7 @@ class Family:
     banks: tuple[str, ...] = ()  # names of a layer's experts in `quantized_layers`; empty: it has no such map
     tensor_parallel_sizes: tuple[int, ...] = ()  # that the model can be split to; empty: any
     least_expert_piece: int = 0  # columns to which vLLM pads what a GPU has of an expert; 0: it pads nothing
-    not_computed: str = ""  # why no forward pass is computed; empty: it is
+    not_calibrated: str = ""  # why it is not calibrated on a text; empty: it is
     fp8_layout: Layout  # in which engines load FP8 beside NVFP4
     fp8_roles: tuple[Role, ...] = (Role.ATTENTION, Role.SHARED_EXPERTS, Role.DENSE_MLP)  # that may become FP8
     has_fp8_blocks: bool = False  # FP8 with a scale for each block of 128 x 128, not for each row

@@ -9,6 +9,9 @@ import torch
 from command import peak_of, run_cli, run_here
 
 from scripts.fixture_maker import K2Shape, make_k2_shaped
+from scripts.fixture_maker.config import write_sidecars
+from scripts.fixture_maker.folder import write_small
+from scripts.fixture_maker.k3 import SIDECARS, K3Shape, tiny_checkpoint
 
 SHAPE = K2Shape(
     hidden=1536, moe_intermediate=256, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
@@ -19,6 +22,22 @@ SHAPE = K2Shape(
 @pytest.fixture(scope="module")
 def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_k2_shaped(tmp_path_factory.mktemp("shaped") / "k2", shape=SHAPE)
+
+
+@pytest.fixture(scope="module")
+def shaped_k3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of K3's proportions, a dense one and two with experts, in blocks of one."""
+    shape = K3Shape(
+        hidden=1536, latent=768, inner=256, dense_inner=4096, experts=8, layers=3, mla=(2,), heads=16, q_lora_rank=256,
+        kv_lora_rank=128, vocabulary=1024, vision_hidden=32, vision_qkv=48, vision_inner=64, vision_blocks=2,
+        vision_positions=8,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("shaped") / "k3"
+    checkpoint = tiny_checkpoint(folder / "none", shape)
+    checkpoint.config["text_config"]["attn_res_block_size"] = 1
+    write_small(checkpoint, folder)
+    write_sidecars(folder, SIDECARS)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +68,7 @@ def test_a_dry_run_says_the_memory(ids: Path, tmp_path: Path, kind: str, request
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cut", "shaped"])
+@pytest.mark.parametrize("kind", ["cut", "shaped", "shaped_k3"])
 def test_the_memory_that_a_dry_run_says_is_enough_for_an_evaluation(
     ids: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -59,6 +78,8 @@ def test_the_memory_that_a_dry_run_says_is_enough_for_an_evaluation(
     said = json.loads(run_cli(*words, "--dry-run", "--json").stdout)["memory_bytes"]
     peak = peak_of(*words, "--quiet")
     assert said > 0.75 * peak, (said / 1e9, peak / 1e9)
+    if kind == "shaped_k3":
+        assert said < 1.25 * peak, (said / 1e9, peak / 1e9)
 
 
 def test_too_much_memory_is_refused(tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,11 @@ import pytest
 
 
 @pytest.fixture(scope="session")
+def k2_cut(cut: Path) -> Path:
+    return cut
+
+
+@pytest.fixture(scope="session")
 def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four windows of 32 token ids."""
     path = tmp_path_factory.mktemp("ids") / "ids.npy"

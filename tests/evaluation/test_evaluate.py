@@ -27,6 +27,7 @@ from k2convert.forward.weights import WeightReader
 from k2convert.hub.client import Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation
 from k2convert.job.opening import TextFiles
+from k2convert.models import read_architecture, vocabulary_size
 from k2convert.plan.recipe import Budget, TextUse
 from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import find_ledger, weights_digest
@@ -36,6 +37,24 @@ from scripts.fixture_maker.folder import read_small, write_small
 from tests.job.crash_runs import crash
 
 SMALL = ("--tokens", "128", "--window", "32", "--device", "cpu")
+
+
+FAMILIES = pytest.mark.parametrize("cut", ["k2_cut", "k3_cut"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def cut(request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of two layers, of Kimi K2, or of K3 in the tests of all FAMILIES."""
+    found: Path = request.getfixturevalue(getattr(request, "param", "k2_cut"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ids(ids: Path, cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token ids of the vocabulary of the checkpoint."""
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.load(ids) % vocabulary_size(open_checkpoint(cut)))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +87,7 @@ def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2
     return out.read_bytes()
 
 
+@FAMILIES
 def test_a_layer_alone_has_the_error_of_the_evaluation(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     """No layer before the first MoE layer is converted, so in both ways it reads the same hidden states.
 
@@ -80,10 +100,12 @@ def test_a_layer_alone_has_the_error_of_the_evaluation(cut: Path, result: Path, 
     request = LayersRequest((1,), windows, tokens.size)
     (alone,) = check_layers(request, source=source, converted=converted, budget=Budget()).layers
     with closing(WeightReader(source)) as reader:
-        hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(tokens)))
+        embedded = embed(reader, torch.as_tensor(tokens))
+        blocks = [embedded][: read_architecture(source).residual_block]
+        hidden = DecoderLayer(reader, 0).run(embedded)
         layer = DecoderLayer(reader, 1)
-        before = layer.attend(hidden)[0]
-        after = layer.run(hidden).flatten(0, 1)
+        before = layer.attend(hidden, blocks)[0]
+        after = layer.run(hidden, blocks=blocks).flatten(0, 1)
     share = float((after - before).double().square().sum() / after.double().square().sum())
     out = tmp_path / "both.json"
     evaluate(cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", out, code=0)
@@ -92,9 +114,11 @@ def test_a_layer_alone_has_the_error_of_the_evaluation(cut: Path, result: Path, 
     for row, variant in zip(rows, (Variant.CONVERTED, Variant.CONVERTED_W4A4), strict=True):
         assert row["layers"][0]["relative_error"] == 0
         expected = share * 10 ** (-alone.error(variant).sqnr_db / 10)
+        assert (expected == 0) == (variant is Variant.CONVERTED and "k3" in cut.name), "a cast changes nothing"
         assert row["layers"][1]["relative_error"] == pytest.approx(expected, rel=1e-4)
 
 
+@FAMILIES
 @pytest.mark.slow
 def test_neither_threads_nor_chunks_change_the_figures(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     two = evaluated(cut, result, ids, tmp_path / "two")
@@ -105,6 +129,7 @@ def test_neither_threads_nor_chunks_change_the_figures(cut: Path, result: Path, 
         assert same.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=1e-3)
 
 
+@FAMILIES
 @pytest.mark.slow
 def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
@@ -116,12 +141,13 @@ def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Pa
     assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
 
 
+@FAMILIES
 def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     ours = Path(shutil.copytree(result, tmp_path / "ours"))
     before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
     done = evaluate(cut, ours, "--text", ids, *SMALL, code=0)
     found = find_evaluation(ours)
-    assert (found.kind, found.reference.name, found.text.windows, found.text.tokens) == ("evaluate", "cut", 4, 128)
+    assert (found.kind, found.reference.name, found.text.windows, found.text.tokens) == ("evaluate", cut.name, 4, 128)
     (row,) = found.rows
     assert (row.model.name, row.model.activations, row.model.kv_cache) == ("ours", "w4a4", None)
     assert f"{row.figures.divergence.mean:.5f}" in done.stdout
@@ -156,6 +182,7 @@ def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path,
     assert not (cut / "evaluation.json").exists()
 
 
+@FAMILIES
 def test_a_dry_run_says_what_it_needs_and_writes_nothing(cut: Path, result: Path, ids: Path) -> None:
     before = sorted(result.rglob("*"))
     done = evaluate(cut, result, "--text", ids, *SMALL, "--dry-run", code=0)
@@ -179,6 +206,7 @@ def begun(cut: Path, result: Path, ids: Path, folder: Path, monkeypatch: pytest.
     return out
 
 
+@FAMILIES
 @pytest.mark.slow
 def test_another_text_is_refused(
     cut: Path, result: Path, ids: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,16 +227,32 @@ def test_another_text_is_refused(
     assert out.read_bytes() == whole
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["layer-001.safetensors", "hidden-1-002.safetensors"])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("cut", "name", "start"),
+    [
+        ("k2_cut", "layer-001", "at the beginning"),
+        ("k3_cut", "hidden-1-000", "at the beginning"),
+        ("k2_cut", "hidden-1-002", "at the beginning"),
+        ("k3_cut", "hidden-1-002", "with layer 1"),  # what it reads is kept for the layers after it
+    ],
+    indirect=["cut"],
+)
 def test_a_damaged_work_file_is_named_and_computed_again(
-    name: str, cut: Path, result: Path, ids: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cut: Path,
+    name: str,
+    start: str,
+    result: Path,
+    ids: Path,
+    whole: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = begun(cut, result, ids, tmp_path, monkeypatch)
-    path = Path(f"{out}.work", name)
-    damage_file(path, "flipped", foreign=cut / "model-00002-of-000005.safetensors")
+    path = Path(f"{out}.work", f"{name}.safetensors")
+    damage_file(path, "flipped", foreign=max(cut.glob("*.safetensors")))
     done = evaluate(cut, result, "--text", ids, *SMALL, "--out", out, code=0)
-    assert f"{path}: damaged: the evaluation starts again at the beginning" in done.stderr
+    assert f"{path}: damaged: the evaluation starts again {start}" in done.stderr
     assert out.read_bytes() == whole
 
 

@@ -68,7 +68,7 @@ def test_scores_are_those_of_all_logits(head: Head, monkeypatch: pytest.MonkeyPa
 
 def test_logits_of_any_size_are_added_without_overflow(head: Head) -> None:
     """The peak of a tile may be far below or above that of the tiles before it."""
-    head._norm *= 1e4
+    head.normed.weight.mul_(1e4)
     found = scored(head, [made_up(0), made_up(3)])
     assert np.isfinite(found["divergence"]).all()
     assert float(found["divergence"][1].max()) > 1000

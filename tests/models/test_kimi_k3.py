@@ -225,21 +225,21 @@ def test_unusable_scales_stop_the_run_by_name(byte: int, expected: str, k3_tiny:
 @pytest.mark.parametrize(
     "command",
     [
-        ("evaluate", "SOURCE", "SOURCE", "--text", "TEXT", "--out", "OUT"),
-        ("evaluate", "SOURCE", "RESULT", "--text", "TEXT", "--out", "OUT"),
         ("run", "SOURCE", "OUT", "--calibrate", "TEXT"),
         ("run", "RESULT", "OUT", "--calibrate", "TEXT"),
     ],
 )
-def test_a_forward_pass_is_refused(command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
+def test_a_calibration_is_refused(command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
     places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out"}
     places |= {"TEXT": tmp_path / "text.jsonl"}
     line = said(run_here(*(places.get(word, word) for word in command), code=1).stderr)
-    assert re.fullmatch(r"error: \S+: no forward pass of Kimi K3 is computed: KDA attention .*`validate`\.\n", line)
+    assert re.fullmatch(
+        r"error: \S+: Kimi K3 is not calibrated on a text: .*\. Convert it without --calibrate; .*\n", line
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
 def test_a_remedy_is_one_that_kimi_k3_has(k3_tiny: Path, tmp_path: Path) -> None:
     line = said(run_here("run", k3_tiny, tmp_path / "out", "--rule", "gptq", "--calibrate", "TEXT", code=1).stderr)
-    assert "Convert it by rule mse or max, without smoothing or text" in line
+    assert "Convert it without --calibrate" in line

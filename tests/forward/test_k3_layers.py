@@ -68,8 +68,8 @@ def assert_same_routing(found: Streamed, theirs: NetworkRun) -> None:
 
 
 @pytest.fixture(scope="module")
-def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_lively_k3(tmp_path_factory.mktemp("lively") / "k3")
+def lively(k3_lively: Path) -> Path:
+    return k3_lively
 
 
 @pytest.fixture(scope="module")
