@@ -35,6 +35,7 @@ def steps(work: Path, *, device: str, experts: int) -> list[Step]:
     todo = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
     bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
     todo.append(Step("Speed", [*bench, "--only", "gptq"]))
+    todo.append(Step("FP8 layers", [PYTHON, "-m", "scripts.bench.fp8_gemm"]))
     layer = work / "layer"
     ids = work / "ids.npy"
     many = work / "many-ids.npy"

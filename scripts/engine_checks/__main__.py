@@ -30,6 +30,7 @@ from scripts.engine_checks.agreement import (
 )
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
+from scripts.engine_checks.fp8 import check_fp8
 from scripts.engine_checks.questions import check_questions
 from scripts.engine_checks.variants import (
     FOUND_BY,
@@ -259,6 +260,9 @@ def main() -> int:
         if engine.name in QUESTIONED:
             wrong = check_questions(engine, QUESTIONED[engine.name], work)
             say(f"{engine.name}, serve commands, exclude lists, formats: {'; '.join(wrong[:5]) or 'ok'}")
+            problems += [f"{engine.name}: {problem}" for problem in wrong]
+            wrong = check_fp8(engine, QUESTIONED[engine.name], work)
+            say(f"{engine.name}, FP8 layers: {'; '.join(wrong[:5]) or 'ok'}")
             problems += [f"{engine.name}: {problem}" for problem in wrong]
     print(report(results, tokens=options.tokens // WINDOW * WINDOW), flush=True)
     for problem in problems:

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from fit_models import K2_SHAPE, fit_on, k3, k3_shape, k3_source, k25, thinking
 
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.choices import ServedKvCache
 from k2convert.deploy.gpus import GIB, GPUS, MIB, Gpu
 from k2convert.deploy.layouts import Parallelism, check_layout
 from k2convert.deploy.memory import Fit, Settings, bytes_per_token, find_holders, fit_layout
-from k2convert.deploy.model import Model
+from k2convert.deploy.model import Model, read_result
 from k2convert.errors import FitError
+from k2convert.models import find_family
 from k2convert.models.names import Role
+from k2convert.plan.plan import plan_conversion
+from k2convert.plan.recipe import load_recipe
 
 GUIDE = Path(__file__).parents[2] / "k2convert" / "guide"
 RTX = GPUS["rtx-pro-6000"]
@@ -255,3 +259,27 @@ def test_a_pipeline_stage_without_kv_cache_is_limited_by_its_states() -> None:
     assert fit.slots_of(1) == min(pool.num_bytes // pool.state_bytes for pool in without)
     assert fit.longest < 1 << 31
     assert fit.pool.kv_bytes_per_token > 0, "the fullest one has a cache"
+
+
+def converted(headers: Path, recipe: str) -> Model:
+    """A model as a recipe converts it, by its headers."""
+    source = open_checkpoint(headers)
+    plan = plan_conversion(source=source, recipe=load_recipe(recipe))
+    outputs = (output for job in plan.jobs for output in job.outputs)
+    return read_result(outputs, family=find_family(plan.family), config=source.config, where="result")
+
+
+@pytest.mark.slow
+def test_fp8_raises_the_bound_of_k2_on_eight_sparks_from_45_to_66(k2_headers: Path) -> None:
+    bandwidth = GPUS["dgx-spark"].bandwidth
+    assert bandwidth is not None
+    for recipe, bound in (("kimi-k2-thinking-nvfp4", 45), ("kimi-k2-thinking-nvfp4-fp8", 66)):
+        read = bytes_per_token(converted(k2_headers, recipe), Parallelism(tensor=8))
+        assert bandwidth / read == pytest.approx(bound, rel=0.02), recipe
+
+
+@pytest.mark.slow
+def test_the_guide_says_what_a_token_of_k3_reads(k3_headers: Path) -> None:
+    page = " ".join((GUIDE / "serve.md").read_text().split())
+    read = [bytes_per_token(converted(k3_headers, f"kimi-k3-nvfp4{end}"), Parallelism()) for end in ("", "-fp8")]
+    assert "read by a token at batch 1 | {:.1f} GB | {:.1f} GB |".format(*(count / 1e9 for count in read)) in page

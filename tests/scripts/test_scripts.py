@@ -50,7 +50,7 @@ def test_a_failed_step_of_the_day_stops_no_other_and_stands_in_the_report(tmp_pa
 def test_every_step_but_the_benchmarks_succeeds_on_a_cpu_too(tmp_path: Path) -> None:
     """With a layer of eight experts. The tests on a GPU are skipped there; the benchmarks of rule gptq need one."""
     (tmp_path / "results").mkdir()
-    benchmarks = ("Speed", "Rule gptq", "Rule gptq, kernel by kernel")
+    benchmarks = ("Speed", "FP8 layers", "Rule gptq", "Rule gptq, kernel by kernel")
     todo = [step for step in steps(tmp_path, device="cpu", experts=8) if step.title not in benchmarks]
     assert run_day(todo, tmp_path / "report.md", "no GPU"), (tmp_path / "report.md").read_text()
 

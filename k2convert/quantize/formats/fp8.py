@@ -27,7 +27,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, bf16_values
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX, decode_e4m3
 
-_CHUNK: Final = 1 << 16  # weights handled at once, so that all arrays stay in the cache
+_CHUNK: Final = 1 << 17  # weights handled at once, so that all arrays stay in the cache
 _INFINITY_BITS: Final = 0x7F80
 _EXPONENT: Final = np.uint32(0x7F800000)
 _SMALLEST_EXPONENT: Final = np.uint32((127 - 6) << 23)  # of E4M3's normal numbers; below it the grid keeps its steps
@@ -126,8 +126,10 @@ def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
 def decode_fp8(weight: Fp8Weight, rows: slice) -> NDArray[np.float64]:
     """Return value * s of some rows, float64 [M, K], exact."""
     scales = weight.scales
+    values = decode_e4m3(weight.codes[rows])
     if scales.shape != (len(weight.codes), 1):
         blocks = np.arange(*rows.indices(len(weight.codes))) // FP8_BLOCK
-        scales = np.repeat(scales[blocks], FP8_BLOCK, axis=1)[:, : weight.codes.shape[1]]
-        return decode_e4m3(weight.codes[rows]) * scales
-    return decode_e4m3(weight.codes[rows]) * scales[rows]
+        values *= np.repeat(scales[blocks], FP8_BLOCK, axis=1)[:, : weight.codes.shape[1]]
+    else:
+        values *= scales[rows]
+    return values

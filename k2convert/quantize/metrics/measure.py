@@ -26,7 +26,7 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight,
 from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
-from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3, row_slices
+from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, mxfp4_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -41,6 +41,7 @@ MIN_SAMPLED_BLOCKS: Final = 4096
 """Of a smaller tensor all rows are compared with `max`, of any tensor at least two. A kernel makes a table for each
 scale that it meets, so few rows cost much more than their share."""
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
+FP8_CHUNK: Final = 1 << 18  # weights in FP8, decoded at once
 SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
 """The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
 
@@ -95,12 +96,15 @@ def measure_fp8(bits: NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
     errors = list[float]()
     num_nonzero = 0
     equal_nonzero = 0
-    for rows in row_slices(*bits.shape):
+    step = max(1, FP8_CHUNK // max(1, bits.shape[1]))
+    for rows in (slice(start, start + step) for start in range(0, len(bits), step)):
         exact = bf16_values(bits[rows]).astype(np.float64)
-        difference = decode_fp8(weight, rows) - exact
-        is_nonzero = exact != 0
-        num_nonzero += int(np.count_nonzero(is_nonzero))
-        equal_nonzero += int(np.count_nonzero(is_nonzero & (difference == 0)))
+        difference = decode_fp8(weight, rows)
+        difference -= exact
+        num_zero = exact.size - int(np.count_nonzero(exact))
+        num_nonzero += exact.size - num_zero
+        equal_nonzero += exact.size - int(np.count_nonzero(difference))
+        equal_nonzero -= int(np.count_nonzero(difference[exact == 0] == 0)) if num_zero else 0
         energies += np.einsum("nk,nk->n", exact, exact).tolist()
         errors += np.einsum("nk,nk->n", difference, difference).tolist()
     sums = Sums(_sum(np.array(energies)), _sum(np.array(errors)), num_nonzero, equal_nonzero, equal_blocks=0)
