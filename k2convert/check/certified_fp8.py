@@ -106,13 +106,15 @@ def largest_of_all(source: Checkpoint, *modules: str) -> F64:
 
 
 def is_known(source: Checkpoint, written: Checkpoint, module: str) -> bool:
-    """Return whether an FP8 weight of another tool has scales that are known here, and is BF16 in the source."""
-    before = source.find(f"{module}.weight")
+    """Return whether an FP8 weight of another tool has scales that are known here, and is in the source."""
+    weight = written.get(f"{module}.weight")
     scales = written.find(f"{module}.weight_scale")
-    if before is None or scales is None or before.dtype != "BF16" or len(before.shape) != 2:
+    if not any(source.find(f"{module}.{name}") for name in ("weight", "weight_packed")):
+        return False
+    if scales is None or len(weight.shape) != 2:
         return False
     try:
-        read_scales(scales, *before.shape)
+        read_scales(scales, *weight.shape)
     except Fault:
         return False
     return True

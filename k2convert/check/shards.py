@@ -32,7 +32,7 @@ from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpoin
 from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import SourceWeight, scale_bits
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
@@ -209,14 +209,16 @@ class _Measurer:
 
     def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> WeightMetrics:
         try:
-            if self.result.modules[module].is_fp8:
-                return self._measure_fp8(module, parts)
-            names = self.result.names
             with remedy(SOURCE_REMEDY):
                 source = load_projection(self.reader.read, projection_of(self.source, place))
                 exponents = self.result.scaling.of_weight(place)
                 if exponents is not None:
                     source = source.divide_columns(exponents, name=module)
+            found = self.result.modules[module]
+            if found.is_fp8:
+                scales = fp8_scales(parts[WEIGHT_SCALE], found.parameters[WEIGHT_SCALE], source.shape[0])
+                return measure_fp8(source, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
+            names = self.result.names
             raw = parts[names.global_scale].tobytes()
             scale = self._global_scale(module, raw)
             packed, scales = parts[names.weight], parts[names.block_scale]
@@ -229,15 +231,6 @@ class _Measurer:
             )
         finally:
             self._room.release()
-
-    def _measure_fp8(self, module: str, parts: Mapping[str, Bytes]) -> WeightMetrics:
-        source = self.source.tensors[f"{module}.{WEIGHT}"]
-        bits = self.reader.read(source).view(np.uint16).reshape(source.shape)
-        place = self.result.modules[module]
-        if (exponents := self.result.scaling.of_weight(place.parts)) is not None:
-            bits = scale_bits(bits, -exponents, name=module)
-        scales = fp8_scales(parts[WEIGHT_SCALE], place.parameters[WEIGHT_SCALE], source.shape[0])
-        return measure_fp8(bits, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
 
     def _global_scale(self, module: str, raw: bytes) -> float:
         """Return g, and note if it is not exact: a divisor is a rounded 1/g, so g is the rule's or the journal's."""

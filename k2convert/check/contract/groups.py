@@ -81,6 +81,15 @@ def nvfp4_targets(result: Result) -> list[str]:
     return [str(target) for named in targets for target in named]
 
 
+def names_other_forms(result: Result) -> bool:
+    """Return whether the config names another form than NVFP4 for weights: in a group, or in ModelOpt's map."""
+    groups = mapping_or_empty(result.declared.get("config_groups")).values()
+    listed = mapping_or_empty(result.declared.get("quantized_layers")).values()
+    forms = [mapping_or_empty(entry).get("quant_algo") for entry in (*groups, *listed)]
+    bits = [_num_bits(group) for group in groups]
+    return any(b not in (None, 4) for b in bits) or any(form is not None and "NVFP4" not in str(form) for form in forms)
+
+
 def _num_bits(group: object) -> object:
     return mapping_or_empty(mapping_or_empty(group).get("weights")).get("num_bits")
 

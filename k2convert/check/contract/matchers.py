@@ -15,13 +15,10 @@ builds, fused projections included. `naming` says how engines rename the modules
   `QuantConfig.is_module_excluded_from_quantization` (models/modeling_utils.py), `KimiK25ForConditionalGeneration`
   (_torch/models/modeling_kimi_k25.py), `apply_quant_config_exclude_modules` (_torch/models/modeling_utils.py).
 
-The module list comes from the headers: every two-dimensional weight of a linear layer, under the names that each
-engine gives its modules, fused ones included. Some engines never quantize some modules whatever the list says (vLLM's
-vision tower, SGLang's projector). The list must exclude them anyway: those exceptions change with versions.
-
-The list need not name routers, and published lists do not. Every engine keeps them unquantized by construction: vLLM's
-`GateLinear` passes `quant_config=None`; SGLang's `MoEGate` and TensorRT-LLM's `DeepseekV3Gate` hold a plain parameter.
-So a router must be a plain float matrix. Rule 1 reports one that has scales.
+The modules are all two-dimensional weights of linear layers, under the names of each engine, fused ones included. Some
+engines never quantize some of them (vLLM's vision tower, SGLang's projector). The list must exclude them anyway: those
+exceptions change with versions. It need not name routers, which every engine keeps unquantized: vLLM's `GateLinear`
+passes `quant_config=None`; SGLang's `MoEGate` and TensorRT-LLM's `DeepseekV3Gate` hold a plain parameter.
 """
 
 import re
@@ -33,13 +30,14 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, Final, cast
 
-from k2convert.check.contract.groups import QUARK, nvfp4_targets
+from k2convert.check.contract.groups import QUARK, names_other_forms, nvfp4_targets
 from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module
 from k2convert.check.contract.result import Result
 from k2convert.check.results import Findings
 from k2convert.checkpoint.layouts.layout import QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, EngineNaming, Role
 
+_Modules = Mapping[tuple[str, bool], bool]
 Fusion = Mapping[str, tuple[str, ...]]
 
 REGEX_MARK: Final = "re:"
@@ -326,6 +324,7 @@ def check_exclude_list(result: Result) -> Findings:
             if entry.startswith(REGEX_MARK):
                 result.habit(found)(entry, "regular expressions match nothing in this layout")
     linears = [module for module in result.modules.values() if _is_linear(module)]
+    others = [] if names_other_forms(result) else result.other_experts  # which else are as the config says
     names: list[str] = []
     problems: dict[str, list[tuple[str, str]]] = {}
     for engine in _engines(result.family.naming, entries, is_modelopt=is_modelopt):
@@ -334,6 +333,8 @@ def check_exclude_list(result: Result) -> Findings:
         if result.selects and (is_modelopt or engine.name != "SGLang"):  # which refuses what has no entry and no target
             modules = {module: is_converted for module, is_converted in modules.items() if is_converted}
         problems[engine.name] = list(_engine_problems(engine, modules))
+        kept = dict.fromkeys(engine_modules(others, engine), False)
+        problems[engine.name] += _engine_problems(engine, kept, "not NVFP4")
     is_loaded = result.is_foreign and not all(problems.values())  # another tool may have made it for one engine
     for name, problem in chain.from_iterable(problems.values()):
         (found.warn if is_loaded else found.error)(name, problem)
@@ -351,7 +352,7 @@ def check_exclude_list(result: Result) -> Findings:
     return found
 
 
-def _engine_problems(engine: Engine, modules: Mapping[tuple[str, bool], bool]) -> Iterator[tuple[str, str]]:
+def _engine_problems(engine: Engine, modules: _Modules, form: str = "BF16") -> Iterator[tuple[str, str]]:
     entries = engine.entries
     for (module, is_moe), is_converted in modules.items():
         name = f"{engine.name}: {module}"
@@ -360,7 +361,7 @@ def _engine_problems(engine: Engine, modules: Mapping[tuple[str, bool], bool]) -
                 excluding = (entry for entry in entries if engine.may_exclude(module, is_moe, [entry]))
                 yield name, f"is quantized, but {next(excluding, 'several entries together')} excludes it"
             elif not is_converted and not engine.excludes(module, is_moe, entries):
-                yield name, "is BF16, but no entry excludes it"
+                yield name, f"is {form}, but no entry excludes it"
         except EngineRefusalError as error:
             yield name, str(error)
 
@@ -375,10 +376,7 @@ def _is_linear(module: Module) -> bool:
 
 
 def engine_modules(linears: Sequence[Module], engine: Engine) -> dict[tuple[str, bool], bool]:
-    """Return whether the engine's modules for the linear layers are converted: a fused one is if any part is.
-
-    The keys are their names, and whether a module is a layer's routed experts.
-    """
+    """Return whether modules of an engine are converted, fused ones if any part is; keys as `Engine` takes them."""
     converted: dict[tuple[str, bool], bool] = defaultdict(bool)
     for module in linears:
         is_moe = module.parts.role is Role.EXPERTS and engine.fuses_experts

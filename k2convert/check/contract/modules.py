@@ -1,6 +1,6 @@
 """The modules of a result, and the form of each: NVFP4, FP8, a copy, or a form of another tool."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -23,8 +23,10 @@ CONVERTED_WHILE_LOADING: Final = {"BF16", "F16", "F32"}
 
 
 Fp8Form = Literal["", "tensor", "rows", "blocks"]
-_FP8_ROLES: Final = (Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.LM_HEAD, Role.LATENT)
-"""Roles outside the routed experts that engines read in FP8."""
+_FP8_ROLES: Final = (
+    Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.LM_HEAD, Role.LATENT,
+)  # fmt: skip
+"""Roles that engines read in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,11 @@ def read_modules(
     """Return the modules by name, from the parameters and the place of each.
 
     The recipe says what is NVFP4 and FP8. Without one, another tool made the result: a weight in a form of its own is
-    left to it, and the experts of a layer are if all of them have that form.
+    left to it, and of the experts of a layer those that have the form of most.
     """
     marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
     roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
-    kept_layers = _kept_layers(parameters, places) if recipe is None else set[int | None]()
+    kept = _kept_experts(parameters, places) if recipe is None else set[str]()
     modules: dict[str, Module] = {}
     for name, found in parameters.items():
         place = places[name]
@@ -81,7 +83,7 @@ def read_modules(
                 own: Fp8Form = "blocks" if family.has_fp8_blocks else "rows"
                 modules[name] = Module(name, place, found, is_converted=False, fp8=own)
                 continue
-        is_kept = recipe is None and (place.role is not Role.EXPERTS or place.layer in kept_layers)
+        is_kept = recipe is None and (place.role is not Role.EXPERTS or name in kept)
         other_form = _other_form(found) if is_kept else ""
         is_plain = is_kept and place.role is Role.EXPERTS
         looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
@@ -91,21 +93,21 @@ def read_modules(
     return modules
 
 
-def _kept_layers(
-    parameters: Mapping[str, Mapping[str, TensorInfo]], places: Mapping[str, TensorName]
-) -> set[int | None]:
-    """Return the layers whose experts are all in one form that is not NVFP4; none if there is no other layer.
+def _kept_experts(parameters: Mapping[str, Mapping[str, TensorInfo]], places: Mapping[str, TensorName]) -> set[str]:
+    """Return the experts that are in the form of most of their layer, if that is not NVFP4.
 
-    An engine loads the experts of a layer in one form.
+    An engine loads the experts of a layer in one form. Where no layer is NVFP4, all should have been.
     """
-    forms: dict[int | None, set[str]] = defaultdict(set)
+    forms: dict[int | None, dict[str, str]] = defaultdict(dict)
     for name, found in parameters.items():
         if places[name].role is Role.EXPERTS:
             weight = found.get(WEIGHT)
             is_plain = set(found) == {WEIGHT} and weight is not None and weight.dtype in CONVERTED_WHILE_LOADING
-            forms[places[name].layer].add(weight.dtype if is_plain and weight is not None else _other_form(found))
-    kept = {layer for layer, found in forms.items() if len(found) == 1 and "" not in found}
-    return kept if len(kept) < len(forms) else set()
+            forms[places[name].layer][name] = weight.dtype if is_plain and weight is not None else _other_form(found)
+    usual = {layer: Counter(of.values()).most_common(1)[0][0] for layer, of in forms.items()}
+    if all(usual.values()):
+        return set()
+    return {name for layer, of in forms.items() for name, form in of.items() if form and form == usual[layer]}
 
 
 def _other_form(parameters: Mapping[str, TensorInfo]) -> str:

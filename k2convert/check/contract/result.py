@@ -41,6 +41,7 @@ from k2convert.models.names import (
     WEIGHT_PACKED,
     Family,
     ModulePlace,
+    Role,
     TensorName,
     column_scaling,
     reads_norm,
@@ -195,15 +196,24 @@ class Result:
         """The modules that are FP8, or should be."""
         return [module for module in self.modules.values() if module.is_fp8]
 
+    @property
+    def other_experts(self) -> list[Module]:
+        """The routed experts that another tool left in a quantized form that is not NVFP4."""
+        return [m for m in self.modules.values() if m.other_form and m.parts.role is Role.EXPERTS]
+
     def is_unjudged(self, name: str) -> bool:
         """Return whether another tool's tensor is not compared with the source: dtype, form, name or use are others."""
         module_name, _, parameter = name.rpartition(".")
         module = self.modules.get(module_name)
         is_other = parameter in KV_SCALES or self.family.expected_name(name) != name or self.is_recast(name)
-        # The certificate compares the numbers of a weight that is decoded here and packed in the source.
-        is_decoded = parameter == WEIGHT and module_name in self.int4_modules
-        is_left = module is not None and (bool(module.other_form) or (is_decoded and not module.is_converted))
-        return self.is_foreign and (is_other or is_left)
+        return self.is_foreign and (is_other or (module is not None and bool(module.other_form)))
+
+    def is_decoded(self, name: str) -> bool:
+        """Return whether another tool decoded a weight that is packed in the source; the certificate compares it."""
+        module_name, _, parameter = name.rpartition(".")
+        module = self.modules.get(module_name)
+        is_packed = parameter == WEIGHT and module_name in self.int4_modules
+        return self.is_foreign and is_packed and module is not None and not module.is_converted
 
     def is_recast(self, name: str) -> bool:
         """Return whether a copied tensor is in another dtype than the source's, which engines convert while loading."""

@@ -85,7 +85,7 @@ def check_names(result: Result) -> Findings:
             name = f"{module.name}.{parameter}"
             if module.is_fp8 and parameter in FP8_PARAMETERS:
                 continue
-            if name not in result.source.tensors and not result.is_unjudged(name):
+            if not (name in result.source.tensors or result.is_unjudged(name) or result.is_decoded(name)):
                 new = "a new name" if module.name in allowed else "a new module"
                 found.error(name, f"{new} ({tensor.shard}), not in the source")
     for what, count in others.items():

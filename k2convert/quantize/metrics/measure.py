@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight, bf16_values
+from k2convert.quantize.formats.bf16 import Bf16Weight, Magnitude, SourceWeight
 from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
@@ -87,8 +87,8 @@ def measure_quantized(
     )
 
 
-def measure_fp8(bits: NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
-    """Measure an FP8 weight [N, K] against BF16 bits uint16 [N, K].
+def measure_fp8(source: SourceWeight, weight: Fp8Weight) -> WeightMetrics:
+    """Measure an FP8 weight [N, K] against a weight of the source.
 
     There are no blocks. The error is NaN if a code or a scale is not finite.
     """
@@ -96,9 +96,9 @@ def measure_fp8(bits: NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
     errors = list[float]()
     num_nonzero = 0
     equal_nonzero = 0
-    step = max(1, FP8_CHUNK // max(1, bits.shape[1]))
-    for rows in (slice(start, start + step) for start in range(0, len(bits), step)):
-        exact = bf16_values(bits[rows]).astype(np.float64)
+    step = max(1, FP8_CHUNK // max(1, source.shape[1]))
+    for rows in (slice(start, start + step) for start in range(0, source.shape[0], step)):
+        exact = source.select(rows).values().astype(np.float64)
         difference = decode_fp8(weight, rows)
         difference -= exact
         num_zero = exact.size - int(np.count_nonzero(exact))
@@ -108,7 +108,7 @@ def measure_fp8(bits: NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
         energies += np.einsum("nk,nk->n", exact, exact).tolist()
         errors += np.einsum("nk,nk->n", difference, difference).tolist()
     sums = Sums(_sum(np.array(energies)), _sum(np.array(errors)), num_nonzero, equal_nonzero, equal_blocks=0)
-    return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=bits.size)
+    return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=math.prod(source.shape))
 
 
 def metrics_of(sums: Sums, block_scales: NDArray[np.uint8]) -> WeightMetrics:

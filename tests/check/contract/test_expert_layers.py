@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from converted import Converted, Kind, copy_of, next_number, validate
+from converted import Converted, Kind, copy_of, validate
 from other_tools import F8, MODELOPT, PACKED, foreign, in_both, tensors
 
 from k2convert.check.results import ValidationReport, Verdict
@@ -88,10 +88,16 @@ def excluded_elsewhere(found: Converted) -> None:
     in_both(lambda q, key: q[key].append("*mlp.experts*"))(found.folder)
 
 
+def another(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the next number of its dtype in one place."""
+    tensor.view(torch.int16)[3, 5] += 1
+    return tensor
+
+
 def wrong_number(found: Converted) -> None:
     keep(found, "BF16")
     name = f"{found.expert(1, 2, 'up')}.weight"
-    tensors(lambda n, t: {n: next_number(t)} if n == name else None)(found.folder)
+    tensors(lambda n, t: {n: another(t)} if n == name else None)(found.folder)
 
 
 def transposed(found: Converted) -> None:
@@ -106,6 +112,22 @@ def missing(found: Converted) -> None:
     tensors(lambda n, _: {} if n == name else None)(found.folder)
 
 
+def one_odd(found: Converted) -> None:
+    keep(found, "BF16")
+    name = f"{found.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: t.to(F8)} if n == name else None)(found.folder)
+
+
+def fp8_not_excluded(found: Converted) -> None:
+    keep(found, "FP8", excluded=False)
+
+
+def wrong_scale(found: Converted) -> None:
+    keep(found, "FP8")
+    name = f"{found.expert(1, 2, 'up')}.weight_scale"
+    tensors(lambda n, t: {n: 1.5 * t} if n == name else None)(found.folder)
+
+
 def no_scale(found: Converted) -> None:
     keep(found, "FP8")
     name = f"{found.expert(1, 2, 'up')}.weight_scale"
@@ -117,9 +139,12 @@ FAULTS: dict[str, tuple[Callable[[Converted], None], set[int], str]] = {
     "no entry excludes it": (not_excluded, {14}, "is BF16, but no entry excludes it"),
     "an entry excludes others too": (excluded_elsewhere, {14}, "is quantized, but *mlp.experts* excludes it"),
     "a wrong number": (wrong_number, set(), ""),
+    "one odd projection": (one_odd, {1, 14}, ""),
     "another shape": (transposed, {9}, "has the shape"),
     "a missing projection": (missing, {1}, "missing"),
     "FP8 without scales": (no_scale, {1}, "is F8_E4M3, but has no scale"),
+    "FP8 that no entry excludes": (fp8_not_excluded, {14}, "is not NVFP4, but no entry excludes it"),
+    "a wrong scale of FP8": (wrong_scale, {18}, "is below the budget"),
 }
 
 
@@ -133,6 +158,8 @@ def test_a_fault_in_such_a_layer_fails(name: str, convert: Callable[[Kind], Conv
     assert not report.passed
     assert rules <= set(report.contract.failed), report.contract.failed
     assert words in said(report, Verdict.FAIL)
+    missing = [o for o in report.contract.rules[0].offenders if "missing" in o.problem]
+    assert len(missing) <= 9, "only what is not as the rest of its layer"
     if not rules:
         assert list(report.weights.certificate.mismatches) == [f"{found.expert(1, 2, 'up')}.weight"]
 

@@ -258,7 +258,7 @@ def nothing_listed(config: dict[str, Any], _: str) -> None:
 
 def other_groups(config: dict[str, Any]) -> None:
     for group in config["config_groups"].values():
-        if group["weights"]["num_bits"] == 4:
+        if group.get("weights", {}).get("num_bits") == 4:
             group["weights"]["group_size"] = 32
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import bf16_bits
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
 from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8, quantize_fp8, quantize_fp8_blocks
 from k2convert.quantize.metrics.measure import measure_fp8
 
@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_are_refused(bits: int) -> None:
 def test_figures_are_those_of_the_decoded_values() -> None:
     bits = edges()[3:]
     weight = quantize_fp8(bits, name="weight")
-    found = measure_fp8(bits, weight)
+    found = measure_fp8(Bf16Weight(bits), weight)
     exact = in_torch(bits).double().numpy()
     error = decode_fp8(weight, slice(None)) - exact
     assert found.num_weights == bits.size
@@ -193,4 +193,4 @@ def test_powers_of_two_lose_nothing_where_engines_make_them() -> None:
     bits = bf16_bits(np.random.default_rng(7).standard_normal((512, 512)).astype(np.float32))
     weight = quantize_fp8_blocks(bits, name="weight", partner=None)
     assert np.array_equal(np.frexp(weight.scales)[0], np.full(weight.scales.shape, 0.5))
-    assert measure_fp8(bits, weight).sqnr_db > 31.4
+    assert measure_fp8(Bf16Weight(bits), weight).sqnr_db > 31.4
