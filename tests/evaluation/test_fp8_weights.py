@@ -126,3 +126,23 @@ def test_fp8_of_another_form_is_refused(form: str, cut: Path, mixed: Path, ids: 
     folder = write_small(checkpoint, tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"is F8_E4M3 .* Only FP8 as k2convert writes it"):
         k2convert.evaluate(cut, [folder], [ids], out=tmp_path / "out.json", **WINDOW)
+
+
+@torch.inference_mode()
+def test_a_weight_in_blocks_has_inputs_rounded_for_128_columns(k3_tiny: Path, tmp_path: Path) -> None:
+    """As ModelOpt's FP8_PB_WO, which engines read: one scale for each block, and one for 128 inputs of a token."""
+    folder = convert(k3_tiny, tmp_path / "out", fp8=("attention",))
+    reader = WeightReader(open_checkpoint(folder))
+    for name in ("1.self_attn.q_proj", "1.self_attn.o_proj", "3.self_attn.kv_a_proj_with_mqa"):
+        module = f"language_model.model.layers.{name}"
+        stored = read_small(folder).tensors()
+        codes, scales = stored[f"{module}.weight"], stored[f"{module}.weight_scale"]
+        rows, columns = codes.shape
+        spread = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        weight = reader.read_fp8(module)
+        torch.testing.assert_close(weight.decode(), codes.float() * spread, rtol=0, atol=0)
+        torch.testing.assert_close(weight.rows(7, 40), weight.decode()[7:40], rtol=0, atol=0)
+        x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, columns)
+        rounded = torch.cat([round_input(nn.Identity(), (part,))[0] for part in x.split(128, dim=1)], dim=1)
+        torch.testing.assert_close(weight.linear(x), rounded @ weight.decode().T, rtol=1e-4, atol=1e-4)
+    reader.close()

@@ -123,10 +123,10 @@ def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
     return (steps + ((exponents - _SMALLEST_EXPONENT) >> np.uint32(20))).astype(np.uint8)
 
 
-def decode_fp8(weight: Fp8Weight, rows: slice) -> NDArray[np.float64]:
-    """Return value * s of some rows, float64 [M, K], exact."""
+def decode_fp8(weight: Fp8Weight, rows: slice, *, out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """Return value * s of some rows, float64 [M, K], exact; in `out` if it is given."""
     scales = weight.scales
-    values = decode_e4m3(weight.codes[rows])
+    values = decode_e4m3(weight.codes[rows], out=out)
     if scales.shape != (len(weight.codes), 1):
         blocks = np.arange(*rows.indices(len(weight.codes))) // FP8_BLOCK
         values *= np.repeat(scales[blocks], FP8_BLOCK, axis=1)[:, : weight.codes.shape[1]]

@@ -41,7 +41,7 @@ MIN_SAMPLED_BLOCKS: Final = 4096
 """Of a smaller tensor all rows are compared with `max`, of any tensor at least two. A kernel makes a table for each
 scale that it meets, so few rows cost much more than their share."""
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
-FP8_CHUNK: Final = 1 << 18  # weights in FP8, decoded at once
+FP8_CHUNK: Final = 1 << 16  # weights in FP8, decoded at once
 SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
 """The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
 
@@ -96,10 +96,14 @@ def measure_fp8(source: SourceWeight, weight: Fp8Weight) -> WeightMetrics:
     errors = list[float]()
     num_nonzero = 0
     equal_nonzero = 0
-    step = max(1, FP8_CHUNK // max(1, source.shape[1]))
-    for rows in (slice(start, start + step) for start in range(0, source.shape[0], step)):
-        exact = source.select(rows).values().astype(np.float64)
-        difference = decode_fp8(weight, rows)
+    rows, columns = source.shape
+    step = max(1, FP8_CHUNK // max(1, columns))
+    buffers = np.empty((2, step, columns))  # made once: pages of memory cost as much as the arithmetic
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        exact, difference = buffers[:, : some.stop - start]
+        exact[:] = source.select(some).values()
+        decode_fp8(weight, some, out=difference)
         difference -= exact
         num_zero = exact.size - int(np.count_nonzero(exact))
         num_nonzero += exact.size - num_zero

@@ -159,7 +159,7 @@ class Vllm:
         yield Layer("layers.1.self_attn.in_proj_qkvgfab", in_proj, kda, HIDDEN)
         yield from _k3(merged, column, row)
 
-    def load(self, made: Any, tensors: list[tuple[Tensor, Tensor]]) -> None:
+    def load(self, made: Any, _name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
         for number, pair in enumerate(tensors):
             for parameter, tensor in zip((made.weight, made.weight_scale), pair, strict=True):
                 shard = (number,) if len(tensors) > 1 else ()
@@ -185,7 +185,11 @@ class Sglang:
             config = self.packed.CompressedTensorsConfig.from_config(stated)
             config.packed_modules_mapping = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
             return config
-        return self.modelopt.ModelOptMixedPrecisionConfig.from_config(stated)
+        from sglang.srt.models.kimi_k3 import KimiK3ForConditionalGeneration
+
+        config = self.modelopt.ModelOptMixedPrecisionConfig.from_config(stated)
+        config.packed_modules_mapping = KimiK3ForConditionalGeneration.packed_modules_mapping
+        return config
 
     def parallel(self, size: int, rank: int) -> ExitStack:
         stack = ExitStack()
@@ -232,7 +236,7 @@ class Sglang:
         yield Layer("layers.1.self_attn.b_proj", beta, ((96, COLUMN),), HIDDEN)
         yield from _k3(merged, column, row)
 
-    def load(self, made: Any, tensors: list[tuple[Tensor, Tensor]]) -> None:
+    def load(self, made: Any, name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
         scales = getattr(made, "weight_scale_inv", None)
         in_blocks = scales is not None
         if scales is None:
@@ -245,7 +249,7 @@ class Sglang:
         for number, (codes, scale) in enumerate(pairs):
             shard = (number,) if len(pairs) > 1 else ()
             made.weight.weight_loader(made.weight, codes, *shard)
-            if made.prefix.endswith(".b_proj"):  # all ranks share one row of blocks (load_weights of kimi_k3)
+            if name.endswith(".b_proj"):  # all ranks share one row of blocks (load_weights of kimi_k3)
                 scales.data.copy_(scale)
             else:
                 scales.weight_loader(scales, scale, *shard)
@@ -299,7 +303,7 @@ def wrong_rows(
                row_of_scales=row if number >= layer.shared_from else None)
         for number, (rows, _) in enumerate(layer.parts)
     ]  # fmt: skip
-    engine.load(made, tensors)
+    engine.load(made, layer.name, tensors)
     found = engine.found(made)
     done = 0
     wrong = 0
