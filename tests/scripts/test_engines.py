@@ -19,6 +19,7 @@ from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint
 from scripts.engine_checks.clients.outcome import Outcome
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import QUARK, STEPS
+from scripts.engine_checks.fp8 import configs
 from scripts.engine_checks.variants import (
     BANK_MISSING,
     FOUND_BY,
@@ -147,3 +148,11 @@ def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
     assert (result.title, result.num_checks, result.failed) == ("SGLang 1", 2, ("two: wrong",))
     out = run_client(task, tmp_path / "no-environments", tmp_path / "request.json")
     assert "the client stopped" in read_result(task, out, None).failed[0]
+
+
+def test_fp8_layers_are_asked_about_with_the_configs_that_are_written(tmp_path: Path) -> None:
+    found = configs(tmp_path)
+    assert found["k2"]["format"] == "mixed-precision"
+    layers = found["k3"]["quantized_layers"]
+    assert layers["model.layers.3.self_attn.fused_qkv_a_proj_with_mqa"] == {"quant_algo": "FP8_PB_WO"}
+    assert layers["model.layers.1.mlp.experts"]["quant_algo"] == "NVFP4"
