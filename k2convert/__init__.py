@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # importing this package takes no time: the command has to ca
 
     AnyPath: TypeAlias = str | bytes | PathLike[str] | PathLike[bytes]
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> object:
