@@ -170,7 +170,7 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
     ("change", "problem"),
     [
         (lambda q: q["quantized_layers"].pop(BANKS[0]), "rule 11 fail"),
-        (lambda q: q["quantized_layers"].update({"model.layers.9.mlp.experts": {}}), "no converted layer has this name"),
+        (lambda q: q["quantized_layers"].update({"model.layers.9.mlp.experts": {}}), "no converted layer has this"),
         (lambda q: q["quantized_layers"][BANKS[3]].update(quant_algo="W4A16_NVFP4"), "rule 11 fail"),
         (lambda q: q.update(quant_method="modelopt"), "quant_method: 'modelopt', expected 'modelopt_mixed'"),
         (lambda q: q["ignore"].append("*.experts"), "is quantized, but *.experts excludes it"),
