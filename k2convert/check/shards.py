@@ -32,7 +32,7 @@ from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpoin
 from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import SourceWeight
+from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
@@ -217,7 +217,8 @@ class _Measurer:
             found = self.result.modules[module]
             if found.is_fp8:
                 scales = fp8_scales(parts[WEIGHT_SCALE], found.parameters[WEIGHT_SCALE], source.shape[0])
-                return measure_fp8(source, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
+                exact = source.bits if type(source) is Bf16Weight else source
+                return measure_fp8(exact, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
             names = self.result.names
             raw = parts[names.global_scale].tobytes()
             scale = self._global_scale(module, raw)

@@ -35,6 +35,7 @@ from k2convert.quantize.formats.fp8 import quantize_fp8
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import Mxfp4Weight
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX
+from k2convert.quantize.kernels.cpu import encode_fp8
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
 _NUMBERS: Final = ("BF16", "F32", "F16")
@@ -333,7 +334,7 @@ class WeightReader:
         weight = self.info(f"{module}.{WEIGHT}")
         if self._is_made_fp8(module):
             bits = self.read(weight.name).view(torch.uint16).numpy()
-            made = quantize_fp8(bits, name=f"{weight.shard}: {weight.name}")
+            made = quantize_fp8(bits, name=f"{weight.shard}: {weight.name}", encode=encode_fp8)
             return Fp8Weight(torch.as_tensor(made.codes), torch.as_tensor(made.scales))
         scales = self.info(f"{module}.{WEIGHT_SCALE}")
         rows, *columns = weight.shape

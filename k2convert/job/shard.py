@@ -28,8 +28,9 @@ from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Fp8Step, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
+from k2convert.quantize.formats.bf16 import SourceWeight
 from k2convert.quantize.formats.fp8 import quantize_fp8, quantize_fp8_blocks
+from k2convert.quantize.kernels.cpu import encode_fp8
 from k2convert.quantize.metrics.measure import measure_fp8, measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
@@ -302,12 +303,12 @@ class _Work:
         try:
             if step.has_blocks:
                 partner = others[0].view(np.uint16).reshape(-1, tensor.shape[1]) if others else None
-                weight = quantize_fp8_blocks(bits, name=name, partner=partner)
+                weight = quantize_fp8_blocks(bits, name=name, partner=partner, encode=encode_fp8)
             else:
-                weight = quantize_fp8(bits, name=name)
+                weight = quantize_fp8(bits, name=name, encode=encode_fp8)
         except FormatError as error:
             raise MalformedFileError(str(error)) from None
-        record = ProjectionRecord(step.module, step.role, 1.0, measure_fp8(Bf16Weight(bits), weight))
+        record = ProjectionRecord(step.module, step.role, 1.0, measure_fp8(bits, weight))
         return [weight.codes.reshape(-1), weight.scales.reshape(-1).view(np.uint8)], [record]
 
 

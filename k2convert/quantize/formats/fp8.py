@@ -16,6 +16,7 @@ torch.float8_e4m3fn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,9 +43,36 @@ class Fp8Weight:
     scales: NDArray[np.float32]
 
 
-def quantize_fp8(bits: NDArray[np.uint16], *, name: str) -> Fp8Weight:
+def encode_fp8(bits: NDArray[np.uint16], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the codes uint8 of BF16 bits [M, K] under scales [M, 1] of rows, or [1, C] of one row of blocks."""
+    if scales.shape[1] > 1:
+        scales = np.repeat(scales, FP8_BLOCK, axis=1)[:, : bits.shape[1]]
+    sizes = bf16_values(bits & np.uint16(MAGNITUDE_BITS)) / scales
+    signs = (bits >> np.uint16(8)).astype(np.uint8) & np.uint8(0x80)
+    return _nearest_codes(sizes) | signs
+
+
+def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the codes uint8 0..0x7E of float32 sizes >= 0, ties to the even code, at most 448. It changes `sizes`.
+
+    A power of two, 2**20 times that of the number, is added. The sum has E4M3's three bits of mantissa, so FP32's own
+    addition rounds, also in the range of subnormal numbers, whose step is that of the smallest exponent.
+    """
+    np.minimum(sizes, np.float32(E4M3_MAX), out=sizes)
+    exponents = np.maximum(sizes.view(np.uint32) & _EXPONENT, _SMALLEST_EXPONENT)
+    added = exponents + _DROPPED
+    sizes += added.view(np.float32)
+    steps = sizes.view(np.uint32) - added  # 0..16 steps of 1/8 of the power of two
+    return (steps + ((exponents - _SMALLEST_EXPONENT) >> np.uint32(20))).astype(np.uint8)
+
+
+Encode = Callable[[NDArray[np.uint16], NDArray[np.float32]], NDArray[np.uint8]]
+"""Makes codes as `encode_fp8` does."""
+
+
+def quantize_fp8(bits: NDArray[np.uint16], *, name: str, encode: Encode = encode_fp8) -> Fp8Weight:
     """Quantize a BF16 weight with a scale for each row, uint16 bits [N, K]; FormatError, naming it, if it has NaN or
-    infinite values.
+    infinite values. `encode` is `encode_fp8`, or the kernel that gives the same codes.
     """
     rows, columns = bits.shape
     codes = np.empty((rows, columns), dtype=np.uint8)
@@ -55,11 +83,13 @@ def quantize_fp8(bits: NDArray[np.uint16], *, name: str) -> Fp8Weight:
         magnitudes = bits[some] & np.uint16(MAGNITUDE_BITS)
         amax = _finite(magnitudes.max(axis=1, keepdims=True, initial=0), name)
         scales[some] = np.where(amax > 0, amax / np.float32(E4M3_MAX), np.float32(1))
-        codes[some] = _codes(bits[some], scales[some])
+        codes[some] = encode(bits[some], scales[some])
     return Fp8Weight(codes, scales)
 
 
-def quantize_fp8_blocks(bits: NDArray[np.uint16], *, name: str, partner: NDArray[np.uint16] | None) -> Fp8Weight:
+def quantize_fp8_blocks(
+    bits: NDArray[np.uint16], *, name: str, partner: NDArray[np.uint16] | None, encode: Encode = encode_fp8
+) -> Fp8Weight:
     """Quantize a BF16 weight with a scale for each block, uint16 bits [N, K]; raises as `quantize_fp8` does.
 
     With a `partner` [M, K], the blocks of a column have one scale in all rows of both weights.
@@ -69,9 +99,9 @@ def quantize_fp8_blocks(bits: NDArray[np.uint16], *, name: str, partner: NDArray
         both = np.concatenate((_block_amax(bits, name), _block_amax(partner, name)))
         scales[:] = _powers_of_two(both.max(axis=0))
     codes = np.empty(bits.shape, dtype=np.uint8)
-    for number, row in enumerate(scales):
+    for number in range(len(scales)):
         some = slice(number * FP8_BLOCK, (number + 1) * FP8_BLOCK)
-        codes[some] = _codes(bits[some], np.repeat(row, FP8_BLOCK)[: bits.shape[1]])
+        codes[some] = encode(bits[some], scales[number : number + 1])
     return Fp8Weight(codes, scales)
 
 
@@ -102,31 +132,10 @@ def _finite(largest: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
     return bf16_values(largest)
 
 
-def _codes(bits: NDArray[np.uint16], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the codes uint8 of BF16 bits under scales that broadcast to them."""
-    sizes = bf16_values(bits & np.uint16(MAGNITUDE_BITS)) / scales
-    signs = (bits >> np.uint16(8)).astype(np.uint8) & np.uint8(0x80)
-    return _nearest_codes(sizes) | signs
-
-
-def _nearest_codes(sizes: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the codes uint8 0..0x7E of float32 sizes >= 0, ties to the even code, at most 448. It changes `sizes`.
-
-    A power of two, 2**20 times that of the number, is added. The sum has E4M3's three bits of mantissa, so FP32's own
-    addition rounds, also in the range of subnormal numbers, whose step is that of the smallest exponent.
-    """
-    np.minimum(sizes, np.float32(E4M3_MAX), out=sizes)
-    exponents = np.maximum(sizes.view(np.uint32) & _EXPONENT, _SMALLEST_EXPONENT)
-    added = exponents + _DROPPED
-    sizes += added.view(np.float32)
-    steps = sizes.view(np.uint32) - added  # 0..16 steps of 1/8 of the power of two
-    return (steps + ((exponents - _SMALLEST_EXPONENT) >> np.uint32(20))).astype(np.uint8)
-
-
-def decode_fp8(weight: Fp8Weight, rows: slice, *, out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Return value * s of some rows, float64 [M, K], exact; in `out` if it is given."""
+def decode_fp8(weight: Fp8Weight, rows: slice) -> NDArray[np.float64]:
+    """Return value * s of some rows, float64 [M, K], exact."""
     scales = weight.scales
-    values = decode_e4m3(weight.codes[rows], out=out)
+    values = decode_e4m3(weight.codes[rows])
     if scales.shape != (len(weight.codes), 1):
         blocks = np.arange(*rows.indices(len(weight.codes))) // FP8_BLOCK
         values *= np.repeat(scales[blocks], FP8_BLOCK, axis=1)[:, : weight.codes.shape[1]]

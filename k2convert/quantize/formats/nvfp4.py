@@ -105,9 +105,9 @@ def encode_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.where(values < SMALLEST_NORMAL, subnormal, rounded.astype(np.int64) - _BIAS_BITS).astype(np.uint8)
 
 
-def decode_e4m3(scale_bytes: NDArray[np.uint8], *, out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Return the float64 values of E4M3 bytes (uint8), of the same shape; in `out` if it is given."""
-    return np.take(_VALUES, scale_bytes, out=out, mode="clip")  # no byte is out of range, so nothing is clipped
+def decode_e4m3(scale_bytes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the float64 values of E4M3 bytes (uint8), of the same shape."""
+    return np.take(_VALUES, scale_bytes, mode="clip")  # no byte is out of range, so nothing is clipped
 
 
 def _all_values() -> NDArray[np.float64]:

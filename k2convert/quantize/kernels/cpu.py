@@ -17,9 +17,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE, Rule
+from k2convert.choices import BLOCK_SIZE, FP8_BLOCK, Rule
 from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.bf16 import Magnitude, SourceWeight, bf16_values
+from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES, Int4Weight, check_int4_scales
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, check_exponent, check_mxfp4_scales
 from k2convert.quantize.formats.nvfp4 import (
@@ -149,6 +150,30 @@ def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weig
     sizes = columns // 2, columns // BLOCK_SIZE
     packed, scales = (BUFFERS.empty(rows * size).reshape(rows, size) for size in sizes)
     return Nvfp4Weight(packed, scales, global_scale)
+
+
+def encode_fp8(bits: NDArray[np.uint16], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return what formats.fp8.encode_fp8 does."""
+    codes = np.empty(bits.shape, dtype=np.uint8)
+    if codes.size:
+        _cpu.encode_fp8(flat(bits), *_fp8_scales(scales, *bits.shape), flat(codes))
+    return codes
+
+
+def fp8_sums(bits: NDArray[np.uint16], weight: Fp8Weight) -> tuple[NDArray[np.float64], NDArray[np.float64], int, int]:
+    """Return w**2 and the squared error of an FP8 weight added up by row, float64 [N], and the counts of a Sums."""
+    energies, errors = np.zeros(len(bits)), np.zeros(len(bits))
+    if not bits.size:
+        return energies, errors, 0, 0
+    scales = _fp8_scales(weight.scales, *bits.shape)
+    return energies, errors, *_cpu.measure_fp8(flat(bits), flat(weight.codes), *scales, energies, errors)
+
+
+def _fp8_scales(scales: NDArray[np.float32], rows: int, columns: int) -> tuple[NDArray[np.float32], int, int]:
+    """Return a scale for each group of columns of each row, the columns of a row, and those of a group."""
+    if scales.shape == (rows, 1):
+        return flat(scales), columns, columns
+    return flat(np.repeat(scales, FP8_BLOCK, axis=0)[:rows]), columns, FP8_BLOCK
 
 
 def flat(array: NDArray[Any]) -> NDArray[Any]:

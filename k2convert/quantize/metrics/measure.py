@@ -28,7 +28,7 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, mxfp4_counts
+from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, fp8_sums, mxfp4_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
@@ -41,7 +41,6 @@ MIN_SAMPLED_BLOCKS: Final = 4096
 """Of a smaller tensor all rows are compared with `max`, of any tensor at least two. A kernel makes a table for each
 scale that it meets, so few rows cost much more than their share."""
 CHUNK_GROUPS: Final = 1 << 15  # of MXFP4, decoded at once
-FP8_CHUNK: Final = 1 << 16  # weights in FP8, decoded at once
 SCALE_VALUES: Final = np.ldexp(1.0, np.arange(256) - SCALE_BIAS)
 """The number of every MXFP4 scale byte, float64 [256]; the last is refused before."""
 
@@ -87,31 +86,20 @@ def measure_quantized(
     )
 
 
-def measure_fp8(source: SourceWeight, weight: Fp8Weight) -> WeightMetrics:
-    """Measure an FP8 weight [N, K] against a weight of the source.
+def measure_fp8(source: SourceWeight | NDArray[np.uint16], weight: Fp8Weight) -> WeightMetrics:
+    """Measure an FP8 weight [N, K] against BF16 bits uint16 [N, K], or against a packed weight.
 
     There are no blocks. The error is NaN if a code or a scale is not finite.
     """
-    energies = list[float]()
-    errors = list[float]()
-    num_nonzero = 0
-    equal_nonzero = 0
-    rows, columns = source.shape
-    step = max(1, FP8_CHUNK // max(1, columns))
-    buffers = np.empty((2, step, columns))  # made once: pages of memory cost as much as the arithmetic
-    for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        exact, difference = buffers[:, : some.stop - start]
-        exact[:] = source.select(some).values()
-        decode_fp8(weight, some, out=difference)
-        difference -= exact
-        num_zero = exact.size - int(np.count_nonzero(exact))
-        num_nonzero += exact.size - num_zero
-        equal_nonzero += exact.size - int(np.count_nonzero(difference))
-        equal_nonzero -= int(np.count_nonzero(difference[exact == 0] == 0)) if num_zero else 0
-        energies += np.einsum("nk,nk->n", exact, exact).tolist()
-        errors += np.einsum("nk,nk->n", difference, difference).tolist()
-    sums = Sums(_sum(np.array(energies)), _sum(np.array(errors)), num_nonzero, equal_nonzero, equal_blocks=0)
+    if isinstance(source, np.ndarray):
+        energies, errors, num_nonzero, equal_nonzero = fp8_sums(source, weight)
+    else:  # of another tool
+        exact = source.values().astype(np.float64)
+        difference = decode_fp8(weight, slice(None)) - exact
+        energies, errors = ((terms**2).sum(axis=1) for terms in (exact, difference))
+        num_nonzero = int(np.count_nonzero(exact))
+        equal_nonzero = int(np.count_nonzero((exact != 0) & (difference == 0)))
+    sums = Sums(_sum(energies), _sum(errors), num_nonzero, equal_nonzero, equal_blocks=0)
     return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=math.prod(source.shape))
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
-from k2convert.quantize.formats.fp8 import Fp8Weight, decode_fp8, quantize_fp8, quantize_fp8_blocks
+from k2convert.quantize.formats.bf16 import bf16_bits
+from k2convert.quantize.formats.fp8 import Encode, Fp8Weight, decode_fp8, encode_fp8, quantize_fp8, quantize_fp8_blocks
+from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_fp8
 
 FINITE = np.arange(0x7F80, dtype=np.uint16)
@@ -45,10 +46,14 @@ def in_torch(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
+ENCODERS = {"definition": encode_fp8, "kernel": cpu.encode_fp8}
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
 @pytest.mark.parametrize("name", ROWS)
-def test_it_is_torch_s_cast_under_the_largest_value_of_each_row(name: str) -> None:
+def test_it_is_torch_s_cast_under_the_largest_value_of_each_row(name: str, encode: Encode) -> None:
     bits = ROWS[name]()
-    weight = quantize_fp8(bits, name=name)
+    weight = quantize_fp8(bits, name=name, encode=encode)
     values = in_torch(bits).float()
     largest = values.abs().amax(dim=1, keepdim=True) if len(values) else torch.empty(0, 1)
     scales = torch.where(largest > 0, largest / 448, 1.0)
@@ -91,7 +96,7 @@ def test_values_that_are_not_finite_are_refused(bits: int) -> None:
 def test_figures_are_those_of_the_decoded_values() -> None:
     bits = edges()[3:]
     weight = quantize_fp8(bits, name="weight")
-    found = measure_fp8(Bf16Weight(bits), weight)
+    found = measure_fp8(bits, weight)
     exact = in_torch(bits).double().numpy()
     error = decode_fp8(weight, slice(None)) - exact
     assert found.num_weights == bits.size
@@ -120,10 +125,11 @@ def spread(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
 
 
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks_are_torch_s_cast_under_the_least_power_of_two(shape: tuple[int, int]) -> None:
+def test_blocks_are_torch_s_cast_under_the_least_power_of_two(shape: tuple[int, int], encode: Encode) -> None:
     bits = blocks_of(shape)
-    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    weight = quantize_fp8_blocks(bits, name="weight", partner=None, encode=encode)
     scales = torch.from_numpy(weight.scales)
     values = in_torch(bits).float()
     assert weight.scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
@@ -193,4 +199,39 @@ def test_powers_of_two_lose_nothing_where_engines_make_them() -> None:
     bits = bf16_bits(np.random.default_rng(7).standard_normal((512, 512)).astype(np.float32))
     weight = quantize_fp8_blocks(bits, name="weight", partner=None)
     assert np.array_equal(np.frexp(weight.scales)[0], np.full(weight.scales.shape, 0.5))
-    assert measure_fp8(Bf16Weight(bits), weight).sqnr_db > 31.4
+    assert measure_fp8(bits, weight).sqnr_db > 31.4
+
+
+def any_bytes(rows: int, columns: int, scales: tuple[int, int]) -> Fp8Weight:
+    """Every code but NaN under scales from 2**-126 to the largest."""
+    generator = np.random.default_rng(rows)
+    codes = generator.choice(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), (rows, columns))
+    return Fp8Weight(codes, np.ldexp(np.float32(1.5), generator.integers(-126, 100, scales)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "scales"),
+    [(6, 96, (6, 1)), (3, 1500, (3, 1)), (1, 300, (1, 3)), (300, 130, (3, 2)), (5, 7, (1, 1)), (0, 8, (0, 1))],
+)
+def test_the_kernel_measures_what_the_decoder_gives(rows: int, columns: int, scales: tuple[int, int]) -> None:
+    weight = any_bytes(rows, columns, scales)
+    decoded = decode_fp8(weight, slice(None))
+    bits = bf16_bits(decoded.astype(np.float32))  # some are equal
+    bits[:, ::5] = 0x8000
+    exact = in_torch(bits).double().numpy() if bits.size else np.zeros(bits.shape)
+    found = measure_fp8(bits, weight)
+    assert found.energy == pytest.approx((exact**2).sum(), rel=1e-12)
+    assert found.squared_error == pytest.approx(((decoded - exact) ** 2).sum(), rel=1e-12)
+    assert found.num_nonzero == np.count_nonzero(exact)
+    assert found.equal_nonzero == np.count_nonzero((exact == decoded) & (exact != 0))
+
+
+@pytest.mark.parametrize("place", ["code", "scale"])
+def test_damage_has_no_error_that_is_a_number(place: str) -> None:
+    weight = any_bytes(4, 128, (4, 1))
+    if place == "code":
+        weight.codes[2, 100] = 0xFF
+    else:
+        weight.scales[2] = np.inf
+    bits = bf16_bits(np.ones((4, 128), dtype=np.float32))
+    assert np.isnan(measure_fp8(bits, weight).squared_error)

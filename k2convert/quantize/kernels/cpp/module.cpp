@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "convert.hpp"
+#include "fp8.hpp"
 #include "gptq.hpp"
 #include "instructions.hpp"
 #include "measure.hpp"
@@ -162,6 +163,28 @@ FigureTuple measure_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, 
                         });
 }
 
+k2::Fp8Shape fp8_shape(const In<uint16_t>& bits, const In<float>& scales, size_t columns, size_t group,
+                       size_t num_codes) {
+    require(columns > 0 && group > 0 && bits.size() % columns == 0 && num_codes == bits.size(), "sizes do not fit");
+    const size_t rows = bits.size() / columns;
+    require(scales.size() == rows * ((columns + group - 1) / group), "scales");
+    return {rows, columns, group};
+}
+
+void encode_fp8(const In<uint16_t>& bits, const In<float>& scales, size_t columns, size_t group,
+                const Out<uint8_t>& codes) {
+    k2::encode_fp8(bits.data(), fp8_shape(bits, scales, columns, group, codes.size()), scales.data(), codes.data());
+}
+
+std::tuple<int64_t, int64_t> measure_fp8(const In<uint16_t>& bits, const In<uint8_t>& codes, const In<float>& scales,
+                                         size_t columns, size_t group, const Out<double>& energies,
+                                         const Out<double>& errors) {
+    const k2::Fp8Shape shape = fp8_shape(bits, scales, columns, group, codes.size());
+    require(energies.size() == shape.rows && errors.size() == shape.rows, "sums");
+    const auto found = k2::measure_fp8(bits.data(), codes.data(), shape, scales.data(), energies.data(), errors.data());
+    return {found.num_nonzero, found.equal_nonzero};
+}
+
 void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
     require(counts.size() == 256, "counts");
     k2::count_bytes(bytes.data(), bytes.size(), counts.data());
@@ -204,6 +227,8 @@ NB_MODULE(_cpu, module) {
     module.def("measure_int4", &measure_int4, freely, "source"_a, "scale_bits"_a, "packed"_a, "block_scales"_a, "block_values"_a,
                "columns"_a, "powers"_a.none(), "sums"_a);
     module.def("measure_bf16", &measure_bf16, freely);
+    module.def("encode_fp8", &encode_fp8, freely);
+    module.def("measure_fp8", &measure_fp8, freely);
     module.def("count_bytes", &count_bytes, freely);
     module.def("tally_mxfp4", &tally_mxfp4, freely);
     module.def("round_gptq", &round_gptq, freely);
