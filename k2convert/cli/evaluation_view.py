@@ -119,7 +119,7 @@ def show_evaluation(found: Evaluation) -> None:
     for verdict in found.verdicts:
         print_line(_verdict_line(verdict))
     for row in found.rows:
-        for token in row.worst[:_SHOWN_TOKENS]:
+        for token in (token for token in row.worst[:_SHOWN_TOKENS] if token.divergence > 0):
             print_line(
                 f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
                 f"reference {token.reference_token!r}, model {token.model_token!r}"

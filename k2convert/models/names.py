@@ -133,7 +133,7 @@ class ModelCardFacts:
 
     model_kind: str
     kept: tuple[str, ...]  # what stays BF16
-    kept_of_attention: str  # the same of attention that becomes FP8
+    kept_of_attention: str = ""  # the same of attention that becomes FP8; empty if it never does
     tags: tuple[str, ...] = ()  # of the Hub
     vllm_options: str = ""  # its own options, as the next two
     sglang_options: str = ""
