@@ -253,7 +253,6 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         expected_name=partial(expected_name, prefix),
         read_architecture=read_architecture,
         unconverted=partial(unconverted, ("mlp.gate",), _KEPT_ATTENTION, has_vision),
-        fp8_layout="compressed-tensors",
         kept_attention=_KEPT_ATTENTION,
         linear_patterns=_linear_patterns,
         model_types=(model_type,),

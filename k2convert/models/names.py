@@ -202,7 +202,7 @@ class Family:
     tensor_parallel_sizes: tuple[int, ...] = ()  # that the model can be split to; empty: any
     least_expert_piece: int = 0  # columns to which vLLM pads what a GPU has of an expert; 0: it pads nothing
     not_calibrated: str = ""  # why it is not calibrated on a text; empty: it is
-    fp8_layout: Layout  # in which engines load FP8 beside NVFP4
+    fp8_layout: Layout = "compressed-tensors"  # in which engines load FP8 beside NVFP4
     fp8_roles: tuple[Role, ...] = (Role.ATTENTION, Role.SHARED_EXPERTS, Role.DENSE_MLP)  # that may become FP8
     has_fp8_blocks: bool = False  # FP8 with a scale for each block of 128 x 128, not for each row
     fp8_partners: Mapping[str, str] = field(default_factory=dict[str, str])  # linear layers that share scales of blocks
