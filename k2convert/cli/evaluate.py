@@ -31,7 +31,9 @@ def evaluate(
     checkpoints: Annotated[
         list[str],
         argument(
-            "CHECKPOINT...", f"INT4, MXFP4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.", check_source
+            "CHECKPOINT...",
+            f"INT4, MXFP4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.",
+            check_source,
         ),
     ],
     text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")],
