@@ -85,6 +85,16 @@ def check(
     return check_result(result, scan_shards(result), errors=errors)
 
 
+def on_bytes(apply: Callable[[Any], None]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Change the codes uint8 [N, K], which are in `tensor`, in place."""
+
+    def change_them(tensor: torch.Tensor) -> torch.Tensor:
+        apply(tensor.view(torch.uint8))
+        return tensor
+
+    return change_them
+
+
 def validate(converted: Converted, *, with_source: bool = True, **options: Any) -> ValidationReport:
     source = open_checkpoint(converted.source) if with_source else None
     return validate_checkpoint(folder=converted.folder, source=source, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command import RunCli
 from conversions import convert
-from converted import Converted, Kind, change, change_tensor, verdicts
+from converted import Converted, Kind, change, change_tensor, on_bytes, verdicts
 
 from k2convert.check.results import ValidationReport, Verdict
 from k2convert.check.validate import validate_checkpoint
@@ -64,16 +64,6 @@ def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return tensor
 
     return apply
-
-
-def on_bytes(apply: Callable[[Any], None]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Change the codes uint8 [N, K], which are in `tensor`, in place."""
-
-    def change_them(tensor: torch.Tensor) -> torch.Tensor:
-        apply(tensor.view(torch.uint8))
-        return tensor
-
-    return change_them
 
 
 def off_by_one(codes: torch.Tensor) -> None:

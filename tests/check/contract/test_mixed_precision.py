@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Converted, Kind, change, change_tensor, verdicts
+from converted import Converted, Kind, change, change_tensor, on_bytes, verdicts
 
 from k2convert.check.results import ValidationReport, Verdict
 from k2convert.check.validate import validate_checkpoint
@@ -70,16 +70,6 @@ def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return tensor
 
     return apply
-
-
-def on_bytes(apply: Callable[[Any], None]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Change the codes uint8 [N, K], which are in `tensor`, in place."""
-
-    def change_them(tensor: torch.Tensor) -> torch.Tensor:
-        apply(tensor.view(torch.uint8))
-        return tensor
-
-    return change_them
 
 
 def off_by_one(codes: torch.Tensor) -> None:
