@@ -1,18 +1,25 @@
-"""Kimi K3 by Moonshot's own modelling code, as llm-compressor carries it: logits and routing of a checkpoint, in FP32.
+"""Kimi K3 by Moonshot's own modelling code, as llm-compressor carries it: logits and routing of a checkpoint.
+
+It computes in FP32, and in FP64 within `computing_in_fp64`, as our layer pass does there too.
 
 The code imports fla, whose kernels need a GPU. Its functions are replaced here by plain torch ones of transformers.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward import layers, weights
+from k2convert.forward.decoder import DecoderLayer
 from k2convert.forward.moe import quantize_activations
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
@@ -54,6 +61,41 @@ def make_lively_k3(folder: Path, *, block: int = 2, layers: int = 5) -> Path:
     write_small(checkpoint, folder)
     write_sidecars(folder, SIDECARS)
     return folder
+
+
+class _TorchOfFp64:
+    """torch for a module that names float32 where it computes."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def computing_in_fp64() -> Iterator[None]:
+    """Let our layer pass and Moonshot's network compute in FP64.
+
+    Weights are decoded, and hidden states are stored between layers, in FP32 as always: these are the same numbers.
+    """
+    from llmcompressor.modeling.kimi_k3 import modeling_kimi_linear as moonshot
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+    run, embed = DecoderLayer.run, layers.embed
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (moonshot, kimi_linear):
+            patch.setattr(module, "torch", _TorchOfFp64())
+        patch.setattr(Tensor, "float", Tensor.double)
+        patch.setattr(weights, "multiply", lambda x, weight: x.double() @ weight.double().T)
+        patch.setattr(layers, "embed", lambda *arguments: embed(*arguments).to(torch.float32))
+        patch.setattr(
+            DecoderLayer, "run", lambda self, p, seen, b: run(self, p.double(), seen, [block.double() for block in b])
+        )
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 class _ShortConvolution(nn.Module):
@@ -114,7 +156,7 @@ def _round_groups(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
 
 
 def network_of(folder: Path, *, w4a4: bool = False) -> Any:
-    """Moonshot's network with a checkpoint's weights: MXFP4 or NVFP4 experts, decoded to FP32."""
+    """Moonshot's network with a checkpoint's weights: MXFP4 or NVFP4 experts, decoded."""
     from llmcompressor.modeling.kimi_k3 import modeling_kimi_linear as moonshot
     from llmcompressor.modeling.kimi_k3.configuration_kimi_k3 import KimiLinearConfig
 
@@ -127,7 +169,7 @@ def network_of(folder: Path, *, w4a4: bool = False) -> Any:
     fields.pop("quantization_config", None)
     config = KimiLinearConfig(**fields | {"use_cache": False, "pad_token_id": None})
     config._attn_implementation = "eager"
-    network: Any = moonshot.KimiLinearForCausalLM(config).float().eval()
+    network: Any = moonshot.KimiLinearForCausalLM(config).to(torch.get_default_dtype()).eval()
     reader = WeightReader(checkpoint)
     heads = config.linear_attn_config["num_heads"]
     state: dict[str, Tensor] = {}
@@ -166,7 +208,7 @@ def network_of(folder: Path, *, w4a4: bool = False) -> Any:
 
 
 class NetworkRun(NamedTuple):
-    """Logits f32 [W, T, V]; p f32 [W, T, K] after every layer; the experts and weights [W T, k] of every MoE layer."""
+    """Logits [W, T, V]; p [W, T, K] after every layer; the experts and weights [W T, k] of every MoE layer."""
 
     logits: Tensor
     states: list[Tensor]
@@ -178,8 +220,14 @@ def run_network(folder: Path, ids: Tensor, *, w4a4: bool = False) -> NetworkRun:
     network = network_of(folder, w4a4=w4a4)
     states: list[Tensor] = []
     routings: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(_layer: nn.Module, _inputs: object, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        stored = output[0].to(torch.float32)
+        states.append(stored)
+        return stored.to(output[0].dtype), output[1]
+
     for number, layer in enumerate(network.model.layers):
-        layer.register_forward_hook(lambda _m, _a, output: states.append(output[0].clone()))
+        layer.register_forward_hook(store)
         if hasattr(layer, "block_sparse_moe"):
             layer.block_sparse_moe.gate.register_forward_hook(
                 lambda _m, _a, output, number=number: routings.update({number: output})
