@@ -16,12 +16,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import files
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import k2convert
+from k2convert.choices import AskedActivations
 from k2convert.records.evaluation import Figures
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, compare_in_turn, encode
@@ -124,6 +126,12 @@ class Conversion:
 MLP = "shared experts and dense MLPs too"
 MLP_RECIPE = ("--recipe", "kimi-k2-thinking-nvfp4-mlp")
 NO_NORM = ("--set", "smoothing=false")
+FP8 = {
+    "attention": "attention",
+    "shared experts": "shared_experts",
+    "dense MLP": "dense_mlp",
+    "all three": "attention, shared_experts, dense_mlp",
+}
 CONVERSIONS = (
     Conversion("max", ("--rule", "max"), tokens=0),
     Conversion("mse", ("--rule", "mse"), tokens=0),
@@ -136,6 +144,16 @@ CONVERSIONS = (
     Conversion("gptq, 512 tokens in all", (), tokens=512),
     Conversion("gptq, 4,096 tokens", (), tokens=4096, ids=4096),
     Conversion("gptq, 65,536 tokens", (), tokens=65_536, ids=65_536),
+    *(
+        Conversion(
+            f"{rule}, FP8 {what}",
+            ("--rule", rule, "--layout", "compressed-tensors", "--set", f"fp8=[{roles}]"),
+            tokens=0 if rule == "mse" else CALIBRATION_TOKENS,
+            modes=(W4A4,),
+        )
+        for rule in ("mse", "gptq")
+        for what, roles in FP8.items()
+    ),
 )
 
 
@@ -186,16 +204,21 @@ def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str
 
 
 def evaluate_calibrated(
-    subject: Subject, work: Path, *, rows: Sequence[str], tokens: int | None = None
+    subject: Subject,
+    work: Path,
+    *,
+    rows: Sequence[str],
+    tokens: int | None = None,
+    activations: AskedActivations = "both",
 ) -> CalibratedEvaluation:
     """Convert or calibrate for every row, and score each of them on the text for evaluation."""
     folders = {c: c.folder(subject, work) for c in CONVERSIONS if c.weights in rows}
     for conversion, folder in folders.items():
         words = [subject.source, folder, *conversion.text_options(subject, work), *conversion.options, "--quiet"]
-        command = [sys.executable, "-m", "k2convert", "run", *map(str, words)]
+        command = [sys.executable, "-m", "scripts.evaluation.llama_fp8", "run", *map(str, words)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     windows = subject.evaluated_windows(tokens or subject.tokens)
-    perplexity, scores = _score_checkpoints(subject, work, folders, windows)
+    perplexity, scores = _score_checkpoints(subject, work, folders, windows, activations)
     source = source_mlps(subject.source)
     scales = converted_mlps(next(folder for conversion, folder in folders.items() if conversion.weights == "mse"))
     variants = {
@@ -214,7 +237,11 @@ def evaluate_calibrated(
 
 
 def _score_checkpoints(
-    subject: Subject, work: Path, folders: Mapping[Conversion, Path], windows: Tensor
+    subject: Subject,
+    work: Path,
+    folders: Mapping[Conversion, Path],
+    windows: Tensor,
+    activations: AskedActivations,
 ) -> tuple[float, Scores]:
     """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; return the source's perplexity first."""
     ids = work / f"{subject.source.name}-evaluated.npy"
@@ -227,7 +254,7 @@ def _score_checkpoints(
         [ids],
         tokens=windows.numel(),
         window=WINDOW,
-        activations="both",
+        activations=activations,
         out=out,
         any_text=True,
     )
@@ -297,6 +324,7 @@ def main() -> None:
     parser.add_argument("subject", choices=(*SUBJECTS, "all"))
     parser.add_argument("--peers", action="store_true", help="llm-compressor, ModelOpt and AMD Quark too (slow)")
     parser.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
+    parser.add_argument("--activations", choices=get_args(AskedActivations), default="both")
     parser.add_argument("--tokens", type=int, help="number of tokens to evaluate; default: as many as in RESULTS.md")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="folder for models and results")
     parser.add_argument("--threads", type=int, default=2)
@@ -309,7 +337,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     for name in SUBJECTS if options.subject == "all" else (options.subject,):
-        result = evaluate_calibrated(make_subject(name, work), work, rows=rows, tokens=options.tokens)
+        result = evaluate_calibrated(
+            make_subject(name, work), work, rows=rows, tokens=options.tokens, activations=options.activations
+        )
         print(calibrated_markdown(result), flush=True)
 
 
