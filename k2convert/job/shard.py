@@ -5,33 +5,37 @@ threads and converted by another, a bounded number of bytes ahead. The shard's o
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
 """
 
+import math
 import shlex
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, known_sha256
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, FileHash, ShardReader, is_finite, is_zero
 from k2convert.checkpoint.writer import ShardWriter
+from k2convert.choices import FP8_BLOCK
 from k2convert.errors import CheckpointError, FormatError, InterruptedRun, MalformedFileError, remedy
 from k2convert.job.resources import Threads, encoded_header, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, Fp8Step, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import SourceWeight
-from k2convert.quantize.formats.fp8 import quantize_fp8, quantize_fp8_blocks
-from k2convert.quantize.kernels.cpu import encode_fp8
-from k2convert.quantize.metrics.measure import measure_fp8, measure_quantized
+from k2convert.quantize.formats.fp8 import block_amax, quantize_fp8, quantize_fp8_blocks
+from k2convert.quantize.kernels.cpu import Fp8Sums, encode_fp8, fp8_sums
+from k2convert.quantize.metrics.measure import fp8_metrics, measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
@@ -113,8 +117,7 @@ def convert_shard(
             records += measured
             if piece.copied and not all(map(is_zero, buffers)):
                 has_values.add(piece.copied)
-            bytes_out = sum(b.nbytes for b in buffers)
-            events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
+            events.progress(bytes_in=piece.bytes_in, bytes_out=piece.bytes_out, tensors=piece.tensors)
         work.check_source()
         digest = writer.commit()
     copied = [step.tensor for step in shard.steps if isinstance(step, CopyStep)]  # a bias may be all zero
@@ -145,7 +148,7 @@ def _opened(task: ShardTask, threads: Threads | None, stop: Event) -> Generator[
         yield _Work(task, quantizer, reader, converters, readers, stop, source_hash)
 
 
-_Result = tuple[list[Bytes], list[ProjectionRecord]]
+_Result = tuple[Iterable[Bytes], Iterable[ProjectionRecord]]  # the writer goes through both, after all pieces before
 _Loaded = dict[str, Bytes]  # the bytes of tensors, or parts of them, by name
 
 
@@ -234,15 +237,32 @@ class _Work:
                     call = partial(self._copy, step)
                     size = end - begin
                     yield _Piece(size, size, size, tensors, reads, call, tensor.name)
+            elif isinstance(step, Fp8Step):
+                yield from self._fp8_pieces(step)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = step.num_bytes
-                if isinstance(step, Fp8Step):
-                    call = partial(self._quantize_fp8, step)
-                else:
-                    call = partial(self._quantize_members, step)
+                call = partial(self._quantize_members, step)
                 yield _Piece(bytes_in + bytes_out, bytes_in, bytes_out, step.num_outputs, reads, call)
+
+    def _fp8_pieces(self, step: Fp8Step) -> Iterator[_Piece]:
+        """Yield pieces of whole rows and blocks. The last one has the scales of all, which follow the codes."""
+        tensor = step.tensor
+        num_rows, columns = tensor.shape
+        rows = max(COPY_BYTES // (2 * columns * FP8_BLOCK), 1) * FP8_BLOCK
+        weight = _Fp8Parts(step, Lock(), {})
+        for start in range(0, num_rows, rows):
+            end = min(start + rows, num_rows)
+            codes = (end - start) * columns
+            bytes_in, bytes_out, tensors = 2 * codes, codes, 0
+            if end == num_rows:
+                bytes_in += 0 if step.partner is None else step.partner.num_bytes
+                bytes_out += step.num_bytes - num_rows * columns
+                tensors = step.num_outputs
+            reads = ((tensor, 2 * start * columns, 2 * end * columns),)
+            call = partial(self._quantize_fp8, weight, start, end)
+            yield _Piece(3 * codes, bytes_in, bytes_out, tensors, reads, call)
 
     def _quantize_members(self, step: ConvertStep, loading: Future[_Loaded]) -> _Result:
         loaded = loading.result()
@@ -292,24 +312,62 @@ class _Work:
             return [data], []
         return [calibration.scaled_copy(data, step.tensor, scaling)], []
 
-    def _quantize_fp8(self, step: Fp8Step, loading: Future[_Loaded]) -> _Result:
+    def _quantize_fp8(self, weight: "_Fp8Parts", start: int, end: int, loading: Future[_Loaded]) -> _Result:
+        step = weight.step
         tensor = step.tensor
-        loaded = loading.result()
-        data, *others = (loaded[t.name] for t in step_sources(step))
+        data = loading.result()[tensor.name]
         if step.scaling is not None and self.task.calibration is not None:
             data = self.task.calibration.scaled_copy(data, tensor, step.scaling)
-        bits = data.view(np.uint16).reshape(tensor.shape)
+        bits = data.view(np.uint16).reshape(-1, tensor.shape[1])
         name = f"{tensor.shard}: {tensor.name}"
         try:
             if step.has_blocks:
-                partner = others[0].view(np.uint16).reshape(-1, tensor.shape[1]) if others else None
-                weight = quantize_fp8_blocks(bits, name=name, partner=partner, encode=encode_fp8)
+                shared = None if step.partner is None else self._shared_amax(weight)
+                part = quantize_fp8_blocks(bits, name=name, shared=shared, encode=encode_fp8)
             else:
-                weight = quantize_fp8(bits, name=name, encode=encode_fp8)
+                part = quantize_fp8(bits, name=name, encode=encode_fp8)
         except FormatError as error:
             raise MalformedFileError(str(error)) from None
-        record = ProjectionRecord(step.module, step.role, 1.0, measure_fp8(bits, weight))
-        return [weight.codes.reshape(-1), weight.scales.reshape(-1).view(np.uint8)], [record]
+        weight.parts[start] = part.scales, fp8_sums(bits, part)
+        codes = part.codes.reshape(-1)
+        if end < tensor.shape[0]:
+            return [codes], []
+        return chain([codes], weight.all_scales()), weight.record()
+
+    def _shared_amax(self, weight: "_Fp8Parts") -> NDArray[np.float32]:
+        """Return max |w| float32 [C] of a weight and its partner for each column of blocks: found once, in parts."""
+        with weight.lock:
+            if weight.shared is not None:
+                return weight.shared
+            amax = list[NDArray[np.float32]]()
+            for tensor in step_sources(weight.step):
+                row_bytes = 2 * tensor.shape[1]
+                size = max(COPY_BYTES // row_bytes, 1) * row_bytes
+                for begin in range(0, tensor.num_bytes, size):
+                    data = self.reader.read(tensor, begin=begin, end=min(begin + size, tensor.num_bytes))
+                    bits = data.view(np.uint16).reshape(-1, tensor.shape[1])
+                    amax.append(block_amax(bits, name=f"{tensor.shard}: {tensor.name}").max(axis=0))
+            weight.shared = shared = np.max(amax, axis=0)
+            return shared
+
+
+@dataclass(slots=True)
+class _Fp8Parts:
+    """What is known of the rows of an FP8 weight, by the first row of each piece: scales and sums."""
+
+    step: Fp8Step
+    lock: Lock
+    parts: dict[int, tuple[NDArray[np.float32], Fp8Sums]]
+    shared: NDArray[np.float32] | None = None
+
+    def all_scales(self) -> Iterator[Bytes]:
+        for start in sorted(self.parts):
+            yield self.parts[start][0].reshape(-1).view(np.uint8)
+
+    def record(self) -> Iterator[ProjectionRecord]:
+        sums = (self.parts[start][1] for start in sorted(self.parts))
+        metrics = fp8_metrics(sums, num_weights=math.prod(self.step.tensor.shape))
+        yield ProjectionRecord(self.step.module, self.step.role, 1.0, metrics)
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

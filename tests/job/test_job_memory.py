@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,3 +123,25 @@ def test_a_conversion_finishes_in_a_real_cgroup_of_one_core(memory: int, experts
     assert found["memory_needed"] < memory
     assert found["memory_available"] < memory
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_fp8_needs_the_memory_of_a_run_without(tmp_path: Path) -> None:
+    """Of K2's width: its dense MLP has matrices of 264 MB. The dry run says enough for both."""
+    shape = K2Shape(experts=16, moe_layers=1, vocabulary=1024)
+    source = make_k2_shaped(tmp_path / "source", shape=shape)
+    peaks = list[int]()
+    for recipe in ("kimi-k2-thinking-nvfp4", "kimi-k2-thinking-nvfp4-fp8"):
+        words = command("run", source, tmp_path / recipe, "--recipe", recipe, "--device", "cpu")
+        dry = subprocess.run([*words, "--dry-run", "--json"], capture_output=True, check=True)
+        done = subprocess.run([sys.executable, "-c", PEAK, *words, "--quiet"], capture_output=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]) * 1024)
+        assert peaks[-1] < json.loads(dry.stdout)["memory_needed"]
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from conversions import plan_job
-from results import digest_of_shards, read_json
+from results import contents, digest_of_shards, read_json
 
+from k2convert.job import shard
 from k2convert.job.run import execute
+from k2convert.job.shard import COPY_BYTES
 
 DIGESTS = {
     ("mse", "modelopt", "w4a4"): ("785f2d342193277ee0a363ebcee82d4b", "2621bee4f36ab9e3d0be943fef51165e"),
@@ -44,6 +46,20 @@ def test_shards_have_known_bytes(rule: str, layout: str, activations: str, train
 def test_shards_with_fp8_have_known_bytes(trained: Path, tmp_path: Path) -> None:
     execute(plan_job(trained, tmp_path / "out", "kimi-k2-thinking-nvfp4-fp8"))
     assert digest_of_shards(tmp_path / "out") == "9f045c05bc8e439e5b7a4e67100b67be"
+
+
+@pytest.mark.parametrize("source", ["trained", "k3_tiny"])
+def test_fp8_in_pieces_of_rows_has_the_bytes_of_whole_weights(
+    source: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = request.getfixturevalue(source)
+    recipe = {"trained": "kimi-k2-thinking-nvfp4-fp8", "k3_tiny": "kimi-k3-nvfp4-fp8"}[source]
+    found = list[dict[str, bytes]]()
+    for name, size in (("whole", COPY_BYTES), ("pieces", 4096)):  # the least piece is a row of blocks
+        monkeypatch.setattr(shard, "COPY_BYTES", size)
+        execute(plan_job(folder, tmp_path / name, recipe))
+        found.append(contents(tmp_path / name))
+    assert found[0] == found[1]
 
 
 EDGES = {

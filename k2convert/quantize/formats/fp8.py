@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import FP8_BLOCK
 from k2convert.errors import FormatError
+from k2convert.machine import BUFFERS
 from k2convert.quantize.formats.bf16 import MAGNITUDE_BITS, bf16_values
 from k2convert.quantize.formats.nvfp4 import E4M3_MAX, decode_e4m3
 
@@ -75,7 +76,7 @@ def quantize_fp8(bits: NDArray[np.uint16], *, name: str, encode: Encode = encode
     infinite values. `encode` is `encode_fp8`, or the kernel that gives the same codes.
     """
     rows, columns = bits.shape
-    codes = np.empty((rows, columns), dtype=np.uint8)
+    codes = BUFFERS.empty(bits.size).reshape(bits.shape)
     scales = np.empty((rows, 1), dtype=np.float32)
     step = max(1, _CHUNK // max(columns, 1))
     for start in range(0, rows, step):
@@ -88,29 +89,23 @@ def quantize_fp8(bits: NDArray[np.uint16], *, name: str, encode: Encode = encode
 
 
 def quantize_fp8_blocks(
-    bits: NDArray[np.uint16], *, name: str, partner: NDArray[np.uint16] | None, encode: Encode = encode_fp8
+    bits: NDArray[np.uint16], *, name: str, shared: NDArray[np.float32] | None = None, encode: Encode = encode_fp8
 ) -> Fp8Weight:
     """Quantize a BF16 weight with a scale for each block, uint16 bits [N, K]; raises as `quantize_fp8` does.
 
-    With a `partner` [M, K], the blocks of a column have one scale in all rows of both weights.
+    `shared` is max |w| float32 [C] of each column of blocks whose rows have one scale, also in other weights.
     """
-    scales = _block_scales(bits, name)
-    if partner is not None:
-        both = np.concatenate((_block_amax(bits, name), _block_amax(partner, name)))
-        scales[:] = _powers_of_two(both.max(axis=0))
-    codes = np.empty(bits.shape, dtype=np.uint8)
+    amax = block_amax(bits, name=name)
+    scales = _powers_of_two(amax if shared is None else np.broadcast_to(shared, amax.shape))
+    codes = BUFFERS.empty(bits.size).reshape(bits.shape)
     for number in range(len(scales)):
         some = slice(number * FP8_BLOCK, (number + 1) * FP8_BLOCK)
         codes[some] = encode(bits[some], scales[number : number + 1])
     return Fp8Weight(codes, scales)
 
 
-def _block_scales(bits: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
-    return _powers_of_two(_block_amax(bits, name))
-
-
-def _block_amax(bits: NDArray[np.uint16], name: str) -> NDArray[np.float32]:
-    """Return max |w| of each block, float32 [R, C]."""
+def block_amax(bits: NDArray[np.uint16], *, name: str) -> NDArray[np.float32]:
+    """Return max |w| of each block, float32 [R, C]; FormatError, naming it, if it has NaN or infinite values."""
     rows, columns = (range(0, size, FP8_BLOCK) for size in bits.shape)
     largest = np.zeros((len(rows), len(columns)), dtype=np.uint16)
     for number, start in enumerate(rows):

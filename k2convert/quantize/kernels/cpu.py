@@ -160,8 +160,12 @@ def encode_fp8(bits: NDArray[np.uint16], scales: NDArray[np.float32]) -> NDArray
     return codes
 
 
-def fp8_sums(bits: NDArray[np.uint16], weight: Fp8Weight) -> tuple[NDArray[np.float64], NDArray[np.float64], int, int]:
-    """Return w**2 and the squared error of an FP8 weight added up by row, float64 [N], and the counts of a Sums."""
+Fp8Sums = tuple[NDArray[np.float64], NDArray[np.float64], int, int]
+"""w**2 and the squared error of an FP8 weight added up by row, float64 [N], and the counts of a Sums."""
+
+
+def fp8_sums(bits: NDArray[np.uint16], weight: Fp8Weight) -> Fp8Sums:
+    """Compare an FP8 weight [N, K] with its BF16 bits uint16 [N, K]."""
     energies, errors = np.zeros(len(bits)), np.zeros(len(bits))
     if not bits.size:
         return energies, errors, 0, 0

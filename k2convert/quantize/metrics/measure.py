@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -28,7 +29,7 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.mxfp4 import SCALE_BIAS, Mxfp4Weight, look_up
 from k2convert.quantize.formats.nvfp4 import BLOCKS_PER_GROUP, MAX_BYTE, Nvfp4Weight, decode_e4m3
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat, fp8_sums, mxfp4_counts
+from k2convert.quantize.kernels.cpu import Converted, Fp8Sums, Sums, convert, flat, fp8_sums, mxfp4_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.cast import SMALLEST_NORMAL_STEP, SMALLEST_STEP
@@ -99,8 +100,15 @@ def measure_fp8(source: SourceWeight | NDArray[np.uint16], weight: Fp8Weight) ->
         energies, errors = ((terms**2).sum(axis=1) for terms in (exact, difference))
         num_nonzero = int(np.count_nonzero(exact))
         equal_nonzero = int(np.count_nonzero((exact != 0) & (difference == 0)))
-    sums = Sums(_sum(energies), _sum(errors), num_nonzero, equal_nonzero, equal_blocks=0)
-    return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=math.prod(source.shape))
+    return fp8_metrics([(energies, errors, num_nonzero, equal_nonzero)], num_weights=math.prod(source.shape))
+
+
+def fp8_metrics(parts: Iterable[Fp8Sums], *, num_weights: int) -> WeightMetrics:
+    """Return the figures of an FP8 weight from the sums of all its rows, in parts. They do not depend on the parts."""
+    energies, errors, num_nonzero, equal_nonzero = zip(*parts, strict=True)
+    energy, error = (_sum(np.concatenate(by_row)) for by_row in (energies, errors))
+    sums = Sums(energy, error, sum(num_nonzero), sum(equal_nonzero), equal_blocks=0)
+    return replace(metrics_of(sums, np.empty(0, dtype=np.uint8)), num_weights=num_weights)
 
 
 def metrics_of(sums: Sums, block_scales: NDArray[np.uint8]) -> WeightMetrics:

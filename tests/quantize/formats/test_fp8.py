@@ -6,7 +6,15 @@ import torch
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import bf16_bits
-from k2convert.quantize.formats.fp8 import Encode, Fp8Weight, decode_fp8, encode_fp8, quantize_fp8, quantize_fp8_blocks
+from k2convert.quantize.formats.fp8 import (
+    Encode,
+    Fp8Weight,
+    block_amax,
+    decode_fp8,
+    encode_fp8,
+    quantize_fp8,
+    quantize_fp8_blocks,
+)
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_fp8
 
@@ -129,7 +137,7 @@ def spread(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_are_torch_s_cast_under_the_least_power_of_two(shape: tuple[int, int], encode: Encode) -> None:
     bits = blocks_of(shape)
-    weight = quantize_fp8_blocks(bits, name="weight", partner=None, encode=encode)
+    weight = quantize_fp8_blocks(bits, name="weight", encode=encode)
     scales = torch.from_numpy(weight.scales)
     values = in_torch(bits).float()
     assert weight.scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
@@ -157,14 +165,14 @@ def in_modelopt(weight: Fp8Weight) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(256, 384), (300, 130), (96, 256)], ids=str)
 def test_modelopt_decodes_blocks_to_the_same_numbers(shape: tuple[int, int]) -> None:
-    weight = quantize_fp8_blocks(blocks_of(shape), name="weight", partner=None)
+    weight = quantize_fp8_blocks(blocks_of(shape), name="weight")
     assert np.array_equal(in_modelopt(weight).double().numpy(), decode_fp8(weight, slice(None)))
 
 
 def test_modelopt_quantizes_to_the_same_codes_under_these_scales() -> None:
     qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
     bits = bf16_bits(np.random.default_rng(3).standard_normal((300, 256)).astype(np.float32))
-    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    weight = quantize_fp8_blocks(bits, name="weight")
     values = in_torch(bits).float()
     found, scales = qtensor.FP8QTensor.quantize(values, block_sizes={-2: 128, -1: 128})
     assert np.array_equal(weight.scales, torch.exp2(torch.ceil(torch.log2(scales))).numpy())
@@ -174,10 +182,10 @@ def test_modelopt_quantizes_to_the_same_codes_under_these_scales() -> None:
 
 def test_partners_have_the_scales_of_both() -> None:
     first, second = (bf16_bits(factor * blocks) for factor, blocks in zip((1, 20), _two(), strict=True))
-    one = quantize_fp8_blocks(first, name="one", partner=second)
-    other = quantize_fp8_blocks(second, name="other", partner=first)
+    amax = np.concatenate([block_amax(bits, name="both") for bits in (first, second)]).max(axis=0)
+    one, other = (quantize_fp8_blocks(bits, name="each", shared=amax) for bits in (first, second))
     rows = {tuple(row) for row in (*one.scales, *other.scales)}
-    alone = [quantize_fp8_blocks(bits, name="alone", partner=None).scales.max(axis=0) for bits in (first, second)]
+    alone = [quantize_fp8_blocks(bits, name="alone").scales.max(axis=0) for bits in (first, second)]
     assert rows == {tuple(np.maximum(*alone))}
 
 
@@ -191,13 +199,13 @@ def test_blocks_with_values_that_are_not_finite_are_refused(bits: int) -> None:
     weight = np.zeros((130, 32), dtype=np.uint16)
     weight[129, 7] = bits
     with pytest.raises(FormatError, match="shard: weight: the weight has NaN or infinite values"):
-        quantize_fp8_blocks(weight, name="shard: weight", partner=None)
+        quantize_fp8_blocks(weight, name="shard: weight")
 
 
 def test_powers_of_two_lose_nothing_where_engines_make_them() -> None:
     """31.5 dB, as scales of amax / 448 have before an engine rounds them up and codes the numbers again."""
     bits = bf16_bits(np.random.default_rng(7).standard_normal((512, 512)).astype(np.float32))
-    weight = quantize_fp8_blocks(bits, name="weight", partner=None)
+    weight = quantize_fp8_blocks(bits, name="weight")
     assert np.array_equal(np.frexp(weight.scales)[0], np.full(weight.scales.shape, 0.5))
     assert measure_fp8(bits, weight).sqnr_db > 31.4
 
