@@ -4,6 +4,7 @@ compressed-tensors quantizes the small one's weights to MXFP4, as a quantizer ma
 whole one are those of the published repository, which the tests check.
 """
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ _A_LOG_UNIT = 128  # A_log is padded with zeros to a multiple of it
 SIDECARS = {
     name.replace("kimi_k25", "kimi_k3").replace("deepseek", "kimi_linear"): text.replace("kimi_k25", "kimi_k3")
     for name, text in K25_SIDECARS.items()
-}
+} | {"tiktoken.model": "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))}
+"""Its tokens are the 256 bytes. Special tokens are 256 more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class K3Shape:
 K3_SHAPE = K3Shape()
 TINY_SHAPE = K3Shape(
     hidden=512, latent=256, inner=256, dense_inner=512, experts=4, layers=4, mla=(3,), heads=2, head_dim=32,
-    q_lora_rank=64, kv_lora_rank=64, qk_nope=32, qk_rope=16, vocabulary=64,
+    q_lora_rank=64, kv_lora_rank=64, qk_nope=32, qk_rope=16, vocabulary=512,
     vision_hidden=32, vision_qkv=48, vision_inner=64, vision_blocks=2, vision_positions=8,
 )  # fmt: skip
 

@@ -73,13 +73,12 @@ def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path
     for name in copied:
         assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
     validated = json.loads(run_here("validate", out, "--source", k3_tiny, "--json", code=0).stdout)
-    verdicts = {rule["number"]: rule["verdict"] for rule in validated["contract"]["rules"]}
-    assert [number for number, verdict in verdicts.items() if verdict != "pass"] == [17], "its tokenizer has more ids"
+    assert {rule["verdict"] for rule in validated["contract"]["rules"]} == {"pass"}
     assert decoded_otherwise(out)[1] == []
 
 
 def test_the_bytes_do_not_change_by_accident(result: Path) -> None:
-    assert digest_of_shards(result) == "70ae61f4b225ed22ea4ccd9a944eb978"
+    assert digest_of_shards(result) == "296c6e7d2d130bf0d032d9fdfbf14fd5"
 
 
 def test_configs_declare_every_bank_under_six_names(result: Path, k3_tiny: Path) -> None:
