@@ -244,7 +244,7 @@ W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.ACTIVATIONS_ONLY)
 _LABELS: Final[dict[str, str]] = {
     Variant.CONVERTED_W4A4: "this result as served (W4A4)",
     Variant.CONVERTED: "its weights alone (W4A16)",
-    Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
+    Variant.ACTIVATIONS_ONLY: "the source's weights with FP4 activations",
 }
 
 
@@ -256,7 +256,7 @@ def labels(found: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class VariantError:
-    """Error of one layer's output against the INT4 source in FP32.
+    """Error of one layer's output against the source in FP32.
 
     `sqnr_db` over all tokens, `cosine` the mean over tokens and `worst_cosine` the least; experts are judged by their
     own outputs. Infinite if nothing differs, -infinite if a value is not finite.

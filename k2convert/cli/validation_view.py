@@ -112,9 +112,9 @@ def _show_layers(report: LayersReport) -> None:
         (
             str(layer.layer),
             label,
-            f"{error.sqnr_db:.2f} dB",
+            _decibels(error.sqnr_db),
             f"{error.cosine:.6f}",
-            f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
+            f"{error.worst_expert} ({_decibels(error.worst_expert_sqnr_db)})",
         )
         for layer in report.layers
         for variant, label in labels(found).items()

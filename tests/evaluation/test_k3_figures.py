@@ -1,6 +1,8 @@
 """An evaluation of Kimi K3 has the figures that follow from the logits of Moonshot's own network."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from k2convert.evaluation.scores import summarize
 from k2convert.records.evaluation import Evaluation, EvaluationRow
 from scripts.evaluation.measure import scores_from
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "check" / "contract"))
+from converted import Converted
+from other_tools import K3, foreign, nvidia_k3
+
 pytest.importorskip("llmcompressor")
 
 WINDOWS, LENGTH = 4, 48
@@ -29,7 +35,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ids") / "ids.npy"
-    np.save(path, np.random.default_rng(0).integers(0, 64, (WINDOWS, LENGTH)))
+    np.save(path, np.random.default_rng(0).integers(0, 512, (WINDOWS, LENGTH)))
     return path
 
 
@@ -38,7 +44,8 @@ def results(k3_lively: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folder = tmp_path_factory.mktemp("results")
     for kind, options in KINDS.items():
         run_here("run", k3_lively, folder / kind, *options, "--quiet", "--device", "cpu", code=0)
-    return {kind: folder / kind for kind in KINDS}
+    nvidia_k3(foreign(Converted(K3, folder / "modelopt", k3_lively), folder / "nvidia").folder)
+    return {kind: folder / kind for kind in (*KINDS, "nvidia")}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,11 @@ def test_a_cast_changes_no_token(kind: str, computed_in: str, evaluations: dict[
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("modelopt", "w4a4"), ("compressed-tensors", "w4a4"), ("fp8", "w4a16"), ("fp8", "w4a4")]
+    ("kind", "mode"),
+    [
+        *(("modelopt", "w4a4"), ("compressed-tensors", "w4a4")),
+        *(("fp8", "w4a16"), ("fp8", "w4a4"), ("nvidia", "w4a16"), ("nvidia", "w4a4")),
+    ],
 )
 def test_figures_by_the_logits_of_moonshots_code(
     kind: str, mode: str, k3_lively: Path, results: dict[str, Path], ids: Path, evaluations: dict[str, Evaluation]
@@ -106,6 +117,8 @@ def test_it_is_shown_as_that_of_kimi_k2(k3_lively: Path, results: dict[str, Path
     run_here("report", folder, "--source", k3_lively, "--out", ids.parent, code=0)
     report = next(path for path in list_folder(ids.parent) if path.suffix == ".md").read_text()
     assert "W4A4" in report
+    shown = run_here("validate", folder, "--source", k3_lively, "--layers", "1", code=0, COLUMNS="200").stdout
+    assert re.search(r"its weights alone \(W4A16\) +│ +exact", shown)
     for layers in ((), ("--text", ids)):
         words = ("--layers", "1,4", *layers, "--json")
         found = json.loads(run_here("validate", folder, "--source", k3_lively, *words, code=0).stdout)

@@ -66,6 +66,22 @@ def test_checkpoints_on_the_hub_have_the_same_figures(
     assert sorted(path.name for path in cwd.iterdir()) == [".found.json.k2convert", "found.json"]
 
 
+@pytest.mark.slow
+def test_kimi_k3_on_the_hub_has_the_figures_of_the_same_run_here(
+    server: LoopbackHub, cli: RunCli, k3_cut: Path, text: Path, cwd: Path
+) -> None:
+    """Also by its own tokenizer, which comes from the Hub too."""
+    server.store.add_folder("moon/tiny", k3_cut)
+    found = dict[str, tuple[Evaluation, object]]()
+    for name, source, result in (("here", k3_cut, "ours"), ("there", *ENDS)):
+        cli("run", source, result, "--device", "cpu", *(("--yes",) if name == "there" else ()), code=0)
+        cli("evaluate", source, result, "--text", text, *SMALL, "--out", f"{name}.json", code=0)
+        proven = json.loads(cli("validate", result, "--source", source, "--json", code=0).stdout)
+        found[name] = unnamed(cwd / f"{name}.json"), proven["weights"]["totals"]
+    assert found["there"] == found["here"]
+    assert [row.figures.divergence.maximum == 0 for row in found["here"][0].rows] == [True, False]
+
+
 def test_without_a_folder_a_file_is_asked_for(both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path) -> None:
     done = cli("evaluate", *ENDS, "--text", ids, *SMALL, code=1)
     assert said(done.stderr).startswith("error: no checkpoint is in a folder of its own")
