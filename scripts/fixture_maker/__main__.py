@@ -13,7 +13,7 @@ from scripts.fixture_maker.shaped import VOCABULARY, experts_for
 
 _NAMES = (
     *("tiny", "k25", "split", "reap", "cut", "short", "i64", "minus8", "zeros", "subnormal", "wide"),
-    *("k2-thinking-headers", "k3-tiny", "k3-edges", "k3-headers"),
+    *("k2-thinking-headers", "k3-tiny", "k3-edges", "k3-shaped", "k3-headers"),
 )
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{name: getattr(fixture_maker, f"make_{name.replace('-', '_')}") for name in _NAMES},

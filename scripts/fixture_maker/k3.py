@@ -6,7 +6,7 @@ whole one are those of the published repository, which the tests check.
 
 import base64
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from scripts.fixture_maker.config import K25_SIDECARS, published_config, write_sidecars
 from scripts.fixture_maker.folder import SmallCheckpoint, write_small
 from scripts.fixture_maker.inventory import GROUP_SIZE, TensorSpec
-from scripts.fixture_maker.shards import shard_name, write_checkpoint, write_sparse
+from scripts.fixture_maker.shards import shard_name, write_checkpoint, write_sparse, write_streamed
 
 _PREFIX = "language_model.model"
+_ROWS_AT_ONCE = 1 << 14
 _A_LOG_UNIT = 128  # A_log is padded with zeros to a multiple of it
 SIDECARS = {
     name.replace("kimi_k25", "kimi_k3").replace("deepseek", "kimi_linear"): text.replace("kimi_k25", "kimi_k3")
@@ -237,6 +238,26 @@ def tiny_checkpoint(sidecars: Path, shape: K3Shape = TINY_SHAPE) -> SmallCheckpo
             elif spec.dtype != "U8":
                 members[spec.name] = _values(spec, shape, generator)
     return SmallCheckpoint(k3_config(shape), shards, sidecars)
+
+
+def make_k3_shaped(out: Path) -> Path:
+    """Write three layers of Kimi-K3's size: dense, KDA and MLA. Their experts are zeros in sparse files."""
+    shape = replace(K3_SHAPE, layers=3, mla=(2,))
+    generator = torch.Generator().manual_seed(0)
+
+    def values(spec: TensorSpec) -> Iterator[memoryview]:
+        rows = 0 if spec.dtype == "U8" else spec.shape[0]
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            some = replace(spec, shape=(min(_ROWS_AT_ONCE, rows - first), *spec.shape[1:]))
+            yield memoryview(_values(some, shape, generator).view(torch.uint8).numpy()).cast("B")
+
+    return write_checkpoint(
+        out,
+        k3_parts(shape),
+        lambda path, specs: write_streamed(path, specs, values),
+        config=k3_config(shape),
+        sidecars=SIDECARS,
+    )
 
 
 def make_k3_tiny(out: Path) -> Path:

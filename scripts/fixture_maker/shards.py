@@ -6,6 +6,7 @@ by name, so packed words and their scales are as far apart as in a real shard.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,17 @@ def header_bytes(specs: Iterable[TensorSpec]) -> bytes:
 
 
 def write_streamed(path: Path, specs: Iterable[TensorSpec], data: Callable[[TensorSpec], Buffers]) -> None:
-    """Write a shard piece by piece; `data` yields the pieces of one tensor at a time."""
+    """Write a shard piece by piece; `data` yields the pieces of one tensor at a time, or none for zeros."""
     ordered = library_order(specs)
     with path.open("wb") as file:
         file.write(header_bytes(ordered))
         for spec in ordered:
             written = sum(file.write(piece) for piece in data(spec))
-            if written != spec.num_bytes:
+            if written == 0:
+                file.seek(spec.num_bytes, os.SEEK_CUR)
+            elif written != spec.num_bytes:
                 raise ValueError(f"{spec.name}: {written} bytes given, {spec.num_bytes} declared")
+        file.truncate()
 
 
 def write_sparse(path: Path, specs: Iterable[TensorSpec], values: dict[str, bytes]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from k2convert.evaluation.streamed import LayerComparison
+from k2convert.records.evaluation import find_evaluation
 from scripts import fixture_maker as fixtures
+from scripts.bench import k3_layers
+from scripts.fixture_maker import k3
 from scripts.fixture_maker.__main__ import main
 from scripts.fixture_maker.edges import unpack
 from scripts.fixture_maker.folder import read_small
 from scripts.fixture_maker.inventory import TensorSpec
+from scripts.fixture_maker.shaped import VOCABULARY
 from scripts.fixture_maker.shards import write_streamed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,3 +140,21 @@ def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ids = np.load(tmp_path / "ids.npy").tolist()
     assert len(ids) == 300
     assert 0 <= min(ids) < max(ids) < json.loads((out / "config.json").read_text())["vocab_size"]
+
+
+def test_layers_of_kimi_k3_are_made_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(k3, "K3_SHAPE", replace(k3.TINY_SHAPE, vocabulary=VOCABULARY))
+    for name in ("run", "run_reference"):
+        monkeypatch.setattr(LayerComparison, name, getattr(LayerComparison, name))  # which is put back
+    monkeypatch.setattr("sys.argv", ["k3_layers", str(tmp_path / "work")])
+    k3_layers.main()
+    found = find_evaluation(tmp_path / "work" / "evaluation.json")
+    assert found is not None
+    assert found.rows[0].figures.divergence.maximum == 0
+    names = [f"{layer}, {model}" for layer in k3_layers.LAYERS for model in ("reference", "model")]
+    rows = capsys.readouterr().out.splitlines()[-8:]
+    assert [row.split("|")[1].strip() for row in rows] == [*names, "output matrix of both models", "all"]
+    tensors = tensors_of(tmp_path / "work" / "k3-shaped")
+    assert all(tensor.any() == (tensor.dtype is not torch.uint8) for tensor in tensors.values())
