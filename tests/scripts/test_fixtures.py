@@ -149,6 +149,7 @@ def test_layers_of_kimi_k3_are_made_and_measured(
     for name in ("run", "run_reference"):
         monkeypatch.setattr(LayerComparison, name, getattr(LayerComparison, name))  # which is put back
     monkeypatch.setattr("sys.argv", ["k3_layers", str(tmp_path / "work")])
+    fixtures.make_k3_shaped(tmp_path / "work" / "k3-shaped")
     k3_layers.main()
     found = find_evaluation(tmp_path / "work" / "evaluation.json")
     assert found is not None
