@@ -5,7 +5,7 @@ inside by tensor parallelism, or whole ones are distributed over the GPUs (`expe
 that names the number it does not divide and the nearest that works.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -70,8 +70,13 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
-    """Return the sizes of tensor parallelism that the attention heads, and the engines, allow."""
-    return [n for n in _divisors(shape.num_heads) if not shape.tensor_sizes or n in shape.tensor_sizes]
+    return tensor_sizes(_divisors(shape.num_heads), shape.num_heads, shape.tensor_sizes)
+
+
+def tensor_sizes(sizes: Iterable[int], num_heads: object, known: Sequence[int]) -> list[int]:
+    """Return the sizes of tensor parallelism that the attention heads, and the engines, allow: `known`, or any."""
+    heads = num_heads if isinstance(num_heads, int) else 0
+    return [n for n in sizes if heads % n == 0 and (not known or n in known)]
 
 
 def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:

@@ -4,6 +4,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,8 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import Quantization
 from k2convert.choices import Activations, Engine, Layout
 from k2convert.deploy.gpus import GPUS
-from k2convert.deploy.layouts import Parallelism
+from k2convert.deploy.layouts import Parallelism, check_layout
+from k2convert.deploy.model import read_shape
 from k2convert.deploy.serving import (
     ENGINE_NAMES,
     Deployment,
@@ -24,6 +26,7 @@ from k2convert.deploy.serving import (
     usual_parallelism,
 )
 from k2convert.models.kimi import K2_5, K2_THINKING
+from k2convert.models.kimi_k3 import K3
 from k2convert.models.names import ModelCardFacts
 from scripts.engine_checks.deployments import LISTS, commands, deployments
 
@@ -202,7 +205,26 @@ def test_families_have_the_parsers_of_their_chat_templates() -> None:
 @pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1), (None, 1), (0, 1)])
 def test_usual_tensor_parallelism_suits_the_experts_width(width: int | None, size: int) -> None:
     for config in ({"moe_intermediate_size": width}, {"text_config": {"moe_intermediate_size": width}}):
-        assert usual_parallelism(config) == Parallelism(tensor=size)
+        assert usual_parallelism(config, K2_THINKING) == Parallelism(tensor=size)
+
+
+def test_usual_tensor_parallelism_is_one_that_fit_allows(k3_tiny: Path) -> None:
+    config = read_json_file(k3_tiny / "config.json")
+    shape = read_shape(config, family=K3, where="")
+    for heads, size in ((2, 2), (3, 1), (4, 4), (96, 4)):
+        config["text_config"]["num_attention_heads"] = heads
+        parallelism = usual_parallelism(config, K3)
+        assert parallelism.tensor == size
+        check_layout(parallelism, replace(shape, num_heads=heads))
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [("FP8_PB_WO", 2), ("NVFP4", 4)])
+def test_usual_tensor_parallelism_cuts_no_block_of_fp8(algorithm: str, size: int) -> None:
+    """q_b_proj has 4 * (128 + 64) = 2 * 3 * 128 rows."""
+    heads = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    layers = {"model.layers.0.self_attn.q_b_proj": {"quant_algo": algorithm}}
+    config = {"moe_intermediate_size": 2048, **heads, "quantization_config": {"quantized_layers": layers}}
+    assert usual_parallelism(config, K3) == Parallelism(tensor=size)
 
 
 def published(name: str) -> dict[str, Any]:
@@ -222,7 +244,7 @@ def test_the_scheme_of_nvfp4_weights_is_read_from_the_config() -> None:
 
 
 def test_documented_commands_are_the_functions() -> None:
-    parallelism = usual_parallelism(published("moonshotai--Kimi-K2.5"))
+    parallelism = usual_parallelism(published("moonshotai--Kimi-K2.5"), K2_5)
     made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
     blocks = [serve_command(engine, made).block for engine in ENGINE_NAMES]
     assert serve_blocks(ROOT / "README.md") == blocks[:1]

@@ -312,7 +312,7 @@ def check_alignment(result: Result) -> Findings:
     width = text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
         result.habit(found)(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}: FlashInfer's kernels need it")
-    recommended = usual_parallelism(result.config).tensor
+    recommended = usual_parallelism(result.config, result.family).tensor
     card = result.folder / CARD_NAME
     sizes = [recommended]
     if card.is_file():
