@@ -223,6 +223,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def exact_zero(value: float) -> str:
+    """Return five decimal places, and "0" for nothing but zero."""
+    return f"{value:.5f}" if value else "0"
+
+
 def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:
     """Refuse what needs more disk than it may use; raises DiskFullError with both numbers."""
     if needed > allowed:

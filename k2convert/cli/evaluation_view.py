@@ -11,7 +11,7 @@ from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.needs import TIME_NOTE, Needs, evaluation_needs, text_document
 from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display
-from k2convert.errors import counted, format_bytes
+from k2convert.errors import counted, exact_zero, format_bytes
 from k2convert.records.document import plain
 from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Verdict
 
@@ -130,8 +130,8 @@ def _figures(row: EvaluationRow) -> tuple[str, ...]:
     figures = row.figures
     divergence = figures.divergence
     return (
-        f"{divergence.mean:.5f}",
-        "" if divergence.standard_error is None else f"{divergence.standard_error:.5f}",
+        exact_zero(divergence.mean),
+        "" if divergence.standard_error is None else exact_zero(divergence.standard_error),
         f"{divergence.p999:.3f}",
         f"{divergence.maximum:.3f}",
         f"{figures.perplexity:.3f}",

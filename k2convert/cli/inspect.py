@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from k2convert.cli.options import ADDRESS, Json, argument, check_source, check_status_place
-from k2convert.errors import counted, format_bytes
+from k2convert.errors import counted, exact_zero, format_bytes
 
 if TYPE_CHECKING:
     from k2convert.plan.inspection import Inspection
@@ -92,4 +92,4 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
     more = ""
     if compared is not None:
         more = f", {compared:.3f} of that of rule max"
-    return f"{line}: weight error {error:.5f}{more}"
+    return f"{line}: weight error {exact_zero(error)}{more}"

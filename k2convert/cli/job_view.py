@@ -32,7 +32,7 @@ from k2convert.cli.needs import (
 )
 from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display, waiting
-from k2convert.errors import HubError, UnservableError, counted, format_bytes
+from k2convert.errors import HubError, UnservableError, counted, exact_zero, format_bytes
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.request_errors import redacted
@@ -48,7 +48,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document
+from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document, shown_totals
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
@@ -387,10 +387,10 @@ def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> 
             role,
             f"{m.num_weights:,}",
             f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
-            f"{m.relative_mse:.5f}",
+            exact_zero(m.relative_mse),
             f"{m.achieved_to_max:.3f}" if math.isfinite(m.achieved_to_max) else "",
         )
-        for role, m in totals.items()
+        for role, m in shown_totals(totals).items()
     ]
     if rows:
         columns = ("role", "weights", "SQNR", "relative MSE", "relative to max")

@@ -32,7 +32,7 @@ from k2convert.records.command import JobCommand, read_command
 from k2convert.records.evaluation import find_evaluation
 from k2convert.records.fingerprint import EARLIER_WORK, IDENTITY_VERSION, JobDescription, earlier_result
 from k2convert.records.journal import Journal, find_published, has_left, is_current
-from k2convert.records.ledger import TOTAL, find_ledger
+from k2convert.records.ledger import TOTAL, find_ledger, totals_by_format
 from k2convert.records.work_log import read_lock
 
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
@@ -375,8 +375,9 @@ def show_repository(text: str) -> None:
     if ledger.source.repo is not None:
         lines.append(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
         origin = ("--source", str(RepoRef(ledger.source.repo)))
-    if TOTAL in ledger.totals:
-        lines.append(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
+    for name, metrics in totals_by_format(ledger.totals).items():
+        form = "" if name == TOTAL else f" of {name}"
+        lines.append(f"weight error{form}: SQNR {metrics.sqnr_db:.2f} dB")
     console.show(document, *lines)
     console.print_next(console.command("k2convert", "validate", text, *origin))
 

@@ -18,9 +18,10 @@ from k2convert.check.results import (
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
+from k2convert.errors import exact_zero
 from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.ledger import find_ledger
+from k2convert.records.ledger import find_ledger, shown_totals
 
 
 def show_validation(report: ValidationReport) -> None:
@@ -59,7 +60,7 @@ def _error_row(label: str, error: WeightMetrics) -> tuple[str, ...]:
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
     plain = "zero" if error.is_zero else _decibels(error.sqnr_db)
-    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, changed
+    return label, f"{error.num_weights:,}", plain, exact_zero(error.relative_mse), steps, changed
 
 
 def _decibels(sqnr: float) -> str:
@@ -73,7 +74,7 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     if not totals:
         print_line(f"{title}: no weight could be measured")
         return
-    found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
+    found = [*shown_totals(totals).items(), *(("worst", error) for _, error in weights.worst(1))]
     columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero weights changed")
     rows = [_error_row(label, error) for label, error in found]
     shown = [i for i, name in enumerate(columns) if not name or any(row[i] for row in rows)]  # no steps without INT4

@@ -45,7 +45,7 @@ from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import ShardJob
 from k2convert.plan.recipe import Recipe
 from k2convert.records.command import read_command, shell_line
-from k2convert.records.fingerprint import Obstacle, Source, config_obstacle
+from k2convert.records.fingerprint import Obstacle, Source, config_changes, config_obstacle
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import MAX_NAMED, Ledger, parse_ledger
 
@@ -96,7 +96,7 @@ def open_checkpoint_at(
         with remedy(_REMOTE_REMEDY):
             checkpoint = open_remote(hub, remote, folder=folder)
         if now is not None:
-            hub.warn(_moved(remote, now, repo, _obstacle(hub, now, checkpoint, recipe)))
+            hub.warn(_moved(remote, now, repo, *_config_moves(hub, now, checkpoint, recipe)))
         yield Source(checkpoint, remote)
 
 
@@ -145,20 +145,26 @@ def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "tuple[RemoteRepo, R
     return then, now if changed else None
 
 
-def _obstacle(hub: Hub, now: "RemoteRepo", then: Checkpoint, recipe: Recipe | None) -> Obstacle | None:
-    """Return what forbids that a job by this recipe goes on with config.json as it is now; None if it does."""
+def _config_moves(
+    hub: Hub, now: "RemoteRepo", then: Checkpoint, recipe: Recipe | None
+) -> tuple[list[str], Obstacle | None]:
+    """Return the fields of config.json that are others now, and what forbids that a job goes on with it, if it does."""
     from k2convert.hub.source import read_file
 
     file = now.files.get(CONFIG_NAME)
-    if recipe is None or file is None:
-        return None
+    if file is None:
+        return [], None
     with suppress(HubError):
         text = read_file(hub, now.repo, now.commit, file).decode(errors="replace")
-        return config_obstacle(then.parse_config(), then, text, recipe)
-    return None
+        before = then.parse_config()
+        obstacle = None if recipe is None else config_obstacle(before, then, text, recipe)
+        return config_changes(before, then, text), obstacle
+    return [], None
 
 
-def _moved(then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, obstacle: Obstacle | None) -> str:
+def _moved(
+    then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, fields: Sequence[str], obstacle: Obstacle | None
+) -> str:
     """Say how a repository differs from the commit that is read, and what to do to get what it has now."""
     from k2convert.hub.source import changed_files
 
@@ -174,6 +180,9 @@ def _moved(then: "RemoteRepo", now: "RemoteRepo", ref: RepoRef, obstacle: Obstac
         advice = f"to convert {address}, choose a new destination"
     elif obstacle is not None:
         advice = f"{obstacle.problem}, so `k2convert run` with {address} refuses it"
+        fields = ()
+    if fields:
+        verb = f"{verb} ({', '.join(fields)})"
     return (
         f"{branch} is at {now.commit[:7]}, not at {then.commit[:7]} of the conversion: {named(changed)} {verb}. "
         f"{then.commit[:7]} is read; {advice}"

@@ -19,7 +19,7 @@ from k2convert.models.config import max_positions
 from k2convert.plan.recipe import TextUse
 from k2convert.records.document import shown
 from k2convert.records.fingerprint import Source
-from k2convert.records.ledger import TOTAL, find_ledger
+from k2convert.records.ledger import find_ledger, totals_by_format
 
 if TYPE_CHECKING:
     from k2convert.forward.layer_pass import PassText
@@ -94,6 +94,6 @@ def inspect_source(source: str, *, hub: Hub) -> "Inspection":
         if ledger is not None:
             conversion = {name: getattr(ledger.recipe, name) for name in ("rule", "layout", "activations", "target")}
             conversion["source"] = next(iter(named_source(opened.checkpoint.folder, ledger)[1:]), None)
-            if (total := ledger.totals.get(TOTAL)) is not None:
+            if (total := next(iter(totals_by_format(ledger.totals).values()), None)) is not None:
                 conversion |= {name: getattr(total, name) for name in ("sqnr_db", "relative_mse", "achieved_to_max")}
         return inspect_checkpoint(opened.checkpoint, shown_as=source, conversion=shown(conversion))

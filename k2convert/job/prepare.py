@@ -51,6 +51,7 @@ from k2convert.models import check_calibrated, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
+from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import (
@@ -171,10 +172,12 @@ def _way_back(begun: JobDescription, source: Source, hub: Hub) -> str:
 
 def _planned(options: JobOptions, source: Source, hub: Hub) -> Job:
     checkpoint = source.checkpoint
-    recipe = choose_recipe(checkpoint, options.recipe, options.settings)
-    if options.text is not None:
+    chosen = choose_recipe(checkpoint, options.recipe, options.settings)
+    if options.text is not None or (chosen.target == "nvfp4" and RULES[chosen.rule].needs_text):
         check_calibrated(checkpoint)
-    recipe = settle_recipe(recipe, has_text=options.text is not None, to_hub=options.destination.repo is not None)
+    recipe = settle_recipe(chosen, has_text=options.text is not None, to_hub=options.destination.repo is not None)
+    if recipe.quantizer == "reference" and recipe.rule != chosen.rule:
+        hub.notify(f"note: quantizer reference converts by rule {recipe.rule} only, so that is the rule")
     text = None
     if options.text is not None:
         text = read_text(options.text, recipe.calibration, source, hub)

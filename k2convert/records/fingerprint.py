@@ -10,6 +10,7 @@ bytes. So a job goes on with a copy of its source.
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
@@ -219,6 +220,13 @@ def _config_changes(before: JsonObject | None, now: JsonObject | None) -> list[s
     """Return in words the fields of a source's config.json that are others now."""
     changes = () if before is None else config_differences(before, now, unread=())
     return [f"{field} was {_shown(then)}, now {_shown(after)}" for field, then, after in changes]
+
+
+def config_changes(before: JsonObject | None, source: Checkpoint, config_text: str) -> list[str]:
+    """Return in words the first fields that are others in a later config.json of a source; none of a damaged one."""
+    with suppress(MalformedFileError):
+        return _config_changes(before, replace(source, config_text=config_text).config)[:_MOST_CHANGES]
+    return []
 
 
 class Obstacle(NamedTuple):

@@ -22,6 +22,7 @@ from k2convert.checkpoint.files import is_there, read_text_file
 from k2convert.checkpoint.index import Checkpoint, check_level
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
+from k2convert.models.config import FP8
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import FP8_SQNR_DB, Recipe
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
@@ -276,6 +277,26 @@ def sum_by_role(measured: Iterable[tuple[str, WeightMetrics]]) -> dict[str, Weig
         by_role[role].add(metrics)
         by_role[TOTAL].add(metrics)
     return {role: by_role[role].total() for role in (*sorted(by_role.keys() - {TOTAL}), *by_role.keys() & {TOTAL})}
+
+
+def totals_by_format(totals: Mapping[str, WeightMetrics]) -> dict[str, WeightMetrics]:
+    """Return the sums of "NVFP4" and of "FP8" weights if there are both, else that of "total"; nothing without it."""
+    formats: dict[str, MetricsSum] = defaultdict(MetricsSum)
+    for role, metrics in totals.items():
+        if role != TOTAL:
+            formats["NVFP4" if metrics.num_blocks else FP8].add(metrics)
+    if len(formats) > 1:
+        return {name: formats[name].total() for name in ("NVFP4", FP8)}
+    return {TOTAL: totals[TOTAL]} if TOTAL in totals else {}
+
+
+def shown_totals(totals: Mapping[str, WeightMetrics]) -> dict[str, WeightMetrics]:
+    """Return totals by role, or "role, FP8", and one sum for each format: an error of both together says nothing."""
+    sums = totals_by_format(totals)
+    if TOTAL in sums or not sums:
+        return dict(totals)
+    roles = {(role if m.num_blocks else f"{role}, {FP8}"): m for role, m in totals.items() if role != TOTAL}
+    return roles | {f"{TOTAL}, {name}": metrics for name, metrics in sums.items()}
 
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Final
 
 from k2convert.check.results import ValidationReport, Verdict, WeightsReport
 from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, fewest_holders, gigabytes
-from k2convert.errors import counted, quoted, shortened
+from k2convert.errors import counted, exact_zero, quoted, shortened
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.evaluation import Evaluation, EvaluationRow, WorstToken
-from k2convert.records.ledger import TOTAL
+from k2convert.records.ledger import TOTAL, shown_totals
 from k2convert.report.figures import Report
 from k2convert.report.wording import Figure, Section, Table, decibels, joined, last_part, percent, with_error
 
@@ -32,7 +32,8 @@ _MOST_BEFORE: Final = 60  # characters of the text before a token
 
 def role_name(role: str) -> str:
     """Return what people call a role of a recipe or of the totals."""
-    return _ROLE_NAMES.get(role, role)
+    name, comma, form = role.partition(", ")
+    return f"{_ROLE_NAMES.get(name, name)}{comma}{form}"
 
 
 def headline(report: Report) -> tuple[Figure, ...]:
@@ -47,7 +48,9 @@ def headline(report: Report) -> tuple[Figure, ...]:
         figures.append(Figure(f"{divergence.mean:.3g}", "KL divergence", detail))
     if (calibration := report.ledger.calibration) is not None and calibration.gptq:
         figures.append(_held_out_figure(calibration))
-    detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
+    form = "NVFP4 " if report.ledger.recipe.fp8 else ""
+    error = exact_zero(total.relative_mse)
+    detail = f"of {total.num_weights:,} {form}weights against the exact source; relative error {error}"
     figures.append(Figure(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
         detail = "max calibration is the usual recipe"
@@ -298,7 +301,7 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
 
 def _weight_errors(report: Report) -> Section:
     """Return the errors of each role, and the total if there are several roles."""
-    totals = report.ledger.totals
+    totals = shown_totals(report.ledger.totals)
     num_roles = len(totals.keys() - {TOTAL})
     has_proof = report.total.lossless_tensors is not None
     columns = ["role", "weights", "SQNR", "relative error", "relative to max", "non-zero weights changed"]
@@ -310,7 +313,7 @@ def _weight_errors(report: Report) -> Section:
             continue
         to_max = f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else ""
         changed = percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero)
-        row = (role_name(role), f"{m.num_weights:,}", decibels(m.sqnr_db), f"{m.relative_mse:.5f}", to_max, changed)
+        row = (role_name(role), f"{m.num_weights:,}", decibels(m.sqnr_db), exact_zero(m.relative_mse), to_max, changed)
         if has_proof:
             row = (*row, f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}")
         rows.append(row)

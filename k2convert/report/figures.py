@@ -31,7 +31,7 @@ from k2convert.records.command import shell_line
 from k2convert.records.document import plain, shown
 from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.journal import Journal, find_published
-from k2convert.records.ledger import TOTAL, Ledger, ShardRecord, find_ledger, metrics_document
+from k2convert.records.ledger import TOTAL, Ledger, ShardRecord, find_ledger, metrics_document, totals_by_format
 
 if TYPE_CHECKING:
     from k2convert.check.results import ValidationReport
@@ -100,7 +100,8 @@ class Report:
 
     @property
     def total(self) -> WeightMetrics:
-        return self.ledger.totals[TOTAL]
+        """The error of all NVFP4 weights: that of FP8 beside them is in the table of roles."""
+        return next(iter(totals_by_format(self.ledger.totals).values()))
 
     @property
     def source_format(self) -> SourceFormat:

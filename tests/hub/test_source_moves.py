@@ -63,6 +63,7 @@ def test_small_files_that_moved_are_named_and_taken_over(
         for command in verbs(place):
             shown = cli(*command, code=0)
             assert words in shown.stderr, command
+            assert "(eos_token_id was 0, now [0, 1])" in shown.stderr, command
             assert "FAILED" not in shown.stdout + shown.stderr
         assert "of the conversion" not in cli("status", place, code=0).stderr
         taken = cli("run", f"{SOURCE}@main", place, *yes, code=0)

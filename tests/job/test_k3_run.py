@@ -54,6 +54,7 @@ def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path
     out = tmp_path / "out"
     said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
     assert "cast: 36 of 36 tensors were converted without loss.\n" in said.stdout
+    assert "0.00000" not in said.stdout, "nothing is 0"
     before = tensors_of(k3_tiny)
     after = tensors_of(out)
     decode = create_decoder(layout)

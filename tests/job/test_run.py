@@ -3,6 +3,7 @@
 import filecmp
 import json
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -226,6 +227,25 @@ def test_error_is_half_of_plains(tiny: Path, run_cli: RunCli, tmp_path: Path) ->
     assert mse["achieved_to_max"] == pytest.approx(mse["squared_error"] / by_max["squared_error"], rel=1e-12)
     assert mse["sqnr_db"] == pytest.approx(22.617, abs=0.005)
     assert by_max["sqnr_db"] == pytest.approx(19.655, abs=0.005)
+
+
+def test_the_error_of_fp8_is_named_apart(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = run_cli("run", tiny, out, "--recipe", "kimi-k2-thinking-nvfp4-fp8", code=0).stdout
+    run_cli("report", out, code=0)
+    report = (out / "report.md").read_text()
+    assert "attention, FP8" in report
+    for shown in (ran, run_cli("validate", out, "--source", tiny, code=0).stdout):
+        assert re.search(r"\ntotal, NVFP4 .* 4,718,592 .* 22.62 dB .*\ntotal, FP8 .* 1,269,760 .* 31.71 dB", shown)
+    assert "**22.62 dB** SQNR: of 4,718,592 NVFP4 weights" in report
+
+
+def test_the_reference_quantizer_says_that_its_rule_is_max(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    pytest.importorskip("modelopt")
+    words = ("run", tiny, tmp_path / "out", "--set", "quantizer=reference", "--dry-run")
+    note = "note: quantizer reference converts by rule max only, so that is the rule"
+    assert note in run_cli(*words, code=0).stderr
+    assert note not in run_cli(*words, "--rule", "max", code=0).stderr
 
 
 def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:

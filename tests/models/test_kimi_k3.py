@@ -227,6 +227,8 @@ def test_unusable_scales_stop_the_run_by_name(byte: int, expected: str, k3_tiny:
     [
         ("run", "SOURCE", "OUT", "--calibrate", "TEXT"),
         ("run", "RESULT", "OUT", "--calibrate", "TEXT"),
+        ("run", "SOURCE", "OUT", "--rule", "gptq"),
+        ("run", "SOURCE", "OUT", "--set", "rule=gptq", "--dry-run"),
     ],
 )
 def test_a_calibration_is_refused(command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
