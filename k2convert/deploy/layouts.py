@@ -5,13 +5,14 @@ inside by tensor parallelism, or whole ones are distributed over the GPUs (`expe
 that names the number it does not divide and the nearest that works.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
 from k2convert.deploy.model import ModelShape
 from k2convert.errors import FitError
+from k2convert.models.names import tensor_sizes
 
 WIDTH_ALIGNMENT: Final = 64
 """Columns of an expert on one GPU: TensorRT-LLM's kernels need multiples of 64, the largest alignment of all."""
@@ -71,12 +72,6 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
     return tensor_sizes(_divisors(shape.num_heads), shape.num_heads, shape.tensor_sizes)
-
-
-def tensor_sizes(sizes: Iterable[int], num_heads: object, known: Sequence[int]) -> list[int]:
-    """Return the sizes of tensor parallelism that the attention heads, and the engines, allow: `known`, or any."""
-    heads = num_heads if isinstance(num_heads, int) else 0
-    return [n for n in sizes if heads % n == 0 and (not known or n in known)]
 
 
 def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:

@@ -17,11 +17,11 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.compressed_tensors import MIXED_FORMAT
 from k2convert.checkpoint.layouts.modelopt import FP8_BLOCKS
 from k2convert.choices import FP8_BLOCK, Activations, Engine, Layout, ServedKvCache
-from k2convert.deploy.layouts import WIDTH_ALIGNMENT, Parallelism, tensor_sizes
+from k2convert.deploy.layouts import WIDTH_ALIGNMENT, Parallelism
 from k2convert.errors import PlanError
 from k2convert.models import find_family
 from k2convert.models.config import evaluate_shape, find_quantization_config, text_config
-from k2convert.models.names import Family, ModelCardFacts
+from k2convert.models.names import Family, ModelCardFacts, tensor_sizes
 
 if TYPE_CHECKING:
     from k2convert.deploy.gpus import Gpu, Nvfp4Kind

@@ -247,6 +247,12 @@ class Family:
         return tuple(sorted(name.format(layer=layer) for layer in layers for name in self.banks))
 
 
+def tensor_sizes(sizes: Iterable[int], num_heads: object, known: Sequence[int]) -> list[int]:
+    """Return the sizes of tensor parallelism that the attention heads, and the engines, allow: `known`, or any."""
+    heads = num_heads if isinstance(num_heads, int) else 0
+    return [n for n in sizes if heads % n == 0 and (not known or n in known)]
+
+
 _READERS = (Role.EXPERTS, Role.SHARED_EXPERTS)
 
 
